@@ -1,1 +1,1 @@
-"""Recipe of the corpus fineweb: FineWeb."""
+"""Recipe of the corpus FineWeb."""

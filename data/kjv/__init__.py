@@ -1,1 +1,1 @@
-"""Recipe of the corpus kjv: The King James Bible."""
+"""Recipe of the King James Bible."""

@@ -1,1 +1,1 @@
-"""Recipe of the corpus openwebtext: OpenWebText."""
+"""Recipe of the corpus OpenWebText."""

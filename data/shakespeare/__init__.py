@@ -1,1 +1,1 @@
-"""Recipe of the corpus shakespeare: Shakespeare's plays."""
+"""Recipe of Shakespeare's plays."""

@@ -1,1 +1,1 @@
-"""Recipe of the corpus tinyshakespeare: Tiny Shakespeare."""
+"""Recipe of the corpus Tiny Shakespeare."""

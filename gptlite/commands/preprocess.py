@@ -4,21 +4,22 @@ gptlite preprocess input='corpus/*.jsonl.zst' tokenizer=FOLDER output=data/mine 
     [format=auto] [field=text] [separator=] [validation_fraction=0.005] [on_error=error] [overwrite=false]
     [eod=TOKEN] [max_record_bytes=134217728]
 
-input      files, folders, globs (several between commas), or - with format=jsonl|text. JSON lines, Parquet, or text,
-           plain or compressed (gz, zst, xz, bz2)
+input      files, folders or globs, separated by commas, or - (standard input) with format=jsonl|text. They contain
+           JSON lines, Parquet or text, plain or compressed (gz, zst, xz, bz2)
 tokenizer  byte, a folder of gptlite train-tokenizer, a SentencePiece .model, a tokenizer.json or a folder with it,
            a .tiktoken file, or tiktoken:gpt2
 field      the JSON field or Parquet column with the text
-separator  of text: nothing (a file is a document), blank (empty lines), or a string, e.g. '<|endoftext|>' or '\\n'
+separator  what separates documents in text: nothing (a file is one document), blank (empty lines), or a string, e.g.
+           '<|endoftext|>' or '\\n'
 
-Documents end with the tokenizer's end-of-document token; `validation_fraction` of them, by a hash of their text, are
-held out. A bad record is reported with its file and line and stops the command; with on_error=skip it is left out and
-noted in skipped.jsonl. After a stop or kill, the same command continues. The output does not depend on workers.
+Each document ends with the tokenizer's end-of-document token. A fraction `validation_fraction` of documents, selected
+by a hash of the text, is held out. A bad record is reported with its file and line and stops the command; with
+on_error=skip it is left out and listed in skipped.jsonl. After a stop or kill, the same command continues where it
+ended. The output does not depend on workers.
 Exit codes: 0 done, 1 failed, 2 refused, 130/143 stopped.
 """
 
 import errno
-import os
 import signal
 import sys
 from dataclasses import dataclass, replace
@@ -30,7 +31,7 @@ from gptlite.config.command_line import run_tool
 from gptlite.errors import ConfigError
 from gptlite.progress import counted, log
 
-# Errors that persist until another output is given, or its folder's permissions are changed.
+# Errors that persist until another output is given or the permissions of its folder are changed.
 CANNOT_GO_ON = {errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ENOENT}
 
 
@@ -41,7 +42,7 @@ class Arguments:
     input: str = "???"
     tokenizer: str = "???"
     output: str = "???"
-    workers: int | None = None  # null: one per core
+    workers: int | None = None  # null: one per available core
     format: str = "auto"
     field: str = "text"
     separator: str = ""
@@ -60,11 +61,12 @@ def main() -> NoReturn:
 def prepare(arguments: Arguments) -> int:
     """Prepare the folder and return the exit code."""
     from gptlite.data.find_tokenizer import find_tokenizer
+    from gptlite.plan.local import cpu_cores
     from gptlite.preprocess.pool import WorkerDied
     from gptlite.preprocess.run import preprocess
     from gptlite.preprocess.settings import make_settings
 
-    signal.signal(signal.SIGTERM, stop)  # SystemExit runs the cleanup that SIGTERM's default would skip
+    signal.signal(signal.SIGTERM, stop)  # SystemExit runs the cleanup; the default action would not
     settings = make_settings(arguments)
     tokenizer = find_tokenizer(arguments.tokenizer, arguments.eod)
     output, workers = Path(arguments.output).expanduser(), arguments.workers
@@ -73,8 +75,7 @@ def prepare(arguments: Arguments) -> int:
             replace(settings, tokenizer=tokenizer.fingerprint),
             tokenizer,
             output,
-            # Not os.cpu_count, which ignores the limits of a container or a Slurm job.
-            workers=len(os.sched_getaffinity(0)) if workers is None else workers,
+            workers=cpu_cores() if workers is None else workers,
             on_error=arguments.on_error,
             overwrite=arguments.overwrite,
             log=log,
@@ -84,7 +85,7 @@ def prepare(arguments: Arguments) -> int:
         reason = f"{where}: {(error.strerror or str(error)).lower()}"
         if error.errno in CANNOT_GO_ON and where.startswith(str(output)):
             raise ConfigError(f"output={arguments.output} cannot be written ({reason}); give another output=") from None
-        print(f"error: {reason}; fix that, and run the same command to continue", file=sys.stderr)
+        print(f"error: {reason}; fix the problem, and run the same command to continue", file=sys.stderr)
         return 1
     except WorkerDied as error:
         print(f"error: {error}; run the same command to continue", file=sys.stderr)
@@ -102,5 +103,5 @@ def prepare(arguments: Arguments) -> int:
 
 
 def stop(signum: int, _: FrameType | None) -> None:
-    """Exit with the code of the signal."""
+    """Exit with code 128 + `signum`."""
     raise SystemExit(128 + signum)

@@ -1,4 +1,4 @@
-"""Micro-batches and the interface of a loader, the same for tokens and for samples of a dataset."""
+"""Micro-batches and the loader interface, shared by tokens and by samples of a dataset."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -18,10 +18,10 @@ class Batch:
     """One micro-batch of one rank: B sequences of S tokens, where S is the number of positions that the rank holds."""
 
     tokens: torch.Tensor  # int64[B, S]
-    targets: torch.Tensor  # int64[B, S], IGNORE if nothing is predicted
+    targets: torch.Tensor  # int64[B, S], IGNORE where nothing is predicted
     sample_ids: torch.Tensor  # int64[B], number of the sample in the run, or of the chunk in validation
-    documents: Documents | None = None  # for all positions of the sequences
-    counted: bool = True  # False for a batch that only keeps this rank in step with the others
+    documents: Documents | None = None  # of whole sequences, also under context parallelism
+    counted: bool = True  # False for a filler, which gives this rank as many batches as the others
 
     @property
     def length(self) -> int:
@@ -54,7 +54,7 @@ WHOLE = Share()
 
 
 class BatchLoader(ABC):
-    """Loader that divides the run's sample stream into global batches, micro-batches and ranks.
+    """Loader that divides the run's sample stream into global batches and micro-batches, and over ranks.
 
     `schedule` gives the samples of a global batch. For micro-batch size B and R data-parallel ranks, each micro-batch
     takes the next B * R of them, split in order over the ranks, so the global batch does not depend on R. A batch
@@ -77,12 +77,12 @@ class BatchLoader(ABC):
 
     @property
     def global_batch_size(self) -> int:
-        """Samples of a global batch at its full size, after any ramp."""
+        """Number of samples in a global batch at full size, after any ramp."""
         return self.schedule.global_batch_size
 
     @property
     def num_micro_batches(self) -> int:
-        """Micro-batches per global batch on this rank at full size."""
+        """Number of micro-batches in a global batch of full size on this rank."""
         return self.global_batch_size // self._samples_at_once
 
     def micro_batches(self, consumed_samples: int) -> int:
@@ -91,7 +91,7 @@ class BatchLoader(ABC):
 
     @property
     def _samples_at_once(self) -> int:
-        """Samples of one micro-batch over all data-parallel ranks."""
+        """Number of samples in one micro-batch, summed over all data-parallel ranks."""
         return self.micro_batch_size * self._share.size
 
     def _numbers(self, consumed_samples: int) -> np.ndarray:
@@ -105,12 +105,14 @@ class BatchLoader(ABC):
 
     @abstractmethod
     def batch(self, consumed_samples: int, micro_index: int) -> Batch:
-        """Return micro-batch `micro_index` of the global batch after `consumed_samples` samples. The result does not
-        depend on earlier calls."""
+        """Return micro-batch `micro_index` of the global batch after `consumed_samples` samples.
+
+        The result does not depend on earlier calls.
+        """
 
     @abstractmethod
     def close(self) -> None:
-        """Stop what reads ahead. `batch` fails afterwards; validation still works."""
+        """Stop prefetching. `batch` fails afterwards; validation still works."""
 
     @property
     @abstractmethod
@@ -119,8 +121,10 @@ class BatchLoader(ABC):
 
     @abstractmethod
     def validation_batches(self, limit: int | None = None, name: str | None = None) -> Iterator[Batch]:
-        """Yield this rank's batches of all held-out samples of data set `name`, by default the first, or of `limit`
-        evenly spaced ones. Every rank gets the same number of batches, and each sample counts once."""
+        """Yield this rank's batches of all held-out samples of data set `name`, or of `limit` evenly spaced ones.
+
+        The default is the first set. Every rank gets the same number of batches, and each sample counts once.
+        """
 
     @abstractmethod
     def _num_validation_samples(self, name: str) -> int:
@@ -132,12 +136,14 @@ class BatchLoader(ABC):
         return -(-len(spread(total, limit)) // self._samples_at_once)
 
     def validation_bytes(self, limit: int | None = None, name: str | None = None) -> int:
-        """Return the UTF-8 bytes of all targets in `validation_batches(limit, name)`, over all ranks; 0 if they are not
-        text."""
+        """Return the UTF-8 bytes of all targets in `validation_batches(limit, name)`, summed over all ranks.
+
+        The result is 0 if the targets are not text.
+        """
         return 0
 
 
 def spread(total: int, limit: int | None) -> np.ndarray:
-    """Return `limit` of `total` chunk numbers, evenly spaced, or all without a limit: int64."""
+    """Return `limit` evenly spaced numbers of range(total), or all of them without a limit: int64[N]."""
     count = total if limit is None else min(limit, total)
     return np.arange(count) * total // max(count, 1)

@@ -1,4 +1,4 @@
-"""Global batches: the size and the samples of each, as pure functions of the sample at which it begins."""
+"""Global batches: sizes and sample numbers, as pure functions of the position at which a batch begins."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ class BatchSchedule:
         return [size for _, size in self._levels]
 
     def size(self, position: int) -> int:
-        """Number of samples in the global batch that begins at `position`."""
+        """Return the number of samples in the global batch that begins at `position`."""
         return self._levels[self._next_level(self._first(position)) - 1][1]
 
     def samples(self, position: int) -> np.ndarray:
-        """Sample numbers of the global batch that begins at `position`, in order: int64[size]."""
+        """Return the sample numbers of the global batch that begins at `position`, in order: int64[size]."""
         import numpy as np
 
         runs = list(self._runs(position, self.size(position)))
@@ -63,11 +63,11 @@ class BatchSchedule:
         return self._advance(position, batches * self.global_batch_size)
 
     def batches(self, samples: int) -> int:
-        """Return the smallest number of batches, from the beginning, that read at least that many samples."""
+        """Return the smallest number of batches, from the start of the run, that read at least `samples` samples."""
         return bisect_left(range(samples), samples, key=lambda count: self.trained(self.after(0, count)))
 
     def trained(self, position: int) -> int:
-        """Number of samples in the batches before `position`. Skipped samples do not count."""
+        """Return the number of samples in the batches before `position`, without skipped samples."""
         return position - sum(min(stop, position) - min(first, position) for first, stop in self.skipped)
 
     def skipping(self, ranges: Iterable[Sequence[int]]) -> BatchSchedule:
@@ -82,7 +82,7 @@ class BatchSchedule:
 
     @cached_property
     def _levels(self) -> list[tuple[int, int]]:
-        """Return (first position, size) for each size. Both are integers, so nothing is rounded."""
+        """(first position, size) of each size. Integer arithmetic avoids floating-point errors."""
         start, increment, samples = self.ramp or (self.global_batch_size, 1, 0)
         sizes = range(start, self.global_batch_size + 1, increment)
         return [(-(-n * samples // max(len(sizes) - 1, 1)), size) for n, size in enumerate(sizes)]

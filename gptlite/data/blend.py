@@ -21,19 +21,19 @@ _UNIT = 1 << _UNIT_BITS
 
 
 class BlendPlan:
-    """Blend of data sets by weights, which need not sum to one. Results are pure functions of the arguments."""
+    """Blend of data sets by weights, which need not sum to one. Methods are pure functions of their arguments."""
 
     def __init__(self, weights: Sequence[float]):
         share = np.asarray(weights, dtype=np.float64)
         edges = np.cumsum(share) / share.sum() * BLOCK * _UNIT  # below 2**53, so exact to 2**-20 of a sample
         self._edges = np.concatenate([[0], np.rint(edges).astype(np.int64)])
-        self._edges[-1] = BLOCK * _UNIT  # exact, or the last set could lose a sample
+        self._edges[-1] = BLOCK * _UNIT  # exact; otherwise the last set could lose a sample
 
     def before(self, block: int) -> np.ndarray:
         """Return the number of samples of each data set in the blocks 0 to `block` - 1: int64[sets]."""
         whole, rest = self._edges >> _UNIT_BITS, self._edges & (_UNIT - 1)
         teeth, first = whole * block, 0
-        for bit in reversed(range(block.bit_length())):  # blocks [first, first + 2**bit) are shifted evenly
+        for bit in reversed(range(block.bit_length())):  # shifts of blocks [first, first + 2**bit): evenly spaced
             if block >> bit & 1:
                 step = _UNIT >> bit
                 teeth += np.clip((rest - _shift(first) + step - 1) // step, 0, 1 << bit)
@@ -60,5 +60,5 @@ class BlendPlan:
 
 
 def _shift(block: int) -> int:
-    """Return van der Corput's sequence in units of 2**-32: the bits of the block number, reversed."""
+    """Return element `block` of van der Corput's sequence in units of 2**-32: the bits of `block`, reversed."""
     return int(f"{block:0{_UNIT_BITS}b}"[::-1], 2)

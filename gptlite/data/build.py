@@ -31,7 +31,7 @@ from gptlite.parallelism.rank_sync import ALONE, from_all, from_main, together
 from gptlite.progress import Log, Progress
 
 _VERSION = "1"  # of the format that `prepare` writes; a new version invalidates every cached folder
-_SYNTHETIC_VALIDATION = 0.01  # held-out tokens for each training token
+_SYNTHETIC_VALIDATION = 0.01  # number of held-out tokens per training token
 
 
 def prepare(config: DataConfig, seed: int, log: Log = print, mesh: Mesh = ALONE) -> PreparedData:
@@ -44,7 +44,7 @@ def prepare(config: DataConfig, seed: int, log: Log = print, mesh: Mesh = ALONE)
     leaves no new prepared folder. An error on one rank is raised on all ranks.
     """
     if isinstance(config, DatasetConfig):
-        raise ConfigError("this data has samples, and text or tokens are needed here; give another data=...")
+        raise ConfigError("data is a dataset of samples, but text or tokens are needed; choose another data=...")
     if isinstance(config, SyntheticConfig):
         check_settings(config)
         return _synthetic(config, seed)
@@ -75,7 +75,7 @@ def open_data(config: DataConfig, seed: int, log: Log, mesh: Mesh) -> PreparedDa
 
 def _require_same(identity: Identity, mesh: Mesh, differ: str) -> None:
     if len(set(from_all(mesh, lambda: json.dumps(identity, sort_keys=True)))) > 1:
-        raise ConfigError(f"{differ}; give one that all share")
+        raise ConfigError(f"{differ}; use a folder that all ranks share")
 
 
 def _folder(config: DataConfig, log: Log) -> Path:
@@ -115,7 +115,7 @@ def build_loader(
     seed: int,
     parallelism: ParallelismConfig | None = None,
 ) -> Loader | SampleLoader:
-    """Return this rank's loader. `micro_batch_size: null` is the largest that the schedule of `parallelism` can run.
+    """Return this rank's loader. `micro_batch_size: null` selects the largest that the layout can run.
 
     Raises ConfigError if a global batch size is not divisible by the micro-batch size times the data-parallel ranks.
     """
@@ -124,10 +124,10 @@ def build_loader(
         micro = largest_micro_batch(parallelism or ParallelismConfig(), schedule.sizes(), mesh.data_size)
     uneven = [size for size in schedule.sizes() if micro is None or size % (micro * mesh.data_size)]
     if micro is None or uneven:
-        words = f" of data.batch_ramp={config.batch_ramp}" if config.batch_ramp else ""
+        words = f" (in data.batch_ramp={config.batch_ramp})" if config.batch_ramp else ""
         raise ConfigError(
-            f"data.global_batch_size={uneven[0]}{words} is not divisible by data.micro_batch_size={micro} x "
-            f"{mesh.data_size} data-parallel ranks"
+            f"data.global_batch_size={uneven[0]}{words} is not divisible by "
+            f"{f'data.micro_batch_size={micro} x ' if micro else ''}{mesh.data_size} data-parallel ranks"
         )
     if isinstance(prepared, SampleSets):
         assert isinstance(config, DatasetConfig)
@@ -163,7 +163,7 @@ def _positions(length: int, mesh: Mesh) -> np.ndarray | None:
 
 
 def prepared_folder(config: TextConfig | CorpusConfig, log: Log) -> Path:
-    """Return the path at which `prepare` keeps the data, made or not. Raises ConfigError for an unreadable source."""
+    """Return the path, which may not exist yet, of the prepared data. Raises ConfigError for an unreadable source."""
     return cached_path(_cache(config), *_key(config, log))
 
 
@@ -185,7 +185,7 @@ def _key(config: TextConfig | CorpusConfig, log: Log) -> tuple[str, dict[str, st
     return config.corpus, common | {
         "corpus": config.corpus,
         "recipe": hashlib.sha256(script.read_bytes()).hexdigest(),
-        # Size and time stand for the content, which may be many gigabytes.
+        # Size and time identify the content, which may be many gigabytes.
         "source": "" if source is None else f"{source} {source.stat().st_size} {source.stat().st_mtime_ns}",
         **{f"argument {name}": value for name, value in config.arguments.items() if value is not None},
     }
@@ -221,7 +221,7 @@ def _run_recipe(config: CorpusConfig, folder: Path, log: Log) -> None:
     given = [f"{name}={value}" for name, value in (arguments | config.arguments).items() if value is not None]
     paths = [str(Path(gptlite.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
     process = subprocess.Popen(
-        [sys.executable, "-u", str(script), *given],  # -u: its lines arrive as they are printed
+        [sys.executable, "-u", str(script), *given],  # -u: unbuffered, so lines arrive when printed
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -233,10 +233,10 @@ def _run_recipe(config: CorpusConfig, folder: Path, log: Log) -> None:
         for line in process.stdout:
             if last:
                 log(last)
-            last = line.rstrip()  # held back, as after a failure it is the error
+            last = line.rstrip()  # held back: after a failure, the last line is the error
         code = process.wait()
     finally:
-        process.kill()  # after Ctrl-C here, it would go on
+        process.kill()  # otherwise it would continue after Ctrl-C
         process.wait()
     if code:  # the last line of output gives the reason
         failed = f"data.corpus={config.corpus}: {script} failed: {last}"

@@ -22,8 +22,9 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 def cached_folder(root: Path, name: str, key: dict[str, str], make: Callable[[Path], None], log: Log) -> Path:
     """Return the folder `root/name-<hash of key>`, filled by `make(temporary folder)` if it is not there yet.
 
-    The folder gets its name only when complete. Concurrent processes that want the same folder wait for the first. If
-    `make` raises, Ctrl-C included, nothing is left. Raises ConfigError if `root` or a file cannot be written.
+    The folder gets its name only when complete. Concurrent processes that need the same folder wait for the first one.
+    If `make` raises, including KeyboardInterrupt, the temporary folder is removed. Raises ConfigError if `root` or a
+    file cannot be written.
     """
     folder = cached_path(root, name, key)
     if folder.is_dir():
@@ -44,7 +45,7 @@ def _text(key: dict[str, str]) -> str:
 
 
 def _make(folder: Path, key: str, make: Callable[[Path], None]) -> None:
-    for leftover in folder.parent.glob(f".tmp-{folder.name}-*"):  # from a killed process: we hold the lock
+    for leftover in folder.parent.glob(f".tmp-{folder.name}-*"):  # left by a killed process, as the lock is held here
         shutil.rmtree(leftover, ignore_errors=True)
     try:
         with new_folder(folder) as temporary:
@@ -52,8 +53,10 @@ def _make(folder: Path, key: str, make: Callable[[Path], None]) -> None:
             (temporary / "key.json").write_text(key + "\n", encoding="utf-8")
     except OSError as error:
         full = error.errno in _FULL
-        fix = ("free some space, or " if full else "if that path is in the cache, ") + "give another data.cache_dir"
-        raise ConfigError(f"data could not be prepared in data.cache_dir={folder.parent}: {error}; {fix}") from error
+        fix = "free some space, or " if full else "if the error names a path in the cache, "
+        raise ConfigError(
+            f"data could not be prepared in data.cache_dir={folder.parent}: {error}; {fix}give another data.cache_dir"
+        ) from error
 
 
 @contextmanager
@@ -63,16 +66,16 @@ def new_folder(folder: Path) -> Iterator[Path]:
     try:
         temporary.mkdir(parents=True)
         yield temporary
-        sync_tree(temporary)  # before the rename: the name stands for data that is on the disk
+        sync_tree(temporary)  # before the rename, so that the name implies that the data is on disk
         temporary.rename(folder)
         sync_folder(folder.parent)
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)  # nothing is left there after the rename
+        shutil.rmtree(temporary, ignore_errors=True)  # after the rename, it no longer exists
 
 
 @contextmanager
 def _locked(root: Path, name: str, notice: str, log: Log) -> Iterator[None]:
-    """Hold the lock file `root/name` during the block, then remove it. The lock ends if the process dies."""
+    """Hold the lock file `root/name` during the block, then remove it. The lock is released if the process dies."""
     path = root / name
     try:
         root.mkdir(parents=True, exist_ok=True)

@@ -61,7 +61,7 @@ def check_settings(config: DataConfig) -> None:
                 raise ConfigError(f"data.workers={config.workers} must be at least 0")
         case _:
             raise ConfigError(
-                "data has no source; choose data=shakespeare, data=text data.path=..., "
+                "no data source is set; choose data=shakespeare, data=text data.path=..., "
                 "data=tokens data.path=..., or data=synthetic"
             )
 
@@ -73,11 +73,11 @@ def check_tokens(config: TokensConfig) -> None:
             f"data.path is not set; give a prepared folder ({command('preprocess')}), or data.blend={{...}}"
         )
     if config.blend is not None and (not isinstance(config.blend, dict) or not config.blend):
-        raise ConfigError(f"data.blend={config.blend} has no weights; give {{data/a: 0.7, data/b: 0.3}}")
+        raise ConfigError(f"data.blend={config.blend} has no weights; give e.g. {{data/a: 0.7, data/b: 0.3}}")
     for folder, weight in (config.blend or {}).items():
         # A bool is an int. The upper limit refuses infinity and NaN, which YAML allows.
         if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight <= sys.float_info.max:
-            raise ConfigError(f"data.blend: {folder} has the weight {weight!r}; give a number above 0, or leave it out")
+            raise ConfigError(f"data.blend: {folder} has the weight {weight!r}; give a number above 0, or remove it")
     if sum(float(weight) for weight in (config.blend or {}).values()) == math.inf:
         raise ConfigError("data.blend: the weights are too large to be added; divide them all by the same number")
     for key, folder in [("data.blend", str(each)) for each in config.blend or {}] + [("data.path", config.path)]:
@@ -106,7 +106,7 @@ def find_recipe(corpus: str) -> Path:
     roots = [Path(gptlite.__file__).parents[1] / "data"]
     if (spec := importlib.util.find_spec("gptlite.recipes")) and spec.submodule_search_locations:
         roots = [Path(location) for location in spec.submodule_search_locations] + roots
-    # Reversed: of two recipes by one name, that of the first root is kept.
+    # Reversed, so that of two recipes with the same name, the one in the first root is kept.
     recipes = {script.parent.name: script for root in reversed(roots) for script in root.glob("*/prepare.py")}
     if corpus not in recipes:
         known = ", ".join(sorted(recipes)) or "none"

@@ -8,8 +8,8 @@ from typing import Any
 class Packing(Enum):
     """Treatment of documents that share a sequence. Both modes read the same tokens, document after document.
 
-    `concatenate` treats a sequence as one text. `documents` isolates each document in it: attention stays within a
-    document, positions restart at its beginning, and no token is predicted from the end of another document.
+    `concatenate` treats a sequence as one text. `documents` isolates the documents in a sequence: attention stays
+    within a document, positions restart at its beginning, and no token is predicted from the end of another document.
     """
 
     concatenate = "concatenate"
@@ -18,12 +18,12 @@ class Packing(Enum):
 
 @dataclass
 class DataConfig:
-    """Settings common to all data sources. Batch sizes count sequences of `sequence_length` tokens."""
+    """Settings common to all data sources. Batch sizes are in sequences of `sequence_length` tokens."""
 
     global_batch_size: int = 16
     micro_batch_size: int | None = None  # null: the largest up to 16 that the layout can run
     sequence_length: int = 256
-    batch_ramp: list[int] | None = None  # [first size, increment, samples]: growth of the global batch
+    batch_ramp: list[int] | None = None  # [first size, increment, samples]: ramp-up of the global batch size
     packing: Packing = Packing.concatenate
     cache_dir: str = "~/.cache/gptlite"
 
@@ -34,7 +34,7 @@ class DataConfig:
 
     @property
     def handed_over(self) -> bool:
-        """True if the batches, of any size, come from the program that trains (gptlite.initialize)."""
+        """True if the calling program supplies the batches, of any size (gptlite.initialize)."""
         return False
 
     @property
@@ -61,13 +61,13 @@ class TextConfig(DataConfig):
 class CorpusConfig(DataConfig):
     """Corpus with a recipe in data/<corpus>/prepare.py, run on first use into `cache_dir`.
 
-    `arguments` are specific to the recipe, such as `{max_documents: 1000}`. Null arguments are left out.
+    `arguments` are specific to the recipe, such as `{max_documents: 1000}`. Arguments that are null are not passed.
     """
 
     corpus: str = "???"
     tokenizer: str = "sentencepiece"
     vocab_size: int = 4096
-    path: str | None = None  # the raw source, if it cannot be downloaded
+    path: str | None = None  # local copy of the raw source; null: download it
     arguments: dict[str, str | None] = field(default_factory=dict)
 
 
@@ -75,22 +75,22 @@ class CorpusConfig(DataConfig):
 class TokensConfig(DataConfig):
     """Prepared folders, as written by gptlite preprocess: tokenizer/, train.* and val.*.
 
-    `path` is one folder. `blend` maps folders to weights, which need not sum to one, and takes the place of `path`.
-    All folders must have the same tokenizer.
+    `path` is one folder. `blend` maps folders to weights, which need not sum to one, and replaces `path`. All
+    folders must have the same tokenizer.
     """
 
     path: str | None = None
-    blend: Any = None  # dict[str, float]; with that type, Hydra would reject new keys on the command line
+    blend: Any = None  # dict[str, float]; with that annotation, Hydra would reject new keys on the command line
 
 
 @dataclass
 class DatasetConfig(DataConfig):
-    """Base of the datasets that plugins register (gptlite.data.registry). Batch sizes are in samples.
+    """Base class for the settings of registered datasets (gptlite.data.registry). Batch sizes are in samples.
 
-    `workers` processes read samples ahead; 0: they are read in the training process, between the steps.
+    `workers` is the number of processes that prefetch samples; 0: the training process reads them between steps.
     """
 
-    sequence_length: int = 1  # a sample has one position
+    sequence_length: int = 1  # a sample counts as one position
     workers: int = 0
 
     @property
@@ -101,33 +101,35 @@ class DatasetConfig(DataConfig):
 
 @dataclass
 class ImagesConfig(DatasetConfig):
-    """Settings of images, see data/images.py. The short side is resized, then `size` x `size` pixels are cut out:
-    the center, or with `augment` a random place of training images, half of which are flipped.
+    """Settings of image datasets (data/images.py).
 
-    `validation_fraction` of the data is held out by hash if it has no validation part.
+    The shorter side is resized to `resize`, then `size` x `size` pixels are cropped from the center. With `augment`,
+    training images are cropped at a random position, and half of them are flipped horizontally. If the data has no
+    validation split, `validation_fraction` of it is held out, chosen by hash.
     """
 
     global_batch_size: int = 128
     path: str = "???"
     size: int = 224
-    resize: int | None = None  # pixels of the short side; null: 8/7 of `size`
+    resize: int | None = None  # pixels of the shorter side; null: 8/7 of `size`
     augment: bool = True
-    mean: list[float] = field(default_factory=lambda: [0.485, 0.456, 0.406])  # of red, green and blue, from 0 to 1
+    mean: list[float] = field(default_factory=lambda: [0.485, 0.456, 0.406])  # of red, green, blue; pixels are 0 to 1
     std: list[float] = field(default_factory=lambda: [0.229, 0.224, 0.225])
     validation_fraction: float = 0.1
 
 
 @dataclass
 class ImageFolderConfig(ImagesConfig):
-    """Images in one folder per class, under path/train and path/val (or valid, validation, test), or under `path`."""
+    """Images in one folder per class: in path/train and path/val (or valid, validation, test), or in `path` itself."""
 
 
 @dataclass
 class HuggingFaceConfig(ImagesConfig):
-    """Dataset of Hugging Face's `datasets` on disk, or local parquet, json, jsonl or csv files.
+    """Dataset that Hugging Face's `datasets` saved to disk, or local parquet, json, jsonl or csv files.
 
-    `input` is a column, or a list of columns that are passed to the model by name; null: all other columns. `label`:
-    null finds labels, label, targets or target. The settings of images apply to columns of images.
+    `input` is a column, or a list of columns that are passed to the model by name; null: all columns but the label.
+    `label` is a column; null: the first that exists of labels, label, targets and target. Image settings apply to
+    image columns.
     """
 
     global_batch_size: int = 32

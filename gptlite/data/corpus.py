@@ -1,4 +1,4 @@
-"""Writing and opening of prepared folders, which runs read: tokenizer/, train.bin/.idx and val.bin/.idx."""
+"""Writing and opening of prepared folders, which hold the data of a run: tokenizer/, train.bin/.idx, val.bin/.idx."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
@@ -14,7 +14,7 @@ from gptlite.invocation import command
 from gptlite.progress import Log, Progress
 
 TRAIN, VALIDATION, TOKENIZER = "train", "val", "tokenizer"
-_SAMPLE = 32 << 20  # characters for training SentencePiece: takes seconds, and more hardly changes the pieces
+_SAMPLE = 32 << 20  # characters to train SentencePiece on; this takes seconds, and more text hardly changes the pieces
 _DIGEST = 8  # bytes of the hash of a document
 
 Document = Iterable[str]  # the text of a document, in pieces that end at line ends
@@ -29,9 +29,9 @@ def train_tokenizer(
 ) -> Tokenizer:
     """Train a tokenizer for a corpus. SentencePiece is trained on the training documents only.
 
-    The alphabet of `char` comes from both splits, as is usual: a character without an id could not be evaluated. Each
-    call of `training` or `held_out` starts a new pass over the documents. Raises ConfigError for an unknown `kind` or
-    an invalid `vocab_size`.
+    The alphabet of `char` comes from both splits, as is usual; otherwise a character that occurs only in held-out text
+    would have no id. Each call of `training` or `held_out` starts a new pass over the documents. Raises ConfigError for
+    an unknown `kind` or an invalid `vocab_size`.
     """
     check_tokenizer(kind, vocab_size)
     match kind:
@@ -45,10 +45,10 @@ def train_tokenizer(
         case _:
             size = sum(len(block) for document in training() for block in document)
             every = -(-size // _SAMPLE)
-            used = f"one in {every} megabytes of {size / 1e6:.1f} MB" if every > 1 else f"{size / 1e6:.1f} MB of text"
-            log(f"tokenizer: training SentencePiece, {vocab_size} pieces, on {used}")
+            used = f"one megabyte in {every} of {size / 1e6:.1f} MB" if every > 1 else f"{size / 1e6:.1f} MB of text"
+            log(f"tokenizer: training SentencePiece with {vocab_size} pieces on {used}")
             blocks = (block for document in training() for block in document)
-            # Evenly spread, as the start of a corpus may differ from the rest.
+            # Evenly spread blocks, since the start of a corpus may differ from the rest.
             lines = (line for n, block in enumerate(blocks) if n % every == 0 for line in block.split("\n"))
             return train_sentencepiece(lines, vocab_size, log)
 
@@ -59,7 +59,7 @@ def document_hash(data: bytes | memoryview = b"") -> "hashlib.blake2b":
 
 
 def is_held_out(digest: bytes, fraction: float) -> bool:
-    """Return True if the document with this hash is among the held-out `fraction`. Equal documents share a split."""
+    """Return True if the document with this hash is in the held-out `fraction`. Equal documents get the same split."""
     return int.from_bytes(digest, "big") < fraction * 2.0 ** (8 * _DIGEST)
 
 
@@ -69,7 +69,7 @@ def split_writers(
 ) -> Iterator[tuple[IndexedWriter, IndexedWriter]]:
     """Yield the writers of the training and the validation split of a prepared folder.
 
-    With a folder `work` for their state, they can resume after a kill.
+    With `work`, a folder for their state, the writers can resume after the process is killed.
     """
     about = (tokenizer.fingerprint, tokenizer.vocab_size, tokenizer.eod)
     notes = [work and work / f"{split}.lengths" for split in (TRAIN, VALIDATION)]
@@ -92,7 +92,7 @@ def write_split(prefix: Path, documents: Iterable[Document], tokenizer: Tokenize
 
 
 def open_split(folder: Path, split: str, tokenizer: Tokenizer) -> IndexedDataset:
-    """Open one split of a prepared folder. Raises ConfigError if it is damaged or written with another tokenizer."""
+    """Open a split of a prepared folder. Raises ConfigError if it is damaged or was written with another tokenizer."""
     dataset = IndexedDataset(folder / split)
     if dataset.meta is None:
         raise ConfigError(
@@ -105,7 +105,7 @@ def open_split(folder: Path, split: str, tokenizer: Tokenizer) -> IndexedDataset
 
 
 def require_length(num_train: int, num_validation: int, sequence_length: int, folder: Path) -> None:
-    """Raise ConfigError unless there is one sequence to train on and one target to evaluate on."""
+    """Raise ConfigError unless there is at least one sequence to train on and one target to evaluate on."""
     if num_train <= sequence_length:
         raise ConfigError(
             f"data.sequence_length={sequence_length} needs more than {sequence_length} training tokens, "
@@ -113,6 +113,6 @@ def require_length(num_train: int, num_validation: int, sequence_length: int, fo
         )
     if num_validation < 2:
         raise ConfigError(
-            f"data: the held-out text in {folder} has fewer than two tokens; give more text, or hold more of it out: "
-            f"data.validation_fraction of a text file, validation_fraction= of {command('preprocess')} for a folder"
+            f"data: the held-out text in {folder} has fewer than two tokens; give more text, or hold out more of it "
+            f"(data.validation_fraction for a text file, validation_fraction= of {command('preprocess')} for a folder)"
         )

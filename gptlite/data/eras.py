@@ -1,8 +1,8 @@
 """Eras of a run: spans of samples with constant data sets, weights and sequence length.
 
-These three determine the n-th sample of a run. If the data sets, their weights or the sequence length change at a
-resume, a new era begins at the sample from which the run resumes. Earlier eras do not change, so every sample number
-keeps its meaning.
+Together with the seed, these determine the n-th sample of a run. If the data sets, their weights or the sequence length
+change when a run resumes, a new era begins at the next sample. Earlier eras do not change, so a sample number always
+identifies the same sample.
 """
 
 import math
@@ -13,7 +13,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class DataSet:
-    """Data set in an era.
+    """Data set, as used in one era.
 
     `data` is the SHA-256 of its tokens. It is the key of the sample order, so moving a folder changes nothing. `weight`
     is the fraction of samples; it is 0 if an earlier era read the set and this one does not. The era begins in `epoch`
@@ -45,7 +45,7 @@ class Era:
         return {name: each for name, each in self.sets.items() if each.weight > 0}
 
     def like(self, other: "Era") -> bool:
-        """Return True if both eras have the same data, weights and sequence length, so that no new one is needed."""
+        """Return True if both eras have the same data, weights and sequence length, so that no new era is needed."""
         if self.sequence_length != other.sequence_length:
             return False
         mine, theirs = ({each.data: each.weight for each in era.active.values()} for era in (self, other))
@@ -74,12 +74,12 @@ class Era:
         return replace(self, sets={names.get(each.data, old.get(n, n)): each for n, each in self.sets.items()})
 
     def _moved(self, each: DataSet, count: int, new: "Era") -> DataSet:
-        """Return the set after `count` samples of this era, with weight 0, at its place in the era `new`."""
+        """Return the set with weight 0, at the position where `new` continues it after `count` samples of this era."""
         if not (samples := each.num_samples(self.sequence_length)):
             return replace(each, weight=0.0)
         epochs, position = divmod(each.position + count, samples)
         epoch = each.epoch + epochs
-        if new.sequence_length != self.sequence_length and position:  # chunks of another length do not continue these
+        if new.sequence_length != self.sequence_length and position:  # no chunk of the new length starts there
             epoch, position = epoch + 1, 0
         return replace(each, weight=0.0, epoch=epoch, position=position)
 

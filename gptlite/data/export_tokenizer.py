@@ -13,11 +13,11 @@ from gptlite.data.tokenizer import Tokenizer
 from gptlite.errors import ConfigError, needed_package
 from gptlite.invocation import command
 
-_PROBES = 300  # texts whose ids are compared before the folder gets its name
+_PROBES = 300  # random texts encoded for comparison before the folder is written
 
 
 def export_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
-    """Write tokenizer.json and tokenizer_config.json into the new `folder`. Raises ConfigError as `tokenizer_files`."""
+    """Write tokenizer.json and tokenizer_config.json into the new `folder`. Raises the errors of `tokenizer_files`."""
     texts = tokenizer_files(tokenizer)
     with new_folder(folder) as temporary:
         for name, content in texts.items():
@@ -32,7 +32,8 @@ def tokenizer_files(tokenizer: Tokenizer) -> dict[str, str]:
     """
     if not isinstance(tokenizer, SentencePieceTokenizer) or not tokenizer.encodes_by_words:
         raise ConfigError(
-            f"export needs a SentencePiece BPE of {command('train-tokenizer')}, not a {tokenizer.kind} tokenizer"
+            f"export needs a SentencePiece BPE as trained by {command('train-tokenizer')}; "
+            f"this {tokenizer.kind} tokenizer is not one"
         )
     content = _tokenizer_json(tokenizer)
     _compare(tokenizer, content)

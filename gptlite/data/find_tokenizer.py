@@ -17,8 +17,8 @@ def find_tokenizer(spec: str, eod: str | None = None) -> Tokenizer:
       tokenizer.model;
     - a Hugging Face *.json, a SentencePiece *.model, Llama 3's tokenizer.model, or a *.tiktoken file of ranks.
 
-    `eod` names the token that ends documents, if the format does not define it. Raises ConfigError if there is no such
-    tokenizer.
+    `eod` names the token that ends documents, if the format does not define it. Raises ConfigError if the
+    tokenizer does not exist or cannot be read.
     """
     if spec == "byte":
         return ByteTokenizer()

@@ -33,8 +33,8 @@ class Batch:
 class Found:
     """Counts of the corrections made during an import, for its report."""
 
-    empty: int = 0  # documents without a token, which were left out
-    unended: int = 0  # documents to which an end was added
+    empty: int = 0  # documents without tokens, which were left out
+    unended: int = 0  # documents to which an EOD token was added
 
 
 def open_nanogpt(path: Path) -> np.ndarray:
@@ -53,7 +53,7 @@ def open_llmc(path: Path) -> np.ndarray:
     magic, version, count = np.fromfile(path, dtype="<i4", count=3).tolist()
     if (magic, version) not in LLMC_TOKENS:
         known = " or ".join(f"{m} version {v}" for m, v in LLMC_TOKENS)
-        raise damaged(path, f"it begins with {magic} version {version}, not llm.c's {known}")
+        raise damaged(path, f"it begins with magic {magic} and version {version}, not llm.c's {known}")
     dtype = np.dtype(LLMC_TOKENS[magic, version])
     expected = start + count * dtype.itemsize
     if count < 0 or size != expected:
@@ -81,7 +81,7 @@ def cut_at_ends(
             first = False
             ends = np.flatnonzero(ids == eod) + 1
             if ends.size:
-                # Up to the last end in this block; the rest waits for the next one.
+                # Up to the last end in this block; the rest belongs to a document that goes on in the next block.
                 whole = np.concatenate([*pending, ids[: ends[-1]]])
                 yield Batch(whole, np.diff(ends + (whole.size - ends[-1]), prepend=0))
                 pending = []
@@ -100,13 +100,13 @@ def megatron_documents(
     vocabulary, or a sequence that is not text.
     """
     if dataset.modes is not None and dataset.modes.any():
-        raise ConfigError(f"{dataset.idx} holds sequences that are not text, by their modes; give a text dataset")
+        raise ConfigError(f"{dataset.idx} has sequences with a mode other than text; give a text dataset")
     before = 0
     for start in range(0, dataset.num_documents, _DOCUMENTS):
         stops = dataset.document_stops(start, min(start + _DOCUMENTS, dataset.num_documents))
         lengths = np.diff(stops, prepend=before)
         if lengths.min() < 0:
-            dataset.check_index(0, len(dataset.lengths) + dataset.num_documents)  # raises, naming the place
+            dataset.check_index(0, len(dataset.lengths) + dataset.num_documents)  # raises, with the position
         ids = checked(dataset.tokens[before : stops[-1]], dataset.bin, before, vocab_size)
         before = int(stops[-1])
         progress.add(ids.size * dataset.dtype.itemsize)

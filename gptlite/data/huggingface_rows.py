@@ -1,4 +1,4 @@
-"""Rows of Hugging Face's `datasets`, from disk, for `data=huggingface`."""
+"""Datasets of Hugging Face's `datasets` library, read from disk for `data=huggingface`."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 READERS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv"}
-VALIDATION = ("validation", "val", "valid", "test")  # splits, and beginnings of the names of files, by preference
+VALIDATION = ("validation", "val", "valid", "test")  # split names and file name prefixes, by preference
 
 
 class Rows:
-    """Rows of a dataset as (input, label): numbers and lists of them as tensors, images converted by `convert`.
+    """Rows of a dataset as (input, label). Numbers and lists become tensors, and `convert` converts images.
 
-    `inputs` is a column, or columns that are passed to the model by name. `classes` are the values of a text label.
+    `inputs` is a column, or a list of columns that are passed to the model by name. `classes` are the values of a text
+    label, in the order of their class indices.
     """
 
     def __init__(
@@ -53,8 +54,8 @@ class Rows:
             return torch.as_tensor(value)
         except (TypeError, ValueError, RuntimeError) as error:
             raise ConfigError(
-                f"column {column} holds {type(value).__name__} {value!r:.40}, not numbers of one shape; tokenize or "
-                "convert it first, or choose others with data.input and data.label"
+                f"column {column} contains {type(value).__name__} {value!r:.40}, not an array of numbers; tokenize or "
+                "convert it first, or choose other columns with data.input and data.label"
             ) from error
 
 
@@ -72,7 +73,7 @@ def open_huggingface(config: HuggingFaceConfig) -> tuple[Rows, Rows]:
     text = getattr(train.features[label], "dtype", "") in ("string", "large_string")
     classes = sorted(train.unique(label)) if text else []
     if text and (new := sorted(set(held.unique(label)) - set(classes))):
-        raise ConfigError(f"data.label={label}: the training data has no {new[0]!r}, which the validation data has")
+        raise ConfigError(f"data.label={label}: {new[0]!r} is in the validation data but not in the training data")
     first = Rows(train, inputs, label, classes, ToTensor.of(config, augment=True))
     first.fingerprint = f"{_files(path)} {inputs} {label}"
     return first, Rows(held, inputs, label, classes, ToTensor.of(config, augment=False))
@@ -83,11 +84,11 @@ def _columns(config: HuggingFaceConfig, *parts: Dataset) -> tuple[str | list[str
     columns = parts[0].column_names
     label = config.label or next((name for name in TARGETS if name in columns), None)
     if label is None:
-        raise ConfigError(f"data.label is not set, and {config.path} has the columns {', '.join(columns)}")
+        raise ConfigError(f"data.label is not set; choose a column of {config.path}: {', '.join(columns)}")
     inputs = config.input or [name for name in columns if name != label]
     names = [inputs] if isinstance(inputs, str) else [str(name) for name in inputs]
     if not names:
-        raise ConfigError(f"{config.path} has no column but {label}; a sample needs an input")
+        raise ConfigError(f"{config.path} has only the column {label}; a sample also needs an input")
     for key, name in (("label", label), *(("input", name) for name in names)):
         if lacking := next((each.column_names for each in parts if name not in each.column_names), None):
             has = f"which has {', '.join(lacking)}{did_you_mean(name, lacking)}"
@@ -109,7 +110,8 @@ def _splits(path: Path, config: HuggingFaceConfig) -> tuple[Dataset, Dataset | N
         kinds = {READERS.get(file.suffix) for file in files}
         if len(kinds) != 1 or None in kinds:
             raise ConfigError(
-                f"data.path={config.path} is not a dataset of save_to_disk, nor files of one of {', '.join(READERS)}"
+                f"data.path={config.path} is neither a dataset of save_to_disk nor files of one type "
+                f"({', '.join(READERS)})"
             )
         names = {part: [str(file) for file in files if file.name.startswith(part)] for part in ("train", *VALIDATION)}
         held = next((part for part in VALIDATION if names[part]), None)
@@ -119,12 +121,12 @@ def _splits(path: Path, config: HuggingFaceConfig) -> tuple[Dataset, Dataset | N
         cache = Path(config.cache_dir).expanduser() / "huggingface"
         parts = dict(load_dataset(kinds.pop() or "", data_files=names, cache_dir=str(cache)))
     if "train" not in parts:
-        raise ConfigError(f"data.path={config.path} has the splits {', '.join(parts)}, but no train")
+        raise ConfigError(f"data.path={config.path} has the splits {', '.join(parts)}, but no split train")
     return parts["train"], next((parts[name] for name in VALIDATION if name in parts), None)
 
 
 def _files(path: Path) -> Sequence[tuple[str, int]]:
-    """Return the names and sizes of a dataset's files, which tell other data from moved data."""
+    """Return the names and sizes of a dataset's files. They identify the data even after it is moved."""
     if path.is_file():
         return [(path.name, path.stat().st_size)]
     found = (Path(folder, name) for folder, _, names in os.walk(path) for name in names)

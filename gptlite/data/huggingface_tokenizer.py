@@ -19,7 +19,8 @@ class HuggingFaceTokenizer(Tokenizer):
     """Tokenizer of a tokenizer.json whose tokens are byte strings: byte-level BPE, or SentencePiece with byte fallback.
 
     Special tokens have no bytes. Text that spells one out is plain text and never becomes an end of document. Nothing
-    is added before or after a text. `eod` is the id that ends documents. Raises ConfigError for other decoders.
+    is added before or after a text. `eod` is the id that ends documents. Raises ConfigError for a file with
+    another decoder.
     """
 
     kind = "huggingface"
@@ -27,11 +28,11 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def __init__(self, content: bytes, eod: int):
         self._tokenizer = _read(content)
-        self._tokenizer.encode_special_tokens = True  # a text that spells a special token is encoded as plain text
+        self._tokenizer.encode_special_tokens = True  # text that spells out a special token is plain text
         super().__init__(_pieces(self._tokenizer, json.loads(content)), eod, {"eod": eod}, content)
 
     def definition(self) -> bytes:
-        # A digest of the file, which has megabytes, stands for its content.
+        # A digest of the file identifies its content, which takes megabytes.
         return self.eod.to_bytes(4, "little") + hashlib.sha256(self._content).digest()
 
     def encode(self, text: str) -> list[int]:
@@ -56,7 +57,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
 
 def byte_alphabet() -> dict[str, int]:
-    """Return {character: byte} of GPT-2's byte-level BPE: printable bytes are themselves, others from U+0100."""
+    """Return {character: byte} of GPT-2's byte-level BPE: printable bytes are unchanged, others start at U+0100."""
     seen = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     unseen = sorted(set(range(256)) - seen)
     return {chr(byte): byte for byte in seen} | {chr(0x100 + n): byte for n, byte in enumerate(unseen)}
@@ -100,7 +101,7 @@ def _from_alphabet(token: str) -> bytes:
     try:
         return bytes([_ALPHABET[character] for character in token])
     except KeyError:
-        raise ConfigError(f"{FILE}: token {token!r} is not written in the alphabet of byte-level BPE") from None
+        raise ConfigError(f"{FILE}: token {token!r} has characters outside the alphabet of byte-level BPE") from None
 
 
 def _types(decoder: dict[str, Any] | None) -> Iterator[str]:

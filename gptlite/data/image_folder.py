@@ -18,7 +18,7 @@ VALIDATION = ("val", "valid", "validation", "test")
 
 
 class ImageFolder:
-    """Images fp32 [3, size, size] and class numbers. `files` are paths below `root`, which begin with the class."""
+    """Images, fp32 [3, size, size], and class indices. `files` are relative to `root` and begin with the class."""
 
     def __init__(self, root: Path, files: Sequence[str], classes: Sequence[str], convert: ToTensor) -> None:
         self.root, self.files, self.classes, self.convert = root, files, classes, convert
@@ -35,13 +35,13 @@ class ImageFolder:
         try:
             with Image.open(file) as image:
                 pixels = self.convert(image)
-        except Exception as error:  # Pillow's readers of formats raise many kinds
+        except Exception as error:  # Pillow raises many types of errors
             raise ConfigError(f"{file} cannot be read as an image ({error}); replace or delete it") from error
         return pixels, self._numbers[self.files[index].partition("/")[0]]
 
 
 def open_image_folder(config: ImageFolderConfig) -> tuple[ImageFolder, ImageFolder]:
-    """Return the training and the validation images. Raises ConfigError if there are none, or for an unknown class."""
+    """Return the training and the validation images. Raises ConfigError for missing images or an unknown class."""
     require("PIL", "images", "pillow")
     path = Path(config.path).expanduser()
     if not path.is_dir():
@@ -49,7 +49,7 @@ def open_image_folder(config: ImageFolderConfig) -> tuple[ImageFolder, ImageFold
     train = path / "train"
     other = next((path / name for name in VALIDATION if (path / name).is_dir()), None)
     if other is not None and not train.is_dir():
-        raise ConfigError(f"data.path={config.path} has {other.name}/ but no train/; rename the training folder to it")
+        raise ConfigError(f"data.path={config.path} has {other.name}/ but no train/; name the training folder train")
     root = train if train.is_dir() else path
     classes, files = find_images(root)
     convert, plain = ToTensor.of(config, augment=True), ToTensor.of(config, augment=False)
@@ -58,7 +58,7 @@ def open_image_folder(config: ImageFolderConfig) -> tuple[ImageFolder, ImageFold
         return ImageFolder(root, mine, classes, convert), ImageFolder(root, held, classes, plain)
     theirs, held = find_images(other)
     if new := [name for name in theirs if name not in classes]:
-        raise ConfigError(f"{other / new[0]}: the training data has no class {new[0]}; remove it, or add it there")
+        raise ConfigError(f"{other / new[0]}: the training data has no class {new[0]}; remove or add the class")
     return ImageFolder(root, files, classes, convert), ImageFolder(other, held, classes, plain)
 
 
@@ -69,7 +69,7 @@ def find_images(root: Path) -> tuple[list[str], list[str]]:
     """
     classes = sorted(each.name for each in root.iterdir() if each.is_dir() and not each.name.startswith("."))
     if not classes:
-        raise ConfigError(f"{root} has no folder per class, such as {root / 'cat'}/1.jpg")
+        raise ConfigError(f"{root} has no class folders; put images into one per class, e.g. {root / 'cat'}/1.jpg")
     files: list[str] = []
     for name in classes:
         found = [
@@ -79,6 +79,6 @@ def find_images(root: Path) -> tuple[list[str], list[str]]:
             if file.lower().endswith(SUFFIXES) and not file.startswith(".")
         ]
         if not found:
-            raise ConfigError(f"{root / name} has no images ({', '.join(SUFFIXES)}); remove the folder, or add some")
+            raise ConfigError(f"{root / name} has no images ({', '.join(SUFFIXES)}); remove the folder, or add images")
         files += sorted(found)
     return classes, files

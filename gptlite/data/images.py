@@ -1,4 +1,4 @@
-"""Images as tensors: resized, cut out, flipped and normalized. Augmentation draws from torch's generator."""
+"""Conversion of images to tensors: resizing, cropping, flipping, normalization. Augmentation uses torch's generator."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ToTensor:
-    """Conversion of a Pillow image to fp32 [3, size, size] with the given means and standard deviations."""
+    """Conversion of a Pillow image to fp32 [3, size, size], normalized by `mean` and `std`.
+
+    The shorter side is resized to `short` pixels before cropping.
+    """
 
     size: int
     short: int
@@ -43,7 +46,7 @@ class ToTensor:
         return cls(config.size, short, augment and config.augment, mean, std)
 
     def __call__(self, image: Image) -> Tensor:
-        """Return the tensor of an image of any mode: gray images are repeated, and transparency is dropped."""
+        """Return the tensor of an image of any mode: gray is repeated three times, transparency is dropped."""
         image = _rgb(image)
         scale = self.short / min(image.size)
         width, height = (max(self.short, round(scale * side)) for side in image.size)
@@ -58,7 +61,7 @@ class ToTensor:
 
 
 def _rgb(image: Image) -> Image:
-    """Return the image with 8 bits of red, green and blue. Pillow itself would clip 16-bit gray values to 255."""
+    """Return the image in 8-bit RGB. 16-bit gray values are scaled, since Pillow would clip them to 255."""
     if image.mode.startswith("I"):
         from PIL import Image as pillow
 
@@ -67,12 +70,12 @@ def _rgb(image: Image) -> Image:
 
 
 def held_out(name: str, fraction: float) -> bool:
-    """Return True for a fraction of all names, by their hash, so that adding data moves nothing."""
+    """Return True for a fraction of all names, chosen by hash, so that adding data does not move other samples."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4]) < fraction * 2**32
 
 
 def divided(names: list[str], config: ImagesConfig) -> tuple[list[int], list[int]]:
-    """Return the indices of the training and of the held-out names. Raises ConfigError if one of them is empty."""
+    """Return the indices of the training and of the held-out names. Raises ConfigError if either is empty."""
     fraction = config.validation_fraction
     if not 0 < fraction < 1:
         raise ConfigError(f"data.validation_fraction={fraction} must be above 0 and below 1, e.g. 0.1")
@@ -82,7 +85,7 @@ def divided(names: list[str], config: ImagesConfig) -> tuple[list[int], list[int
     for part, words in zip(parts, ("left to train on", "held out"), strict=True):
         if not part:
             raise ConfigError(
-                f"data.validation_fraction={fraction}: of {len(names)} samples none is {words}; give another fraction"
+                f"data.validation_fraction={fraction}: none of {len(names)} samples is {words}; give another fraction"
             )
     return parts
 
@@ -90,4 +93,4 @@ def divided(names: list[str], config: ImagesConfig) -> tuple[list[int], list[int
 def require(package: str, extra: str, pip_name: str = "") -> None:
     """Raise ConfigError, naming the extra, if a package is not installed."""
     if importlib.util.find_spec(package) is None:
-        raise ConfigError(f"the package {pip_name or package} is not installed; pip install 'gptlite[{extra}]'")
+        raise ConfigError(f"the package {pip_name or package} is not installed; run pip install 'gptlite[{extra}]'")

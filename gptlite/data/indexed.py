@@ -1,4 +1,4 @@
-"""Megatron's indexed datasets: tokenized documents in PREFIX.bin and PREFIX.idx, with our PREFIX.meta.json.
+"""Megatron's indexed datasets: tokenized documents in PREFIX.bin and PREFIX.idx, with gptlite's PREFIX.meta.json.
 
     .bin   concatenated tokens of all sequences
     .idx   offset  0  9 bytes      b"MMIDIDX\\0\\0"
@@ -11,8 +11,9 @@
                       int64[D]     first sequence of each document; the last entry is S
                       int8[S]      modes, of multimodal datasets only
 
-All values are little-endian. For an empty document Megatron adds a document index but no sequence. We write one
-sequence per document and end each with the tokenizer's `eod`, so that chunks can be cut from .bin as one stream.
+All values are little-endian. For an empty document, Megatron adds a document index but no sequence. gptlite
+writes one sequence per document and ends each with the tokenizer's `eod`, so that chunks can be cut from .bin as one
+stream.
 """
 
 import hashlib
@@ -39,13 +40,13 @@ _HEADER = struct.Struct("<9sQBQQ")
 _UINT16_VOCAB = 65500  # Megatron's writer uses int32 from this size on
 _MAX_SEQUENCE = 2**31 - 1  # lengths are int32
 _BLOCK = 8 << 20  # bytes read at a time
-_LOOKED_AT = 1 << 20  # index entries checked when a dataset is opened: a few milliseconds
+_LOOKED_AT = 1 << 20  # index entries checked when a dataset is opened, in a few milliseconds
 _PARTS = 16
 
 
 @dataclass(frozen=True)
 class Meta:
-    """Contents of PREFIX.meta.json, which describes the .bin. `text_bytes` is the size of the text in UTF-8."""
+    """Contents of PREFIX.meta.json, which describes the .bin. `text_bytes` is the size of the UTF-8 text."""
 
     tokenizer: str  # fingerprint
     vocab_size: int
@@ -59,11 +60,11 @@ class Meta:
 class IndexedWriter:
     """Context manager that writes one dataset, one document or many documents at a time.
 
-    The files have temporary names until the block succeeds. They get their final names with .idx last, so a reader
-    never sees half a dataset. If the block raises, nothing is left. Each document takes 4 bytes of memory.
+    The files have temporary names until the block succeeds. The .idx gets its final name last, so a reader never sees
+    an incomplete dataset. If the block raises, the files are removed. Each document takes 4 bytes of memory.
 
     With `lengths`, the path of a file of sequence lengths, the files have their final names from the start, and are
-    kept if the block raises or the process is killed. A new writer with the same arguments then resumes by `go_on`.
+    kept if the block raises or the process is killed. A new writer with the same arguments can resume with `go_on`.
     """
 
     def __init__(self, prefix: Path, tokenizer: str, vocab_size: int, eod: int, lengths: Path | None = None):
@@ -111,10 +112,10 @@ class IndexedWriter:
         self._require_ended()
         ids, lengths = self._checked(tokens), np.asarray(lengths, dtype=np.int64)
         if lengths.size and not 1 <= lengths.min() <= lengths.max() <= _MAX_SEQUENCE:
-            raise ValueError(f"documents of {lengths.min()} to {lengths.max()} tokens, not 1 to {_MAX_SEQUENCE}")
+            raise ValueError(f"documents have {lengths.min()} to {lengths.max()} tokens, not 1 to {_MAX_SEQUENCE}")
         ends = np.cumsum(lengths)
         if ids.size != (ends[-1] if ends.size else 0) or (ids[ends - 1] != self._eod).any():
-            raise ValueError(f"{ids.size} tokens are not {lengths.size} documents of these lengths, each ended by eod")
+            raise ValueError(f"{ids.size} tokens are not {lengths.size} documents of these lengths that end with eod")
         self._append(ids.astype(self.dtype, copy=False).tobytes())
         self._lengths.frombytes(lengths.astype(np.int32).tobytes())
         self.num_documents += lengths.size
@@ -132,7 +133,7 @@ class IndexedWriter:
         return self._meta()
 
     def go_on(self, saved: Meta, progress: Progress) -> None:
-        """Resume after the `save` that returned `saved`, without later data. Raises ConfigError for damaged data."""
+        """Resume from the `save` that returned `saved`; drop later data. Raises ConfigError if the files changed."""
         assert self._index
         self._bin.seek(0)
         left = saved.tokens * self.dtype.itemsize
@@ -203,7 +204,7 @@ class IndexedWriter:
             file.flush()
             os.fsync(file.fileno())
         for suffix in (".bin", ".meta.json", ".idx"):
-            os.replace(self._path(suffix), _path(self._prefix, suffix))  # .idx last: without it there is no dataset
+            os.replace(self._path(suffix), _path(self._prefix, suffix))  # .idx last: a dataset needs it
         sync_folder(self._prefix.parent)
 
     def _meta(self) -> Meta:
@@ -260,12 +261,12 @@ class IndexedDataset:
 
     @property
     def num_documents(self) -> int:
-        """Number of documents, empty ones included."""
+        """Number of documents, including empty ones."""
         return self._num_indices - 1
 
     def document_stops(self, start: int, stop: int) -> np.ndarray:
         """Return the end of documents [start, stop): the position after the last token of each, int64[stop - start]."""
-        last = self.document_indices[start + 1 : stop + 1] - 1  # the document's last sequence; -1: none so far
+        last = self.document_indices[start + 1 : stop + 1] - 1  # the last sequence; -1: none so far
         if not len(self.lengths):
             return np.zeros(len(last), dtype=np.int64)
         stops = self.pointers[last] // self.dtype.itemsize + self.lengths[last]
@@ -288,12 +289,12 @@ class IndexedDataset:
         ends = pointers[:-1] + lengths[:-1].astype(np.int64) * self.dtype.itemsize
         if (wrong := np.flatnonzero(pointers[1:] != ends)).size:
             n = int(wrong[0])
-            words = f"sequence {start + n + 1} starts at byte {pointers[n + 1]}, the one before it ends at {ends[n]}"
+            words = f"sequence {start + n + 1} starts at byte {pointers[n + 1]}, but the previous one ends at {ends[n]}"
             raise damaged(self.idx, words)
         indices = self.document_indices[start : stop + 1]
         if (wrong := np.flatnonzero(indices[1:] < indices[:-1])).size:
             n = int(wrong[0])
-            words = f"document {start + n} runs from sequence {indices[n]} to {indices[n + 1]}, which is before it"
+            words = f"document {start + n} starts at sequence {indices[n]}, but ends before sequence {indices[n + 1]}"
             raise damaged(self.idx, words)
 
     def _map_tokens(self) -> np.ndarray:
@@ -309,14 +310,14 @@ class IndexedDataset:
             return None
         try:
             meta = Meta(**json.loads(path.read_text(encoding="utf-8")))
-            # By exact type, since a bool would pass for an int.
+            # The types must be exact, since a bool is also an int.
             if wrong := [f.name for f in fields(Meta) if type(getattr(meta, f.name)) is not f.type]:
                 raise ValueError(f"{wrong[0]} is {getattr(meta, wrong[0])!r}")
         except (OSError, ValueError, TypeError) as error:
             raise damaged(path, f"it cannot be read: {error}") from error
         if meta.tokens != len(self.tokens) or meta.documents != self.num_documents:
             counted = f"{len(self.tokens)} tokens in {self.num_documents} documents"
-            raise damaged(path, f"it counts {meta.tokens} tokens in {meta.documents} documents, not {counted}")
+            raise damaged(path, f"it gives {meta.tokens} tokens in {meta.documents} documents, but there are {counted}")
         return meta
 
 
@@ -334,8 +335,9 @@ def _read_header(path: Path) -> tuple[np.dtype, int, int, bool]:
         what = f"its dtype code is {code}, " + ("a floating-point type" if code in (6, 7) else "which is unknown")
         raise damaged(path, f"{what}; the codes for tokens are {', '.join(map(str, DTYPES))}")
     expected = _HEADER.size + 12 * sequences + 8 * indices
-    if indices < 1 or size not in (expected, expected + sequences):  # multimodal datasets add an int8 a sequence
-        raise damaged(path, f"it has {size} bytes, but {sequences} sequences and {indices} indices take {expected}")
+    if indices < 1 or size not in (expected, expected + sequences):  # multimodal datasets add one int8 per sequence
+        words = f"{sequences} sequences and {indices} document indices need {expected}"
+        raise damaged(path, f"it has {size} bytes, but {words}")
     return np.dtype(DTYPES[code]), sequences, indices, size > expected
 
 
@@ -368,14 +370,14 @@ def file_size(path: Path) -> int:
     except OSError as error:
         raise damaged(path, f"it cannot be opened ({error.strerror})") from error
     if not stat.S_ISREG(status.st_mode):  # a pipe would never end
-        raise damaged(path, "it is not a file")
+        raise damaged(path, "it is not a regular file")
     return status.st_size
 
 
 def damaged(path: Path, what: str) -> ConfigError:
-    """Return the error for a file with the damage `what`, and the fix."""
+    """Return the ConfigError for a damaged file, with the damage `what` and the fix."""
     cached = (path.parent / "key.json").exists()
     return ConfigError(
         f"{path} is damaged: {what}; "
-        + ("delete its folder, and it is prepared again" if cached else "copy it again, or write it again")
+        + ("delete its folder to prepare it again" if cached else "copy or write it again")
     )

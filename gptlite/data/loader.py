@@ -41,7 +41,7 @@ class Loader(BatchLoader):
         self._document_end = document_end
         # One thread: reads are in the order of the steps.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="data")
-        # Micro-batches of the current step and of the next one, each with the key that determines them.
+        # Micro-batches of the current step and of the next one, with the keys that determine them.
         self._now: tuple[_Key, list[Batch]] | None = None
         self._ahead: tuple[_Key, Future[list[Batch]]] | None = None
         self._bytes_counted: dict[tuple[str, int], int] = {}
@@ -92,7 +92,7 @@ class Loader(BatchLoader):
             yield self._collate_chunks(held_out, chunks[begin : begin + self.micro_batch_size]).to(self._device)
 
     def validation_bytes(self, limit: int | None = None, name: str | None = None) -> int:
-        """Return the UTF-8 bytes of all targets in `validation_batches(limit, name)`, over all ranks.
+        """Return the UTF-8 bytes of all targets in `validation_batches(limit, name)`, summed over all ranks.
 
         With the total loss in nats, bits per byte = nats / ln 2 / bytes. `eod` has no bytes, so the end of a document
         adds bits but no bytes.
@@ -120,7 +120,7 @@ class Loader(BatchLoader):
         return [batch.pin_memory() for batch in batches] if self._device.type == "cuda" else batches
 
     def _require_known(self, rows: np.ndarray, name: Callable[[int], str]) -> None:
-        """Raise ConfigError for an id outside the vocabulary, since opening a file does not check them all.
+        """Raise ConfigError for an id outside the vocabulary. Opening a file does not check all ids.
 
         `name` describes a row by its index, for the message.
         """
@@ -128,8 +128,8 @@ class Loader(BatchLoader):
         if (place := outside(rows.reshape(-1), size)) is not None:
             row, column = divmod(place, rows.shape[1])
             raise ConfigError(
-                f"{name(row)} holds token id {rows[row, column]}, outside the vocabulary of {size}: its file is "
-                f"damaged; find the place with {command('data')} verify FOLDER"
+                f"{name(row)} has token id {rows[row, column]}, outside the vocabulary of {size}: its file is "
+                f"damaged; locate the damage with {command('data')} verify FOLDER"
             )
 
     def _collate_chunks(self, held_out: np.ndarray, chunks: np.ndarray) -> Batch:

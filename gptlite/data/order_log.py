@@ -1,8 +1,8 @@
 """Log of the sample order of a run, in `<run.dir>/data_order.jsonl`: the rules that select the samples of each step.
 
-A row is written after `step` steps and `samples` samples, and applies to all later steps. One is added when training
-starts, and when it resumes with rules that differ from the last row's. A new row overrides earlier rows also for steps
-that were already logged, since a run may resume from an older checkpoint.
+A row is written after `step` steps and `samples` samples, and applies to all later steps. A row is added when training
+starts, and when it resumes with rules that differ from the last row. If it resumes from an older checkpoint, the row
+overrides earlier rows that have a larger `step`.
 """
 
 import json
@@ -56,7 +56,7 @@ def note_order(folder: Path, row: OrderRow) -> None:
 def note_spike(folder: Path, step: int, spike_step: int, skipped: tuple[int, int]) -> None:
     """Append the reason for skipped samples: a loss spike at `spike_step`, after which the run went back to `step`.
 
-    The row with the new rules follows it. An equal row is not repeated if a resumed run detects the spike again.
+    The row with the new rules is appended after it. If a resumed run detects the same spike again, nothing is added.
     """
     row = {"step": step, "spike_step": spike_step, "skipped": list(skipped)}
     path = folder / FILE_NAME
@@ -84,7 +84,7 @@ def read_order(folder: Path) -> list[OrderRow]:
     for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)
-            if "spike_step" not in row:  # such a row only gives the reason; the next row has the rules
+            if "spike_step" not in row:  # a row of note_spike, which only gives the reason
                 rows.append(OrderRow(**row))
         except (ValueError, TypeError) as error:
             if number == len(lines) and not line.endswith("\n"):

@@ -16,8 +16,8 @@ from gptlite.errors import ConfigError
 class TokenSet:
     """Tokens of a data set, int[N], memory-mapped if they come from a folder.
 
-    `data` is the SHA-256 of the training tokens and the key of their order. `weight` is relative to the weights of the
-    other sets in a blend.
+    `data` is the SHA-256 of the training tokens, which is also the key of the sample order. `weight` is relative to the
+    weights of the other sets in a blend.
     """
 
     name: str
@@ -42,16 +42,16 @@ class PreparedData:
 
     @property
     def num_train_tokens(self) -> int:
-        """Number of training tokens, EOD tokens included."""
+        """Number of training tokens, including EOD tokens."""
         return sum(len(each.train) for each in self.sets)
 
     def num_samples(self, sequence_length: int) -> int:
-        """Number of training sequences in an epoch, summed over the sets of a blend."""
+        """Return the number of training sequences in an epoch, summed over the sets of a blend."""
         return sum((len(each.train) - 1) // sequence_length for each in self.sets)
 
     @property
     def num_validation_tokens(self) -> int:
-        """Number of held-out tokens, EOD tokens included."""
+        """Number of held-out tokens, including EOD tokens."""
         return sum(len(each.validation) for each in self.sets)
 
     def describe(self) -> str:
@@ -96,10 +96,10 @@ def open_blend(blend: Mapping[str, float], sequence_length: int, beside: str | N
             words = [f"{each.kind} vocabulary of {each.vocab_size}" for each in (its, tokenizer)]
             raise ConfigError(
                 f"data.blend: {name} has another tokenizer ({words[0]}) than {first} ({words[1]}); "
-                "prepare both with the same one"
+                "prepare both with the same tokenizer"
             )
         if same := next((other for other in sets if other.data == each.data), None):
-            raise ConfigError(f"data.blend: {name} holds the same tokens as {same.name}; keep one, with both weights")
+            raise ConfigError(f"data.blend: {name} has the same tokens as {same.name}; keep one, and add the weights")
         sets.append(each)
     assert tokenizer is not None
     identity = make_identity("tokens", tokenizer, sequence_length, folders=hashes)

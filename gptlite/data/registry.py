@@ -1,4 +1,4 @@
-"""Registry of datasets that plugins define. No torch here."""
+"""Registry of map-style datasets, built in or defined by plugins. Does not import torch."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from gptlite.errors import ConfigError
 
 @dataclass(frozen=True)
 class DataSource:
-    """A registered dataset: `schema` is the class of its configuration, and `open` returns its samples.
+    """Registered dataset: `schema` is the class of its configuration, and `open` returns its samples.
 
-    `open(config)` returns (training, validation): map-style datasets, or for validation a dict of several by name.
+    `open(config)` returns (training, validation). Each is a map-style dataset; validation may also be a dict of them.
     """
 
     name: str
@@ -41,10 +41,10 @@ SCHEMAS: dict[str, type] = {
 
 
 def register_data(name: str, schema: type[DatasetConfig], open: Callable[[Any], tuple[Any, Any]]) -> None:
-    """Add a dataset, and the preset `data=<name>` with its schema's default values.
+    """Register a dataset, and add the preset `data=<name>` with the default values of its schema.
 
-    A plugin calls it when it is imported; a second call for the same dataset has no effect. Raises ConfigError for a
-    name in use, and for a schema that does not extend DatasetConfig.
+    A plugin calls this when it is imported; a second call for the same dataset has no effect. Raises ConfigError if the
+    name or the schema is in use, or if the schema does not extend DatasetConfig.
     """
     from hydra.core.config_store import ConfigStore
 
@@ -67,11 +67,11 @@ def register_data(name: str, schema: type[DatasetConfig], open: Callable[[Any], 
 
 
 def source_of(config: DatasetConfig) -> DataSource:
-    """Return the registered dataset of a configuration. Raises ConfigError for a class without one."""
+    """Return the dataset registered for the class of `config`. Raises ConfigError if there is none."""
     for source in SOURCES.values():
         if source.schema is type(config):
             return source
-    raise ConfigError(f"{type(config).__name__} is the configuration of no registered dataset; call register_data")
+    raise ConfigError(f"no dataset is registered for the configuration {type(config).__name__}; call register_data")
 
 
 def _image_folder(config: ImageFolderConfig) -> tuple[Any, Any]:

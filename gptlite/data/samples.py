@@ -1,8 +1,8 @@
-"""Samples of a map-style dataset: opened, checked, ordered by (seed, n), and read by torch's DataLoader.
+"""Samples of a map-style dataset: opening, checks, order and loading.
 
-The order of a dataset of N samples is that of N sequences of one token, so epochs, resuming and changed data degrees
-follow the rules of `stream.py`. Random augmentation is a function of (seed, n) too: torch's, numpy's and Python's
-generators are seeded before each sample.
+N samples are ordered like N sequences of one token, so epochs, resuming and a change of the data-parallel degree follow
+the rules of `stream.py`. Random augmentation of the run's n-th sample is a function of the seed and n: torch's, numpy's
+and Python's generators are seeded before each sample.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from gptlite.data.registry import source_of
 from gptlite.data.stream import SampleStream
 from gptlite.errors import ConfigError
 
-TARGETS = ("labels", "label", "targets", "target")  # keys of a dict sample's targets, by preference
+TARGETS = ("labels", "label", "targets", "target")  # keys of targets in a dict sample, by preference
 
 
 @dataclass(frozen=True)
 class SampleSets:
-    """The opened dataset of a run. `identity` is compared at resume to detect other data."""
+    """Opened dataset of a run. A resumed run compares `identity` to detect changed data."""
 
     name: str
     train: Any
@@ -62,7 +62,7 @@ class SampleBatch(Batch):
 
     @property
     def length(self) -> int:
-        """A sample counts as one position."""
+        """Number of positions of a sample: 1."""
         return 1
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> SampleBatch:
@@ -83,14 +83,14 @@ def open_samples(config: DatasetConfig) -> SampleSets:
         raise
     except Exception as error:  # a plugin's function may raise anything
         reason = (str(error).splitlines() or [""])[0]
-        raise ConfigError(f"{key}: {type(error).__name__} while it was opened: {reason}") from error
+        raise ConfigError(f"{key}: opening it raised {type(error).__name__}: {reason}") from error
     if not isinstance(opened, tuple | list) or len(opened) != 2:
-        raise ConfigError(f"{key}: opening it returns {type(opened).__name__}; return (training, validation)")
+        raise ConfigError(f"{key}: opening it returned {type(opened).__name__}; return (training, validation)")
     train, validation = opened
     sets = dict(validation) if isinstance(validation, Mapping) else {source.name: validation}
     for name, each in {"training": train, **sets}.items():
         if not hasattr(each, "__getitem__") or not hasattr(each, "__len__"):
-            raise ConfigError(f"{key}: {type(each).__name__} ({name}) is not a map-style dataset with __len__")
+            raise ConfigError(f"{key}: the {name} dataset, {type(each).__name__}, lacks __getitem__ or __len__")
         if len(each) < 1:
             raise ConfigError(f"{key}: the {name} dataset has length {len(each)}; it needs at least one sample")
         split(key, _collated(each, [_sample(key, each, 0)], key))
@@ -99,7 +99,10 @@ def open_samples(config: DatasetConfig) -> SampleSets:
 
 
 def _digest(config: DatasetConfig, dataset: Any) -> str:
-    """Return the SHA-256 of a dataset's length and of its `fingerprint`, or without one of the keys that select it."""
+    """Return the SHA-256 of a dataset's length and `fingerprint`.
+
+    A dataset without a fingerprint is identified by the settings that its schema adds to DatasetConfig.
+    """
     found = getattr(dataset, "fingerprint", getattr(dataset, "_fingerprint", None))  # Hugging Face's datasets have one
     if found is None:
         common = set(DatasetConfig.__dataclass_fields__)
@@ -108,11 +111,14 @@ def _digest(config: DatasetConfig, dataset: Any) -> str:
 
 
 def split(key: str, batch: Any) -> tuple[Any, Tensor]:
-    """Return the model's input and the targets of a collated batch. Raises ConfigError if it has none."""
+    """Return the model's input and the targets of a collated batch.
+
+    Raises ConfigError if it has no targets, or values that are not tensors.
+    """
     if isinstance(batch, Mapping):
         named = next((name for name in TARGETS if name in batch), None)
         if named is None:
-            raise ConfigError(f"{key}: a sample has the keys {', '.join(batch)}, none of {', '.join(TARGETS)}")
+            raise ConfigError(f"{key}: a sample has the keys {', '.join(batch)}, but none of {', '.join(TARGETS)}")
         x, targets = {name: value for name, value in batch.items() if name != named}, batch[named]
     elif isinstance(batch, tuple | list) and len(batch) > 1:
         *first, targets = batch
@@ -121,7 +127,7 @@ def split(key: str, batch: Any) -> tuple[Any, Tensor]:
         raise ConfigError(f"{key}: a sample is {type(batch).__name__}; return (input, target) or a dict of tensors")
     for leaf in tree_leaves((x, targets)):
         if not isinstance(leaf, Tensor):
-            raise ConfigError(f"{key}: a sample holds {type(leaf).__name__} {leaf!r:.40}; return tensors or numbers")
+            raise ConfigError(f"{key}: a sample contains {type(leaf).__name__} {leaf!r:.40}; return tensors or numbers")
     return x, targets
 
 
@@ -131,7 +137,7 @@ def _sample(key: str, dataset: Any, index: int) -> Any:
     except ConfigError as error:
         raise ConfigError(f"{key}: {error}") from error
     except Exception as error:  # a plugin's dataset may raise anything
-        raise ConfigError(f"{key}: sample {index} raises {type(error).__name__}: {error}") from error
+        raise ConfigError(f"{key}: sample {index} raised {type(error).__name__}: {error}") from error
 
 
 def _collated(dataset: Any, samples: list[Any], key: str) -> Any:
@@ -140,19 +146,19 @@ def _collated(dataset: Any, samples: list[Any], key: str) -> Any:
     except Exception as error:
         reason = str(error).splitlines()[0] if str(error) else ""
         raise ConfigError(f"{key}: samples cannot be collated ({type(error).__name__}: {reason}); "
-                          "give samples of equal shapes, or the dataset a method `collate`") from error  # fmt: skip
+                          "return samples of equal shapes, or define `collate` in the dataset") from error  # fmt: skip
 
 
 @dataclass(frozen=True)
 class _Seeded:
-    """Dataset indexed by (n, index), whose random augmentation is a function of the seed and n."""
+    """Dataset indexed by (n, index): sample `index`, read as the n-th of the run, and augmented by the seed and n."""
 
     key: str
     dataset: Any
     seed: int
 
     def __getitem__(self, place: tuple[int, int]) -> Any:
-        """Return a sample, or the ConfigError that it raises. If raised, a worker would add its traceback to it."""
+        """Return a sample or its ConfigError. DataLoader would add a traceback to an error raised in a worker."""
         number, index = place
         digest = hashlib.sha256(f"{self.seed} sample {number}".encode()).digest()
         torch.manual_seed(int.from_bytes(digest[:8]) >> 1)
@@ -173,22 +179,22 @@ class _Seeded:
             return error
 
     def read(self, places: Sequence[tuple[int, int]]) -> tuple[Any, Tensor]:
-        """Return the micro-batch of these samples. Raises ConfigError."""
+        """Return the micro-batch of these samples. Raises ConfigError if one cannot be read."""
         with _own_generators():
             return raised(self.collate([self[place] for place in places]))
 
 
 def raised(batch: tuple[Any, Tensor] | ConfigError) -> tuple[Any, Tensor]:
-    """Return a micro-batch; raise it if it is an error."""
+    """Return `batch`, or raise it if it is an error."""
     if isinstance(batch, ConfigError):
         raise batch
     return batch
 
 
 class SampleLoader(BatchLoader):
-    """Loader of a map-style dataset. With `workers`, that many processes read samples ahead of the steps.
+    """Loader of a map-style dataset. `workers` processes prefetch samples.
 
-    Without workers samples are read between the steps in this process, whose generators keep their state.
+    Without workers, samples are read in this process between steps. Its random generators are then restored.
     """
 
     def __init__(
@@ -202,7 +208,7 @@ class SampleLoader(BatchLoader):
         share: Share,
         workers: int,
     ) -> None:
-        # Only the length of these tokens is used; a chunk of one token stands for a sample.
+        # Only the length of these tokens is used; a chunk of one token represents a sample.
         tokens = np.broadcast_to(np.uint8(0), len(sets.train) + 1)
         stream = SampleStream.begin(seed, 1, {sets.name: (str(sets.identity["train"]), tokens, 1.0)})
         super().__init__(stream, schedule=schedule, micro_batch_size=micro_batch_size, device=device, share=share)
@@ -228,7 +234,7 @@ class SampleLoader(BatchLoader):
             parts = [self._train.read(each) for each in self._places(consumed)]
         else:
             if self._reading is None or self._reading[0] != (self.schedule, self.stream, consumed):
-                self._reading = (), self._start(consumed)  # also stops the workers of the former place
+                self._reading = (), self._start(consumed)  # also stops workers that read from another position
             parts = [raised(next(self._reading[1])) for _ in range(self.micro_batches(consumed))]
             self._reading = (self.schedule, self.stream, self.schedule.after(consumed)), self._reading[1]
         batches = [
@@ -238,7 +244,7 @@ class SampleLoader(BatchLoader):
         return [batch.pin_memory() for batch in batches] if self._device.type == "cuda" else batches  # type: ignore[misc]
 
     def _start(self, consumed: int) -> Iterator[tuple[Any, Tensor] | ConfigError]:
-        """Return an endless iterator over this rank's micro-batches from a place on, read by worker processes."""
+        """Return an endless iterator over this rank's micro-batches after `consumed` samples, read by workers."""
 
         def places() -> Iterator[Sequence[tuple[int, int]]]:
             position = consumed
@@ -255,7 +261,7 @@ class SampleLoader(BatchLoader):
         return iter(loader)
 
     def _places(self, consumed: int) -> list[list[tuple[int, int]]]:
-        """Return (n, index in the dataset) of the samples of each micro-batch of a step on this rank."""
+        """Return, for each micro-batch of a step on this rank, the (n, index in the dataset) of its samples."""
         numbers = self._numbers(consumed)
         _, _, indices = self.stream.locate(numbers)
         return [list(zip(*each, strict=True)) for each in zip(numbers.tolist(), indices.tolist(), strict=True)]
@@ -266,9 +272,9 @@ class SampleLoader(BatchLoader):
         return list(self._sets.validation)
 
     def validation_batches(self, limit: int | None = None, name: str | None = None) -> Iterator[Batch]:
-        """Yield all samples of a validation dataset once, or a fixed, evenly spread `limit` of them.
+        """Yield this rank's batches of all samples of a validation dataset, or of `limit` evenly spaced ones.
 
-        Every rank gets the same number of batches. A rank without a sample left gets one that does not count.
+        Every rank gets the same number of batches. A rank with no samples left gets batches that do not count.
         """
         dataset = self._sets.validation[name or self.validation_sets[0]]
         numbers = spread(len(dataset), limit).tolist()
@@ -288,7 +294,7 @@ class SampleLoader(BatchLoader):
 
 
 class _own_generators:
-    """Context that restores the state of torch's, numpy's and Python's generators."""
+    """Context manager that restores the states of torch's, numpy's and Python's random generators."""
 
     def __enter__(self) -> None:
         self._states = torch.get_rng_state(), np.random.get_state(), random.getstate()

@@ -1,4 +1,4 @@
-"""SentencePiece tokenizers, and their training."""
+"""SentencePiece tokenizers and their training."""
 
 import io
 import os
@@ -17,8 +17,8 @@ class SentencePieceTokenizer(Tokenizer):
     """Tokenizer of a SentencePiece model (Kudo and Richardson 2018). `eod` is its end-of-sentence piece.
 
     SentencePiece writes a space as U+2581, so U+2581 in a text decodes to a space. Models trained by gptlite lose
-    nothing else; others may normalize the text, or add a space before it. `processor` is the library's object. Raises
-    ConfigError for bytes that are not a model, or a model without an end-of-sentence piece.
+    nothing else; others may normalize the text, or add a space before it. `processor` is the SentencePieceProcessor.
+    Raises ConfigError for bytes that are not a model, or a model without an end-of-sentence piece.
     """
 
     kind = "sentencepiece"
@@ -47,7 +47,7 @@ class SentencePieceTokenizer(Tokenizer):
 
     @property
     def encodes_by_words(self) -> bool:
-        """True for a byte-fallback BPE that does not change the text, such as one trained by gptlite."""
+        """True if words can be encoded separately, as for a model trained by gptlite."""
         return self._words is not None
 
     def definition(self) -> bytes:
@@ -65,7 +65,7 @@ class SentencePieceTokenizer(Tokenizer):
 def train_sentencepiece(
     lines: Iterable[str], vocab_size: int, log: Log, key: str = "data.vocab_size"
 ) -> SentencePieceTokenizer:
-    """Train a byte-fallback BPE of at most `vocab_size` ids. A small text may yield fewer; that is logged.
+    """Train a byte-fallback BPE of at most `vocab_size` ids. A small text may yield fewer ids, which is logged.
 
     Raises ConfigError, naming `key`, if `vocab_size` is too small for the 256 bytes and the text's characters.
     """
@@ -76,9 +76,9 @@ def train_sentencepiece(
             model_writer=model,
             model_type="bpe",
             vocab_size=vocab_size,
-            hard_vocab_limit=False,  # a small text has fewer pieces, which would be an error otherwise
-            byte_fallback=True,  # every text can be encoded, and decoded without a loss
-            # no normalization, nor added or removed spaces below: encoding is lossless
+            hard_vocab_limit=False,  # otherwise a text with fewer pieces is an error
+            byte_fallback=True,  # every text can be encoded, and decoded without loss
+            # Encoding is lossless: no normalization, no added or removed spaces.
             normalization_rule_name="identity",
             add_dummy_prefix=False,
             remove_extra_whitespaces=False,
@@ -90,8 +90,12 @@ def train_sentencepiece(
         )
     except RuntimeError as error:
         needed = re.search(r"required_chars\. \d+ vs (\d+)", str(error))
-        fix = f"give at least {needed[1]}" if needed else " ".join(str(error).split())
-        raise ConfigError(f"{key}={vocab_size} is too small for the text's characters; {fix}") from error
+        if not needed:
+            reason = " ".join(str(error).split())
+            raise ConfigError(f"the tokenizer could not be trained with {key}={vocab_size}: {reason}") from error
+        raise ConfigError(
+            f"{key}={vocab_size} is too small for the text's characters; give at least {needed[1]}"
+        ) from error
     tokenizer = SentencePieceTokenizer(model.getvalue())
     if tokenizer.vocab_size < vocab_size:
         log(f"tokenizer: the text yields only {tokenizer.vocab_size} pieces, fewer than {key}={vocab_size}")

@@ -1,4 +1,4 @@
-"""Word cache for SentencePiece encoding: the ids of a text are joined from those of its words, each encoded once.
+"""Word cache for SentencePiece encoding: each word is encoded once, and a text's ids are the ids of its words.
 
 A BPE merges two neighbours only into a piece of its vocabulary. Suppose that no piece of more than one character
 contains a newline, and that no piece has a space after another character. Then no merge crosses a newline or the
@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 
-SPACE = "\u2581"  # SentencePiece's form of a space; it treats this character in a text as a space
+SPACE = "\u2581"  # SentencePiece writes a space as this character, and reads it as a space
 _WORD = re.compile(rf"[ {SPACE}]*+[^ {SPACE}\n]+|[ {SPACE}]+|\n+")
 _CUT = re.compile(rf"\n|(?<=[^ {SPACE}])(?= )")
 _CROSSING = re.compile(rf"[^ {SPACE}][ {SPACE}]")
 _CHUNK = 1 << 16  # characters encoded at a time
 # SentencePiece takes hundreds of bytes of memory per character.
-_LONGEST = 1 << 20  # a longer run of characters without a boundary is cut anyway
+_LONGEST = 1 << 20  # a longer run of characters without a boundary is cut nevertheless
 _CACHED = 64 << 20  # bytes
 _ENTRY = 200  # bytes of Python overhead per cache entry
 _BPE = 2
@@ -42,11 +42,11 @@ class WordEncoder:
         words = _WORD.findall(chunk)
         try:
             return b"".join(map(self._ids.__getitem__, words))
-        except KeyError:  # cheaper than a test of every word, most of which are known
+        except KeyError:  # cheaper than checking every word, since most are cached
             self._learn([word for word in set(words) if word not in self._ids])
         ids = b"".join(map(self._ids.__getitem__, words))
         if self._size > _CACHED:
-            self._ids.clear()  # all at once: which words come back is not known
+            self._ids.clear()  # all of them, since it is unknown which words will recur
             self._size = 0
         return ids
 

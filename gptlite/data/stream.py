@@ -14,11 +14,11 @@ from gptlite.data.blend import BLOCK, BlendPlan
 from gptlite.data.eras import DataSet, Era
 from gptlite.data.order import order_key, permute
 
-_WINDOW = 8192  # samples located at a time; numpy's overhead for a few is the same as for many
+_WINDOW = 8192  # samples located at a time, since numpy's overhead is the same for a few
 
 
 class SampleStream:
-    """Samples of `eras`, drawn from `tokens`, {data set: int[N]}. Without tokens, samples are located but not read.
+    """Samples of `eras`, drawn from `tokens`, {data set: int[N]}. Without tokens, samples can be located but not read.
 
     Epochs of a data set follow each other without a gap, each in a different order. The order does not depend on the
     length of the run, the batch size or the number of ranks.
@@ -40,7 +40,7 @@ class SampleStream:
         cls, seed: int, sequence_length: int, sets: Mapping[str, tuple[str, np.ndarray, float]]
     ) -> "SampleStream":
         """Return the stream of a new run. `sets` is {name: (SHA-256 of the data, tokens, weight)}."""
-        # Exact, and so independent of the order of the data sets.
+        # The sum is exact, and so independent of the order of the data sets.
         total = math.fsum(weight for _, _, weight in sets.values())
         parts = {name: DataSet(data, len(tokens), weight / total) for name, (data, tokens, weight) in sets.items()}
         tokens = {name: tokens for name, (_, tokens, _) in sets.items()}
@@ -49,15 +49,15 @@ class SampleStream:
     def resumed(self, history: Sequence[Era], consumed: int) -> "SampleStream":
         """Return a stream that follows the eras `history` for `consumed` samples, then this stream's last era."""
         new = self.eras[-1]
-        eras = [era.renamed(new.sets) for era in history if era.start < consumed]  # without eras of no samples
+        eras = [era.renamed(new.sets) for era in history if era.start < consumed]  # eras without samples are dropped
         if not eras:
             return SampleStream(self.seed, [new], self._tokens)
-        if not new.like(eras[-1]):  # otherwise the last era goes on, and sample numbers with it
+        if not new.like(eras[-1]):  # otherwise the last era continues
             eras.append(eras[-1].after(consumed, SampleStream(self.seed, eras).counts(consumed), new))
         return SampleStream(self.seed, eras, self._tokens)
 
     def counts(self, sample: int) -> dict[str, int]:
-        """Return the number of samples of each data set before `sample` in its era."""
+        """Return the number of samples of each data set before `sample` in the era that contains it."""
         index = int(np.searchsorted(self._starts, sample, side="right")) - 1
         era = self.eras[index]
         if len(era.active) == 1:
@@ -133,7 +133,10 @@ class SampleStream:
         return found
 
     def _draw(self, index: int, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return each sample's active set and its index within that set; `places` count from the start of the era."""
+        """Return the active set of each sample, and the number of that set's earlier samples in the era.
+
+        `places` are sample numbers counted from the start of the era.
+        """
         blocks, within = np.divmod(places, BLOCK)
         sets, counts = np.empty_like(places), np.empty_like(places)
         for block in np.unique(blocks):
@@ -147,7 +150,10 @@ class SampleStream:
         return self._plans[index].assign(block, self.seed, self.eras[index].start)
 
     def _order(self, each: DataSet, counts: np.ndarray, length: int) -> np.ndarray:
-        """Return the epoch and chunk of a set's samples: int64[2, N]. `counts` number them from the era's start."""
+        """Return the epoch and chunk of samples of a set: int64[2, N].
+
+        `counts` are the numbers of earlier samples of the set in the era.
+        """
         size = each.num_samples(length)
         epochs, positions = np.divmod(counts + each.position, size)
         chunks = np.empty_like(counts)
@@ -158,7 +164,7 @@ class SampleStream:
 
 
 def num_chunks(tokens: np.ndarray, length: int) -> int:
-    """Number of chunks of an array of tokens, a short last one included."""
+    """Return the number of chunks in an array of tokens, including a short last one."""
     return -(-max(len(tokens) - 1, 0) // length)
 
 

@@ -1,4 +1,4 @@
-"""Streaming recipes: a corpus on the Hugging Face hub is tokenized into a prepared folder without a full download."""
+"""Streaming recipes: tokenize a corpus on the Hugging Face hub into a prepared folder without a full download."""
 
 import json
 import sys
@@ -87,11 +87,11 @@ def open_rows(hub: Hub, path: str | None, config: str | None) -> Iterable[dict[s
         return load_dataset(kind, data_files=files, split="train", streaming=True)
     except ConfigError:
         raise
-    except Exception as error:  # of the library, of the network, or of its file systems
+    except Exception as error:  # from the library, the network or a file system
         where = f"{hub.repository}, configuration {config}," if path is None else f"data.path={path}"
         raise ConfigError(
             f"data.corpus={hub.corpus}: {where} cannot be opened ({_reason(error)}); "
-            "give data.path=, a folder of its .parquet or .jsonl files"
+            "give data.path=, a folder with its .parquet or .jsonl files"
         ) from error
 
 
@@ -102,7 +102,7 @@ def _local(path: str) -> tuple[str, list[str]]:
     kinds = {_FORMATS[file.suffix] for file in known}
     if len(kinds) != 1:
         what = "both .parquet and .jsonl" if kinds else "no .parquet or .jsonl files"
-        raise ConfigError(f"data.path={path} holds {what}; give a folder of one kind")
+        raise ConfigError(f"data.path={path} holds {what}; give a folder with one of the two")
     return kinds.pop(), [str(file) for file in known]
 
 
@@ -119,7 +119,7 @@ def texts(rows: Iterable[dict[str, Any]], column: str, source: str) -> Iterator[
                 yield text
     except ConfigError:
         raise
-    except Exception as error:  # as above
+    except Exception as error:  # from the library, the network or a file system
         raise ConfigError(f"{source}: row {number + 1} cannot be read ({_reason(error)})") from error
 
 
@@ -128,7 +128,7 @@ def _reason(error: Exception) -> str:
 
 
 def _tokenizer(documents: Iterable[str], arguments: StreamArguments) -> Tokenizer:
-    """Return the given tokenizer, or train one on the start of the stream without held-out documents."""
+    """Return the given tokenizer, or train one on the start of the stream, leaving out held-out documents."""
     kind, fraction = arguments.tokenizer, arguments.validation_fraction
     if kind not in TOKENIZERS:
         return find_tokenizer(kind)
@@ -150,9 +150,9 @@ def write_stream(documents: Iterable[str], output: Path, tokenizer: Tokenizer, a
     progress, began = Progress("tokenizing", 0, _say), time.monotonic()
     with split_writers(output, tokenizer) as writers:
         for number, text in enumerate(documents, start=1):
-            data = text.encode("utf-8", errors="replace")  # a lone surrogate in JSON is no valid UTF-8
+            data = text.encode("utf-8", errors="replace")  # JSON allows lone surrogates, UTF-8 does not
             split = is_held_out(document_hash(data).digest(), arguments.validation_fraction)
-            writers[split].write(tokenizer.encode(text), len(data))
+            writers[split].write(tokenizer.encode(data.decode()), len(data))
             writers[split].end_document()
             seconds = max(time.monotonic() - began, 1e-9)
             left = "" if arguments.max_documents is None else _eta(seconds, number, arguments.max_documents)
@@ -160,11 +160,11 @@ def write_stream(documents: Iterable[str], output: Path, tokenizer: Tokenizer, a
         counts = [each.num_documents for each in writers]
         if not all(counts):
             raise ConfigError(
-                f"{counts[0]} documents to train on and {counts[1]} held out; "
+                f"a split has no documents: {counts[0]} for training, {counts[1]} held out; "
                 "raise max_documents, or change validation_fraction"
             )
     tokenizer.save(output / TOKENIZER)
-    _say(f"{counts[0]:,} documents to train on, {counts[1]:,} held out")
+    _say(f"documents: {counts[0]:,} for training, {counts[1]:,} held out")
 
 
 def _eta(seconds: float, done: int, expected: int) -> str:

@@ -1,4 +1,4 @@
-"""Plain text on disk: discovery of its files, the UTF-8 check, their hash, and the validation split."""
+"""Plain text on disk: file discovery, UTF-8 check, hash, and validation split."""
 
 import hashlib
 import json
@@ -16,7 +16,7 @@ from gptlite.invocation import command
 from gptlite.progress import Log, Progress
 
 _BLOCK = 1 << 20  # bytes read at a time
-_NEWLINE_WITHIN = 1 << 16  # bytes by which a cut may move to fall between two lines
+_NEWLINE_WITHIN = 1 << 16  # bytes that a cut may move forward to the end of a line
 _VERSION = 1  # of the checks in `scan`; a new version invalidates the remembered digests
 _LARGE = 16 * 2**20  # bytes
 _SETTLED = 2_000_000_000  # nanoseconds; the coarsest timestamp resolution of a file system (FAT)
@@ -46,7 +46,7 @@ class Span:
             file.seek(self.start)
             while (left := self.stop - file.tell()) > 0:
                 block = file.read(min(_BLOCK, left))
-                # to a line's end: no character is cut
+                # to the end of a line, so that no character is cut
                 block += file.readline(left - len(block)) if left > len(block) else b""
                 if not block:
                     raise ConfigError(f"data.path: {self.path} became shorter while it was read; start again")
@@ -78,7 +78,7 @@ def refuse_records(path: str) -> None:
 
 
 def refuse_broken_link(key: str, path: Path) -> None:
-    """Raise ConfigError for a broken link. is_file() is False for it, so it would be left out silently."""
+    """Raise ConfigError for a broken link, which would otherwise be left out silently, since is_file() is False."""
     if path.is_symlink() and not path.exists():
         raise ConfigError(f"{key}: {path} is a broken link to {os.readlink(path)}; repair or remove it")
 
@@ -105,14 +105,14 @@ def scan(files: list[Path], log: Log = print) -> str:
                 ) from error
             position += len(block)
     if blank:
-        several = f"none of {len(files)} files, {files[0].name} to {files[-1].name}, has text"
+        several = f"the {len(files)} files {files[0].name} to {files[-1].name} have no text"
         words = several if len(files) > 1 else f"{files[0]} has no text"
-        raise ConfigError(f"data.path: {words}, only white space; give a file that has")
+        raise ConfigError(f"data.path: {words}, only white space; give a file with text")
     return digest.hexdigest()
 
 
 def text_digest(files: list[Path], cache_dir: Path, log: Log) -> str:
-    """Return `scan(files)`, cached in `cache_dir` while each file has the same path, size and times.
+    """Return `scan(files)`, cached in `cache_dir` as long as each file keeps its path, size and times.
 
     The change time is compared too, since copying tools preserve the modification time. Raises the errors of `scan`,
     and ConfigError if a file changes while it is read.
@@ -121,7 +121,7 @@ def text_digest(files: list[Path], cache_dir: Path, log: Log) -> str:
     paths = json.dumps([_VERSION, [path for path, *_ in stamps]])
     note = cache_dir / f".digest-{hashlib.sha256(paths.encode()).hexdigest()[:16]}.json"
     state = hashlib.sha256(json.dumps(stamps).encode()).hexdigest()
-    with suppress(OSError, ValueError, KeyError, TypeError):  # no note yet, or a damaged one
+    with suppress(OSError, ValueError, KeyError, TypeError):  # no cached digest yet, or a damaged one
         remembered = json.loads(note.read_text(encoding="utf-8"))
         if remembered["state"] == state:
             return str(remembered["sha256"])

@@ -11,7 +11,7 @@ from gptlite.data.tokenizer import Tokenizer
 from gptlite.errors import ConfigError, needed_package
 
 END = "<|endoftext|>"
-# Llama 3's, whose file has the ranks alone; Meta's models have 256 special tokens, which follow the ranks.
+# Pattern and special tokens of Llama 3, whose file has only the ranks. The ids of the 256 special tokens follow them.
 LLAMA_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+"
@@ -61,10 +61,10 @@ class TiktokenTokenizer(Tokenizer):
         tiktoken = _tiktoken()
         known = tiktoken.list_encoding_names()
         if name not in known:
-            raise ConfigError(f"tokenizer=tiktoken:{name} is not one of tiktoken's: {', '.join(sorted(known))}")
+            raise ConfigError(f"tokenizer=tiktoken:{name} is not an encoding of tiktoken: {', '.join(sorted(known))}")
         try:
             encoding = tiktoken.get_encoding(name)
-        except Exception as error:  # the errors of tiktoken's HTTP library
+        except Exception as error:  # errors of tiktoken's HTTP library
             raise ConfigError(
                 f"tokenizer=tiktoken:{name} could not be downloaded ({type(error).__name__}); "
                 f"give the path of its .tiktoken file"
@@ -82,7 +82,7 @@ class TiktokenTokenizer(Tokenizer):
 
     @classmethod
     def of_llama(cls, path: Path, eod: str | None) -> "TiktokenTokenizer":
-        """Load Llama 3's tokenizer.model, with its pattern and special tokens. Unnamed ones are reserved."""
+        """Load Llama 3's tokenizer.model, with its pattern and special tokens. Unnamed special tokens are reserved."""
         ranks = _read_ranks(path)
         first = max(ranks.values()) + 1
         special = {LLAMA_NAMES.get(n, f"<|reserved_{n}|>"): first + n for n in range(LLAMA_SPECIAL)}
@@ -90,7 +90,7 @@ class TiktokenTokenizer(Tokenizer):
 
 
 def is_ranks(path: Path) -> bool:
-    """Return True if a file begins with a line of a table of ranks."""
+    """Return True if the first line of a file is a base64 string and an id, as in a table of ranks."""
     with open(path, "rb") as file:
         words = file.readline(200).split()
     return len(words) == 2 and words[1].isdigit() and re.fullmatch(rb"[A-Za-z0-9+/]+=*", words[0]) is not None

@@ -33,7 +33,7 @@ UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 
 
 class Tokenizer(ABC):
-    """Base class. `pieces` are the byte strings of the ids; `eod` is the id that ends a document, with no bytes.
+    """Base class of tokenizers. `pieces` are the byte strings of the ids; `eod`, the id that ends a document, has none.
 
     A saved tokenizer is rebuilt by calling its class with `settings` as keyword arguments. If the class stores a `file`
     beside the definition, the `content` of that file is the first positional argument.
@@ -49,13 +49,13 @@ class Tokenizer(ABC):
 
     @property
     def vocab_size(self) -> int:
-        """Number of ids, `eod` included."""
+        """Number of ids, including `eod`."""
         return len(self.pieces)
 
     @property
     def fingerprint(self) -> str:
         """SHA-256 of the kind and the definition. Tokenizers with equal fingerprints encode identically."""
-        # The zero byte separates the two, so that no other pair gives the same bytes.
+        # The zero byte separates kind and definition, so that no other pair gives the same bytes.
         return hashlib.sha256(self.kind.encode() + b"\0" + self.definition()).hexdigest()
 
     @abstractmethod
@@ -71,7 +71,7 @@ class Tokenizer(ABC):
         return np.array(self.encode(text), dtype=np.int32)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of `ids`. Unknown ids are skipped, and invalid UTF-8 becomes U+FFFD. Never raises."""
+        """Return the text of `ids`. Ids outside the vocabulary are skipped; invalid UTF-8 becomes U+FFFD."""
         return b"".join(map(self.piece, ids)).decode("utf-8", errors="replace")
 
     def piece(self, token: int) -> bytes:
@@ -113,12 +113,12 @@ class ByteTokenizer(Tokenizer):
         return list(text.encode("utf-8", errors="replace"))
 
     def encode_array(self, text: str) -> np.ndarray:
-        # in C, not a list
+        # converted in C, without a list
         return np.frombuffer(text.encode("utf-8", errors="replace"), dtype=np.uint8).astype(np.int32)
 
 
 class CharTokenizer(Tokenizer):
-    """Tokenizer of characters: their ids in code point order, then one id for unknown characters, and `eod`."""
+    """Tokenizer of characters. Ids are in code point order, followed by one id for unknown characters and `eod`."""
 
     kind = "char"
 
@@ -182,5 +182,5 @@ class StreamDecoder:
         return self._decoder.decode(self._tokenizer.piece(token))
 
     def flush(self) -> str:
-        """Return the text left at the end: U+FFFD for an incomplete character, else ""."""
+        """Return the rest of the text: U+FFFD for an incomplete character, otherwise ""."""
         return self._decoder.decode(b"", final=True)

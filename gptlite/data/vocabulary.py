@@ -1,4 +1,4 @@
-"""Vocabulary size of a run's data before it is read, for plans and for checks before the ranks start."""
+"""Vocabulary size of a run before its data is read, for plans and for checks before the ranks start."""
 
 import json
 from dataclasses import dataclass
@@ -29,20 +29,21 @@ def find_vocabulary(config: DataConfig, log: Log = print) -> Vocabulary:
         case TokensConfig():
             folder = config.path or next(iter(config.blend or {}), None)
             known = folder and _of_folder(Path(folder).expanduser())
-            return known or Vocabulary(GPT2_VOCABULARY, f"GPT-2's; {folder}/train.meta.json gives none")
+            why = f"{folder}/train.meta.json has no vocab_size" if folder else "data.path is not set"
+            return known or Vocabulary(GPT2_VOCABULARY, f"GPT-2's size; {why}")
         case TextConfig() | CorpusConfig():
             return _unprepared(config) if config.tokenizer == "byte" else _prepared(config, log) or _unprepared(config)
         case _:
-            return Vocabulary(GPT2_VOCABULARY, "GPT-2's; data names no source")
+            return Vocabulary(GPT2_VOCABULARY, "GPT-2's size; the data has no vocabulary")
 
 
 def _prepared(config: TextConfig | CorpusConfig, log: Log) -> Vocabulary | None:
-    """Return the vocabulary of the folder in the cache, or None if the data is not prepared."""
+    """Return the vocabulary of the prepared folder in the cache, or None if the data is not prepared."""
     from gptlite.data.build import prepared_folder  # imports torch, so only here
 
     try:
         return _of_folder(prepared_folder(config, log))
-    except (ConfigError, OSError):  # the data may not be on this machine: a plan does not need it
+    except (ConfigError, OSError):  # the data may not be on this machine, and a plan does not need it
         return None
 
 

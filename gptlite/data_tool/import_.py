@@ -1,6 +1,6 @@
 """Import token files: import PATH format=nanogpt|llmc|megatron output=FOLDER tokenizer=SPEC [validation=PATH]
 
-PATH is a file of tokens, a glob in quotes, or a folder with *train*.bin and *val*.bin; files are read in order of name.
+PATH is a file of tokens, a glob in quotes, or a folder with *train*.bin and *val*.bin; files are read in name order.
 For format=megatron it is a PREFIX, or a folder with train.bin/.idx and val.bin/.idx. tokenizer is the one that produced
 the tokens, given as for gptlite preprocess: a tokenizer folder, tokenizer.json, tiktoken:gpt2 or byte.
 
@@ -9,8 +9,8 @@ the tokens, given as for gptlite preprocess: a tokenizer folder, tokenizer.json,
 
 validation=PATH is the validation split. Without it, and without *val* files, validation_fraction=0.005 of the documents
 are held out, chosen by the hash of their tokens. eod names the token that ends documents if the tokenizer does not
-define it. In the output every document ends with it. Empty documents are left out, missing EOD tokens are added, and
-the number of both is printed. A token outside the vocabulary is an error, and nothing is written.
+define it. In the output, every document ends with it. Empty documents are left out, missing EOD tokens are added, and
+the numbers of both are printed. A token outside the vocabulary is an error, and nothing is written.
 """
 
 import glob
@@ -48,7 +48,7 @@ class Options:
 
 
 def run(paths: list[str], options: Options) -> int:
-    """Write the prepared folder and return the exit code. Nothing is left after an error."""
+    """Write the prepared folder and return the exit code. No output remains after an error."""
     if options.format not in FORMATS:
         hint = did_you_mean(options.format, FORMATS)
         raise ConfigError(f"format={options.format} is not one of {', '.join(FORMATS)}{hint}")
@@ -56,7 +56,7 @@ def run(paths: list[str], options: Options) -> int:
         raise ConfigError(f"validation_fraction={options.validation_fraction} must be at least 0 and below 1")
     output = Path(options.output).expanduser()
     if output.exists():
-        raise ConfigError(f"output={options.output} exists; give another, or remove it")
+        raise ConfigError(f"output={options.output} exists; give another folder, or remove it")
     tokenizer = find_tokenizer(options.tokenizer, options.eod)
     train, validation = _sources(paths[0], options.validation, options.format, tokenizer)
     with new_folder(output) as temporary:
@@ -66,9 +66,9 @@ def run(paths: list[str], options: Options) -> int:
         dataset = IndexedDataset(output / split)
         print(f"{output / split}: {counted(dataset.num_documents, 'document')}, {len(dataset.tokens):,} tokens")
     if found.empty:
-        print(f"{found.empty:,} documents without tokens were left out")
+        print(f"left out: {counted(found.empty, 'empty document')}")
     if found.unended:
-        print(f"{found.unended:,} documents did not end with the end-of-document token, {tokenizer.eod}: it was added")
+        print(f"added the end-of-document token, {tokenizer.eod}, to {counted(found.unended, 'document')}")
     return 0
 
 
@@ -116,7 +116,7 @@ def _documents(files: list[Path], format: str, tokenizer: Tokenizer) -> Document
     opened = [(file, (open_llmc if format == "llmc" else open_nanogpt)(file)) for file in files]
     total = sum(tokens.nbytes for _, tokens in opened)
     if not total:
-        raise ConfigError(f"{files[0]} holds no tokens; give a file that has")
+        raise ConfigError(f"{files[0]} holds no tokens; give a file with tokens")
     before = format == "llmc"
     return lambda found: cut_at_ends(opened, eod, size, before, found, Progress("importing", total, log))
 
@@ -145,7 +145,7 @@ def _write(
 
 
 def held_out(batch: Batch, fraction: float) -> np.ndarray:
-    """Return True for documents to hold out, about `fraction` of all: bool[D]. Equal documents get the same split."""
+    """Return a mask of the documents to hold out, about `fraction` of all: bool[D]. Equal documents share a split."""
     data, stops = memoryview(batch.tokens.astype("<i4").tobytes()), 4 * np.cumsum(batch.lengths)
     starts = stops - 4 * batch.lengths
     hashes = (document_hash(data[start:stop]).digest() for start, stop in zip(starts, stops, strict=True))

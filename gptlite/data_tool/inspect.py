@@ -1,8 +1,8 @@
 """Describe token files: inspect PATH ... [plot=FILE.png] [json=true]
 
 Prints documents, tokens, bytes per token, dtype, document lengths, and the tokenizer. plot=FILE.png draws the lengths;
-json=true prints the same as JSON. Only the index is read; `verify` reads the tokens too. Exit code 1 if a dataset is
-damaged.
+json=true prints the same data as JSON. Only the index is read; `verify` reads the tokens too. Exit code 1 if a dataset
+is damaged.
 """
 
 import json
@@ -20,7 +20,7 @@ from gptlite.metrics.console import format_bytes, table
 from gptlite.metrics.plot import STYLE
 
 _BAR = 40  # characters
-_BINS = 48  # histogram bins of the picture
+_BINS = 48  # histogram bins of the plot
 
 
 @dataclass
@@ -32,9 +32,9 @@ class Options:
 
 
 def run(paths: list[str], options: Options) -> int:
-    """Print the description. Return 1 if a dataset is damaged, else 0."""
+    """Print the description. Return 1 if a dataset is damaged, otherwise 0."""
     if options.plot is not None and Path(options.plot).suffix not in (".png", ".svg", ".pdf"):
-        raise ConfigError(f"plot={options.plot} is not a picture; give FILE.png, .svg or .pdf")
+        raise ConfigError(f"plot={options.plot} is not an image file; give FILE.png, .svg or .pdf")
     found, damage = _open(all_prefixes(paths))
     lengths = {prefix: document_lengths(dataset) for prefix, dataset in found.items()}
     if options.json:
@@ -45,7 +45,7 @@ def run(paths: list[str], options: Options) -> int:
         print(*(f"DAMAGED  {reason}" for reason in damage), sep="\n", end="\n" * bool(damage))
     if options.plot is not None:
         plot_lengths({str(prefix): each for prefix, each in lengths.items()}, Path(options.plot))
-        print(f"lengths drawn into {options.plot}")
+        print(f"document lengths plotted into {options.plot}")
     return 1 if damage else 0
 
 
@@ -65,7 +65,7 @@ def document_lengths(dataset: IndexedDataset) -> np.ndarray:
 
 
 def describe(dataset: IndexedDataset, lengths: np.ndarray) -> dict[str, Any]:
-    """Return the description of a dataset, ready for JSON. `lengths` are those of its documents."""
+    """Return the description of a dataset as JSON-compatible values. `lengths` are those of its documents."""
     quantiles = {f"p{q}": round(float(np.percentile(lengths, q))) for q in (10, 50, 90, 99)} if lengths.size else {}
     ends = {"min": int(lengths.min()), "mean": float(lengths.mean()), "max": int(lengths.max())} if lengths.size else {}
     return {
@@ -176,5 +176,5 @@ def _tokenizers(found: dict[Path, IndexedDataset]) -> Iterator[str]:
         yield (
             f"tokenizer of {folder}: {tokenizer.kind}, vocabulary {tokenizer.vocab_size:,}, end of document "
             f"{tokenizer.eod}, fingerprint {tokenizer.fingerprint[:12]}"
-            + ("" if all(fits) else "; NOT the one that wrote the data")
+            + ("" if all(fits) else "; NOT the tokenizer of the data")
         )

@@ -1,9 +1,9 @@
 """Show the text of a training sample: show PATH [sample=N] [step=N] [split=train] [sequence_length=256]
 
-In a run's folder, step=N shows all samples of that step (counted from 1), and sample=N the N-th sample of the run
-(counted from 0), which may be read in any step. In a prepared folder, sample=N is the N-th chunk of sequence_length
+In a run's folder, step=N shows all samples of that step (counted from 1), and sample=N shows the N-th sample of the run
+(counted from 0). In a prepared folder, sample=N is the N-th chunk of sequence_length
 tokens of the split (counted from 0), in file order. Ends of documents are marked.
-plugins=[MODULE,...] imports the plugins of a run that has some.
+plugins=[MODULE,...] imports the plugins of a run that needs them.
 """
 
 import json
@@ -64,12 +64,13 @@ def run(paths: list[str], options: Options) -> int:
 def of_folder(folder: Path, options: Options) -> Iterator[str]:
     """Yield the printed lines for one chunk of a prepared folder. Raises ConfigError if it does not exist."""
     if options.sample is None or options.sequence_length < 1:
-        raise ConfigError(f"give sample=N and a sequence_length above 0 (now {options.sequence_length})")
+        low = f"sequence_length={options.sequence_length} must be at least 1"
+        raise ConfigError("sample is not set; give sample=N" if options.sample is None else low)
     prefix = next((each for each in prefixes(str(folder)) if each.name == options.split), None)
     if prefix is None:
-        raise ConfigError(f"split={options.split}: {folder} holds {', '.join(p.name for p in prefixes(str(folder)))}")
+        raise ConfigError(f"split={options.split}: {folder} has {', '.join(p.name for p in prefixes(str(folder)))}")
     if (tokenizer := tokenizer_beside(prefix)) is None:
-        raise ConfigError(f"{folder} has no tokenizer/ to turn its tokens into text")
+        raise ConfigError(f"{folder} has no tokenizer/ to decode its tokens")
     dataset, length = IndexedDataset(prefix), options.sequence_length
     if (count := num_chunks(dataset.tokens, length)) <= options.sample:
         raise ConfigError(f"sample={options.sample}: {prefix} has {count:,} samples of {length} tokens, counted from 0")
@@ -110,7 +111,7 @@ def of_run(folder: Path, options: Options) -> Iterator[str]:
 
 
 def of_stream(seed: int, eras: list[Era], data: "PreparedData", samples: list[int]) -> Iterator[str]:
-    """Yield the printed lines for the samples with these numbers. Raises ConfigError if their data is gone."""
+    """Yield the printed lines for the samples with these numbers. Raises ConfigError if their data has changed."""
     now = {each.data: each for each in data.sets}
     stream = SampleStream(seed, eras)
     for sample in samples:
@@ -121,7 +122,7 @@ def of_stream(seed: int, eras: list[Era], data: "PreparedData", samples: list[in
         name = now[wanted].name if wanted in now else name
         dataset = (opened(data.folder, wanted) if data.folder else None) or opened(Path(name).expanduser(), wanted)
         if wanted not in now and dataset is None:
-            raise ConfigError(f"sample {sample} was read from {name}, which no longer holds the same tokens")
+            raise ConfigError(f"sample {sample} was read from {name}, which no longer has the same tokens")
         tokens, start = now[wanted].train if dataset is None else dataset.tokens, chunk * length
         read = gather(tokens, np.array([chunk]), length)[0]
         yield f"\nsample {sample}: {name}, epoch {epoch}, {place(start, start + length, dataset)}"
@@ -138,7 +139,7 @@ def opened(folder: Path, data: str) -> IndexedDataset | None:
 
 
 def row_of_old(folder: Path, config: Config, data: "PreparedData", step: int, rows: list[OrderRow]) -> OrderRow:
-    """Return a data-order row for a step that data_order.jsonl does not cover, as an older version started the run.
+    """Return a data-order row for a step that data_order.jsonl lacks, because an older version started the run.
 
     If the run was resumed later, the first row is extended back to step 0. Otherwise the row is derived from the
     configuration and metrics.jsonl, with a single era.
@@ -159,7 +160,7 @@ def row_of_old(folder: Path, config: Config, data: "PreparedData", step: int, ro
 
 
 def place(start: int, stop: int, dataset: IndexedDataset | None) -> str:
-    """Return e.g. `tokens 256 to 511, documents 3 to 5`, each counted from 0."""
+    """Return e.g. `tokens 256 to 511, documents 3 to 5`, both counted from 0."""
     words = f"tokens {start:,} to {stop - 1:,}"
     if dataset is None or len(dataset.lengths) != dataset.num_documents:
         return words

@@ -3,8 +3,8 @@
 Checks that every sequence of .idx begins where the previous one ended, that documents are in order, that all ids are in
 the vocabulary, that every document ends with the EOD token, that .bin has its original sha256, that it was written with
 the tokenizer beside it, and that the datasets of a folder share one dtype. Files written by Megatron have no
-.meta.json: only their index is checked, and their ids if vocab_size or a tokenizer/ is given. Exit code 1 if one is
-damaged.
+.meta.json: only their index is checked, and their ids if vocab_size or a tokenizer/ is given. Exit code 1 if a dataset
+is damaged.
 """
 
 import time
@@ -27,7 +27,7 @@ class Options:
 
 
 def run(paths: list[str], options: Options) -> int:
-    """Print a line for each dataset. Return 1 if any is damaged, else 0."""
+    """Print a line for each dataset. Return 1 if any is damaged, otherwise 0."""
     dtypes: dict[Path, tuple[Path, str]] = {}
     results = [_verify(prefix, options.vocab_size, dtypes) for prefix in all_prefixes(paths)]
     if len(results) > 1:
@@ -43,12 +43,12 @@ def _verify(prefix: Path, vocab_size: int | None, dtypes: dict[Path, tuple[Path,
         verify(dataset, vocab_size, log)
         other, dtype = dtypes.setdefault(prefix.parent, (prefix, str(dataset.dtype)))
         if dtype != dataset.dtype:
-            raise ConfigError(f"{prefix}.bin holds {dataset.dtype} and {other}.bin {dtype}; write both again")
+            raise ConfigError(f"{prefix}.bin has dtype {dataset.dtype}, but {other}.bin has {dtype}; write both again")
     except ConfigError as error:
         print(f"DAMAGED  {error}", flush=True)
         return False
     seconds, size = time.monotonic() - began, dataset.tokens.nbytes
-    unknown = "" if dataset.meta else ", no .meta.json: " + ("no hash" if vocab_size else "neither hash nor vocabulary")
+    unknown = "" if dataset.meta else f", no .meta.json: {'hash' if vocab_size else 'hash and vocabulary'} not checked"
     print(
         f"ok       {prefix}  {counted(dataset.num_documents, 'document')}, {len(dataset.tokens):,} tokens, "
         f"{format_bytes(size)} read in {seconds:.1f} s{unknown}",
@@ -58,7 +58,7 @@ def _verify(prefix: Path, vocab_size: int | None, dtypes: dict[Path, tuple[Path,
 
 
 def _tokenizer(dataset: IndexedDataset, vocab_size: int | None) -> int | None:
-    """Return the size of the tokenizer's vocabulary, or `vocab_size` without a tokenizer.
+    """Return the vocabulary size of the tokenizer, or `vocab_size` if there is none.
 
     Raises ConfigError if the tokenizer is not the one in .meta.json.
     """
@@ -69,6 +69,6 @@ def _tokenizer(dataset: IndexedDataset, vocab_size: int | None) -> int | None:
     if meta is not None and (meta.tokenizer, meta.vocab_size, meta.eod) != theirs:
         raise ConfigError(
             f"{dataset.prefix}.bin was written with tokenizer {meta.tokenizer[:12]}, vocabulary {meta.vocab_size}, but "
-            f"tokenizer/ is {tokenizer.fingerprint[:12]}, {tokenizer.vocab_size}; write the folder again"
+            f"tokenizer/ has {tokenizer.fingerprint[:12]}, vocabulary {tokenizer.vocab_size}; write the folder again"
         )
     return tokenizer.vocab_size

@@ -13,7 +13,7 @@ from gptlite.preprocess.inputs import STDIN, Source
 from gptlite.preprocess.streams import DamagedInput, Stream
 
 BLOCK = 1 << 20  # bytes
-_PART = 8 << 20  # bytes; a text file that is one longer document is read in parts of this size
+_PART = 8 << 20  # bytes; a longer text file without separator is read in parts of this size
 BLANK_LINES = "blank"  # separator=blank
 
 
@@ -21,7 +21,7 @@ BLANK_LINES = "blank"  # separator=blank
 class Place:
     """Position in the input: index of the source, `offset` in decompressed bytes (in rows for Parquet), line from 1.
 
-    `digest` is the hash of standard input up to here, by which a resume checks that it gets the same input.
+    `digest` is the hash of standard input up to here. A resumed run compares it to detect different input.
     """
 
     source: int = 0
@@ -60,19 +60,19 @@ class Block:
 
     @property
     def size(self) -> int:
-        """Number of bytes in all pieces, separators and markup included."""
+        """Number of bytes in all pieces, including separators and markup."""
         return sum(len(piece.data) for piece in self.pieces)
 
     @property
     def part(self) -> Piece | None:
-        """The piece that is part of a long document, alone in its block; None in a block of whole documents."""
+        """Piece that is part of a long document and alone in this block; None in a block of whole documents."""
         piece = self.pieces[0] if self.pieces else None
         return piece if piece is not None and piece.whole and (piece.more or not piece.first) else None
 
 
 @dataclass(frozen=True)
 class Cutting:
-    """Rules for cutting sources into records. `column` is the JSON field or Parquet column; `separator` cuts text."""
+    """Rules for cutting sources into records. `column` is the JSON field or Parquet column; `separator` is for text."""
 
     column: str = "text"
     separator: str = ""
@@ -105,7 +105,7 @@ def read_blocks(sources: list[Source], cutting: Cutting, start: Place) -> Iterat
 
 
 def _pieces(source: Source, place: Place, cutting: Cutting) -> Iterator[tuple[Piece, Place, int]]:
-    """Yield pieces of a source, each with the place after it and the bytes read. The last one describes any damage."""
+    """Yield pieces of a source with the place after each and the bytes read. The last piece describes any damage."""
     at = place
     try:
         if source.format == "parquet":
@@ -170,7 +170,7 @@ class _Records:
         return min((at + length for at, length in found if at >= 0), default=0)
 
     def _lengthen(self, data: bytearray) -> tuple[int, str]:
-        """Read to the end of a record longer than a block. Return its end in `data`, 0 if damaged, and an error or "".
+        """Read to the end of a record longer than a block. Return its end in `data` (0 if damaged), and an error or "".
 
         The start of a record longer than max_record_bytes is dropped from memory.
         """
@@ -187,7 +187,7 @@ class _Records:
                 self._pass(data, len(data) - keep)
 
     def _pass(self, data: bytearray, size: int) -> None:
-        """Remove the first `size` bytes from `data`, which are processed, and advance the place past them."""
+        """Remove the first `size` bytes, which were processed, from `data`, and advance the place past them."""
         self._offset += size
         self._line += data.count(b"\n", 0, size)
         if self._hash is not None:
@@ -198,14 +198,16 @@ class _Records:
         return Place(self._number, self._offset, self._line, self._hash.hexdigest() if self._hash else "")
 
     def _hear_again(self, place: Place) -> None:
-        """Read standard input up to `place` again. Raises ConfigError if it differs from the first time."""
+        """Read standard input up to `place` again. Raises ConfigError if it differs from the interrupted run."""
         assert self._hash is not None
         left = place.offset
         while left and (data := self._stream.read(min(left, BLOCK))):
             self._hash.update(data)
             left -= len(data)
         if place.offset and self._hash.hexdigest() != place.digest:
-            raise ConfigError("input=- differs from when this output was begun; give the same input, or overwrite=true")
+            raise ConfigError(
+                "input=- differs from the input of the interrupted run; give that input, or overwrite=true"
+            )
 
 
 def _document(source: Source, place: Place) -> Iterator[tuple[Piece, Place, int]]:

@@ -1,4 +1,4 @@
-"""Encoding of a block to documents and tokens, which runs in the worker processes."""
+"""Conversion of a block to documents and tokens, run in the worker processes."""
 
 import json
 import re
@@ -19,7 +19,7 @@ _BOM = b"\xef\xbb\xbf"
 
 @dataclass(frozen=True)
 class Document:
-    """A text and its UTF-8 bytes; of a document longer than a block, the part in this block."""
+    """Text of a document, and its UTF-8 bytes. For a document longer than a block, only the part in this block."""
 
     text: str
     data: bytes
@@ -52,7 +52,7 @@ def documents(block: Block, formats: list[str], cutting: Cutting) -> Iterator[tu
             except json.JSONDecodeError as error:
                 yield piece, Bad(piece.source, line, f"it is not JSON: {error.msg} at column {error.colno}")
             except RecursionError:
-                yield piece, Bad(piece.source, line, "its JSON is nested too deep")
+                yield piece, Bad(piece.source, line, "its JSON is nested too deeply")
             except ValueError as error:
                 yield piece, Bad(piece.source, line, str(error))
         if piece.damage:
@@ -137,7 +137,7 @@ class Split:
 
 @dataclass
 class Encoded:
-    """Result of a block: documents of the training and the held-out split, bad records, and number of empty documents.
+    """Result of a block: training and held-out documents, bad records, and the number of empty documents.
 
     `part` is a part of a long document, without `eod`.
     """

@@ -28,8 +28,8 @@ def find_sources(given: str, format: str) -> list[Source]:
     """Return the files of `input=`, in the order of their documents in the output.
 
     `given` is a file, a folder (all files below it with a known suffix, except hidden ones), a glob, `-`, or several of
-    these between commas. Files of one folder or glob are sorted by path. `format=auto` goes by each file's suffix,
-    apart from that of a compression. Raises ConfigError for a file that is missing, not readable, or given twice.
+    these separated by commas. Files of one folder or glob are sorted by path. `format=auto` uses each file's suffix,
+    without a compression suffix such as .gz. Raises ConfigError for a file that is missing, unreadable or given twice.
     """
     if format not in ("auto", *FORMATS):
         raise ConfigError(f"format={format} is not one of auto, {', '.join(FORMATS)}{did_you_mean(format, FORMATS)}")
@@ -44,7 +44,7 @@ def find_sources(given: str, format: str) -> list[Source]:
     seen: set[Path] = set()
     for path in paths:
         if path in seen:
-            raise ConfigError(f"input={given} names {path} twice; give it once")
+            raise ConfigError(f"input={given} contains {path} twice; give it once")
         seen.add(path)
     return [_source(path, format) for path in paths]
 

@@ -1,7 +1,7 @@
 """Output in progress: growing token files, and the state from which preprocessing resumes.
 
 OUTPUT.partial/preprocess.json     the settings
-               state.json          position in the input, and totals of the files up to there
+               state.json          position in the input, and totals of the output up to there
                train.lengths       tokens of each document, for .idx; also val.lengths
                whole/              the output, until it gets its final name
 """
@@ -40,14 +40,14 @@ class Counts:
 
 
 class Output:
-    """Output that resumes from the last `save`, if any. The index is written when `stack` closes without an error."""
+    """Output, resumed from the last `save`, if any. The index is written when `stack` closes without an error."""
 
     def __init__(self, partial: Path, tokenizer: Tokenizer, stack: ExitStack, log: Log):
         self._state = partial / STATE
         self.place, self.counts = Place(), Counts()
         self._writers = stack.enter_context(split_writers(partial / WHOLE, tokenizer, work=partial))
         self._skipped = stack.enter_context((partial / WHOLE / SKIPPED).open("ab"))
-        # Tokens of a long document. Its hash, and so its split, is known only at its end.
+        # Tokens of a long document. Its hash, which determines its split, is known only at its end.
         self._long = stack.enter_context(tempfile.TemporaryFile(dir=partial))  # noqa: SIM115
         self._long_bytes = 0
         sync_folder(partial / WHOLE)
@@ -98,13 +98,13 @@ class Output:
         self.begin_long()
 
     def begin_long(self) -> None:
-        """Start a long document. Stored parts, left over from a bad document, are dropped."""
+        """Start a long document. Stored parts of an earlier, bad document are dropped."""
         self._long.seek(0)
         self._long.truncate()
         self._long_bytes = 0
 
     def skip(self, bad: Bad, source: Source) -> None:
-        """Append the place of a bad record, and the reason, to skipped.jsonl."""
+        """Append the location of a bad record, and the reason, to skipped.jsonl."""
         note = {"file": source.path, "line": bad.line, "reason": bad.reason}
         self._skipped.write(json.dumps(note, ensure_ascii=False).encode() + b"\n")
         self.counts.skipped += 1

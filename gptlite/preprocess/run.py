@@ -21,13 +21,13 @@ from gptlite.preprocess.pool import Pool
 from gptlite.preprocess.settings import FILE, Settings, difference, read_settings
 from gptlite.progress import Log, Progress
 
-SAVED_BYTES = 64 << 20  # input bytes between two saves, so the most that a kill loses
+SAVED_BYTES = 64 << 20  # input bytes between two saves: at most this much is lost by a kill
 _SHOWN = 10  # bad records that are logged; all are in skipped.jsonl
 
 
 @dataclass(frozen=True)
 class Result:
-    """Totals of the prepared folder, totals and seconds of this call, and the number of documents in each split."""
+    """Totals for the prepared folder, totals and elapsed seconds for this call, and the documents in each split."""
 
     counts: Counts
     new: Counts
@@ -45,7 +45,7 @@ def preprocess(
     is left out and logged with on_error=skip. A finished output with the same settings is kept.
 
     Raises ConfigError for a bad record, for an `output` with other settings unless `overwrite`, and for sources that
-    changed; OSError, e.g. for a full disk; WorkerDied.
+    changed; OSError, e.g. for a full disk; WorkerDied if a worker ends.
     """
     if on_error not in ("error", "skip"):
         raise ConfigError(f"on_error={on_error} is neither error nor skip{did_you_mean(on_error, ('error', 'skip'))}")
@@ -55,7 +55,7 @@ def preprocess(
     _refuse_own(settings, (output, partial))
     if (counts := _finished(settings, output, overwrite)) is not None:
         shutil.rmtree(_trash(output), ignore_errors=True)
-        if read_settings(partial / FILE) == settings.as_json():  # a kill came after the rename of the output
+        if read_settings(partial / FILE) == settings.as_json():  # killed after the output was renamed
             shutil.rmtree(partial)
         log(f"{output} is already finished; give overwrite=true to make it again")
         return Result(counts, Counts(), 0.0, _split(output))
@@ -67,8 +67,8 @@ def preprocess(
             job.run(partial / WHOLE / TOKENIZER, workers)
             counts = job.output.counts
             if not counts.documents:
-                seen = f"{counts.skipped} bad records and {counts.empty} empty ones"
-                raise ConfigError(f"input has no document with text, only {seen}; nothing is written")
+                seen = f"bad records: {counts.skipped}, empty documents: {counts.empty}"
+                raise ConfigError(f"input has no document with text ({seen}); nothing is written")
         _finish(settings, counts, partial, output)
         return Result(counts, job.new, job.seconds, _split(output))
 
@@ -152,7 +152,7 @@ class _Job:
         self.output.skip(bad, source)
         self._shown += 1
         if self._shown <= _SHOWN:
-            self._log(f"skipped {what}" + ("; further ones are not shown" if self._shown == _SHOWN else ""))
+            self._log(f"skipped {what}" + ("; further bad records are not shown" if self._shown == _SHOWN else ""))
 
 
 def _refuse_own(settings: Settings, made: tuple[Path, Path]) -> None:
@@ -161,12 +161,12 @@ def _refuse_own(settings: Settings, made: tuple[Path, Path]) -> None:
         for folder in made:
             if folder.absolute() in Path(source.path).absolute().parents:
                 raise ConfigError(
-                    f"input has {source.path}, which is inside the output; give an output outside of the input"
+                    f"input has {source.path}, which is inside the output; give an output outside the input"
                 )
 
 
 def _finished(settings: Settings, output: Path, overwrite: bool) -> Counts | None:
-    """Return the counts of an `output` finished with these settings; None if it is to be made.
+    """Return the counts of an `output` finished with these settings; None if it must be made.
 
     Raises ConfigError if it exists and may not be replaced.
     """
@@ -180,9 +180,9 @@ def _finished(settings: Settings, output: Path, overwrite: bool) -> Counts | Non
     if overwrite:
         return None
     standard_input = any(source.path == STDIN for source in settings.sources)
-    differs = "perhaps from other standard input" if standard_input else difference(made, settings.as_json())
+    differs = "standard input cannot be compared" if standard_input else difference(made, settings.as_json())
     if differs:
-        raise ConfigError(f"output={output} is finished ({differs}); give another folder, or overwrite=true")
+        raise ConfigError(f"output={output} is already finished ({differs}); give another folder, or overwrite=true")
     return Counts(**made["counts"])
 
 
@@ -191,7 +191,7 @@ def _begin(settings: Settings, tokenizer: Tokenizer, partial: Path, overwrite: b
     new, old = settings.as_json(), read_settings(partial / FILE)
     differs = difference(old, new) if old is not None else ""
     if differs and not overwrite:
-        raise ConfigError(f"{partial} was begun with {differs}; give the same, or overwrite=true to start over")
+        raise ConfigError(f"{partial} has other settings ({differs}); give the same, or overwrite=true to start over")
     kept = (partial / STATE).exists() and (partial / WHOLE).exists()
     if old is None or differs or not kept:
         for leftover in (FILE, STATE, *(f"{split}.lengths" for split in (TRAIN, VALIDATION))):

@@ -10,7 +10,7 @@ from gptlite.preprocess.blocks import BLANK_LINES, Cutting
 from gptlite.preprocess.inputs import Source, find_sources
 
 FILE = "preprocess.json"
-_VERSION = 1  # of the output format; a new version does not resume old work
+_VERSION = 1  # of the output format; work of another version cannot be resumed
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Settings:
 
 
 def make_settings(given: Any) -> Settings:
-    """Return the settings of a command line, with the tokenizer left empty. Raises ConfigError for an invalid one.
+    """Return the settings of a command line, with the tokenizer left empty. Raises ConfigError if one is invalid.
 
     `given` has the keys input, format, field, separator, max_record_bytes and validation_fraction.
     """
@@ -73,19 +73,19 @@ def difference(old: dict[str, Any], new: dict[str, Any]) -> str:
             if said := _input_difference(old["input"], new["input"]):
                 return said
         elif old.get(key) != new[key]:
-            return f"{key}={_short(old.get(key))} then, {key}={_short(new[key])} now"
+            return f"{key} was {_short(old.get(key))}, now it is {_short(new[key])}"
     return ""
 
 
 def _input_difference(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> str:
     for then, now in zip(old, new, strict=False):
         if then["path"] != now["path"]:
-            return f"input {then['path']} then, input {now['path']} now"
+            return f"input was {then['path']}, now it is {now['path']}"
         if then["format"] != now["format"]:
-            return f"input {now['path']} read as {then['format']} then, as {now['format']} now"
+            return f"format of input {now['path']} was {then['format']}, now it is {now['format']}"
         if then != now:
             return f"input {now['path']} has changed"
-    return f"{len(old)} input files then, {len(new)} now" if len(old) != len(new) else ""
+    return f"number of input files was {len(old)}, now it is {len(new)}" if len(old) != len(new) else ""
 
 
 def _short(value: Any) -> str:

@@ -41,7 +41,7 @@ class Stream:
         return 0
 
     def read(self, size: int) -> bytes:
-        """Return up to `size` bytes. Fewer mean the end of the file, or damage, described by `damage`."""
+        """Return up to `size` bytes. A shorter result means the end of the file, or `damage`."""
         parts = []
         try:
             while size and not self.damage and (part := self._data.read(size)):

@@ -21,8 +21,9 @@ def train_tokenizer(settings: Settings, kind: str, vocab_size: int, sample_mb: i
     """Train a tokenizer on the training split that preprocessing makes with the same settings.
 
     Bad records are left out. SentencePiece is trained on at most about `sample_mb` megabytes: evenly spread blocks of a
-    larger corpus, or the first part of standard input. The alphabet of `char` comes from all documents, since a
-    character without an id could not be evaluated. Raises ConfigError for invalid arguments or if there is no text.
+    larger corpus, or the first part of standard input. The alphabet of `char` comes from all documents; otherwise a
+    character that occurs only in held-out text would have no id. Raises ConfigError for invalid arguments or if there
+    is no text.
     """
     if kind not in KINDS:
         raise ConfigError(f"kind={kind} is not one of {', '.join(KINDS)}{did_you_mean(kind, KINDS)}")
@@ -37,12 +38,12 @@ def train_tokenizer(settings: Settings, kind: str, vocab_size: int, sample_mb: i
     packed = any(source.format == "parquet" or source.path.endswith(tuple(COMPRESSED)) for source in settings.sources)
     size = sum(source.size for source in settings.sources) * (_EXPANDS if packed else 1)
     every = max(1, -(-size // (sample_mb << 20)))
-    log(f"training SentencePiece, {vocab_size} pieces" + (f", on one in {every} megabytes" if every > 1 else ""))
+    log(f"training SentencePiece with {vocab_size} pieces" + (f" on one megabyte in {every}" if every > 1 else ""))
     texts = _limited(_texts(settings, every, settings.validation_fraction, log), sample_mb << 20)
     lines = (line for text in texts for line in text.split("\n"))
     first = next(lines, None)
     if first is None:
-        raise ConfigError("input has no text to train on; give more, or validation_fraction=0 to hold nothing out")
+        raise ConfigError("input has no text to train on; give more text, or validation_fraction=0 to hold out nothing")
     return train_sentencepiece(chain([first], lines), vocab_size, log, key="vocab_size")
 
 
@@ -65,7 +66,7 @@ def _texts(settings: Settings, every: int, held_out: float, log: Log) -> Iterato
                     yield document.text
     if bad:
         where = f"{settings.sources[bad[0].source].path}:{bad[0].line}: {bad[0].reason}"
-        log(f"left out {len(bad)} bad record{'s' * (len(bad) > 1)}, the first {where}")
+        log(f"left out {len(bad)} bad record{'s' * (len(bad) > 1)}, the first at {where}")
 
 
 def _limited(texts: Iterator[str], size: int) -> Iterator[str]:

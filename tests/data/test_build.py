@@ -183,7 +183,7 @@ def test_a_source_that_cannot_be_read_is_not_the_caches_fault(text, settings, mo
     ("code", "message"),
     [
         (errno.ENOSPC, r"could not be prepared in data.cache_dir=.*No space left on device.*; free some space"),
-        (errno.EIO, r"could not be prepared in .*: .*error: 'some\.bin'; if that path is in the cache"),
+        (errno.EIO, r"could not be prepared in .*: .*error: 'some\.bin'; if the error names a path in the cache"),
     ],
 )
 def test_a_file_that_cannot_be_written_is_named(tmp_path, code, message):
@@ -273,7 +273,7 @@ def test_synthetic_tokens_follow_the_seed_and_nothing_else(settings):
         (CorpusConfig(corpus="shakespear"), "data.corpus=shakespear has no recipe.*did you mean shakespeare?"),
         (CorpusConfig(corpus="shakespeare", tokenizer="word"), "data.tokenizer=word is not sentencepiece or"),
         (CorpusConfig(corpus="shakespeare", path="/nowhere"), "data.path=/nowhere does not exist"),
-        (DataConfig(), "data has no source"),
+        (DataConfig(), "no data source is set"),
     ],
 )
 def test_other_sections_are_refused_too(config, message):

@@ -162,7 +162,7 @@ def test_a_file_that_is_no_tokenizer_is_named(tmp_path: Path, name: str, content
         ("nowhere", "there is no file or folder nowhere"),
         (".", "holds none of definition.json, tokenizer/definition.json, tokenizer.json, tokenizer.model"),
         ("sentencepiece", "must be trained first: .*train.tokenizer(.py)?'? kind=sentencepiece input="),
-        ("tiktoken:gpt7", "is not one of tiktoken's: .*gpt2"),
+        ("tiktoken:gpt7", "is not an encoding of tiktoken: .*gpt2"),
     ],
 )
 def test_what_was_tried_is_named(tmp_path: Path, monkeypatch, spec: str, message: str) -> None:
@@ -187,7 +187,7 @@ def test_an_exported_model_has_the_same_ids_in_transformers(tmp_path: Path) -> N
 
 
 def test_what_cannot_be_exported_is_refused(tmp_path: Path, monkeypatch) -> None:
-    with pytest.raises(ConfigError, match="not a byte tokenizer"):
+    with pytest.raises(ConfigError, match="this byte tokenizer is not one"):
         export_tokenizer(ByteTokenizer(), tmp_path / "hf")
     tokenizer = find_tokenizer(str(piece_model(tmp_path)))
     assert isinstance(tokenizer, SentencePieceTokenizer)

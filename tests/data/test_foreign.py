@@ -96,7 +96,7 @@ def test_a_folder_has_both_parts(tool, tmp_path):
     assert code == 0
     assert documents(tmp_path / "out") == [[1, 2, EOD]]
     assert documents(tmp_path / "out", "val") == [[3, EOD], [4, EOD]]
-    assert "1 documents did not end with the end-of-document token, 99: it was added" in out
+    assert "added the end-of-document token, 99, to 1 document" in out
 
 
 @pytest.mark.parametrize("at_a_time", [1, 2, 100])
@@ -110,8 +110,8 @@ def test_megatrons_sequences_are_joined_and_ends_added(tool, tmp_path, monkeypat
     code, out, _ = tool(path, "format=megatron", "validation_fraction=0")
     assert code == 0
     assert documents(tmp_path / "out") == [[1, 2, 3, EOD], [4, EOD], [5, 6, EOD]]
-    assert "2 documents without tokens were left out" in out
-    assert "1 documents did not end" in out
+    assert "left out: 2 empty documents" in out
+    assert "to 1 document" in out
     assert IndexedDataset(tmp_path / "out" / "train").dtype == np.uint16
 
 
@@ -139,15 +139,23 @@ DAMAGE = {
         "token 1 is 50256, outside the vocabulary of 100",
     ),
     "llm.c's header missing": ("llmc", lambda p: p.write_bytes(b"abc"), "fewer than the 1024 of llm.c's header"),
-    "another magic": ("llmc", lambda p: llmc(p, [1], magic=20240522), "begins with 20240522 version 1, not llm.c's"),
-    "a future version": ("llmc", lambda p: llmc(p, [1], version=2), "begins with 20240520 version 2, not llm.c's"),
+    "another magic": (
+        "llmc",
+        lambda p: llmc(p, [1], magic=20240522),
+        "magic 20240522 and version 1, not llm.c's",
+    ),
+    "a future version": (
+        "llmc",
+        lambda p: llmc(p, [1], version=2),
+        "magic 20240520 and version 2, not llm.c's",
+    ),
     "fewer tokens than it says": ("llmc", lambda p: llmc(p, [1], count=2), "has 1026 bytes, but its header gives 2"),
     "a negative number of tokens": ("llmc", lambda p: llmc(p, [], count=-1), "but its header gives -1 tokens"),
-    "nanoGPT's as llm.c's": ("llmc", lambda p: nanogpt(p, [1] * 600), "begins with 65537 version 65537"),
+    "nanoGPT's as llm.c's": ("llmc", lambda p: nanogpt(p, [1] * 600), "begins with magic 65537 and version 65537"),
     "sequences of pictures": (
         "megatron",
         lambda p: megatron(p, [[[1]], [[2]]], modes=[0, 1]),
-        "that are not text",
+        "with a mode other than text",
     ),
     "a megatron prefix that is not there": ("megatron", lambda p: None, "idx is damaged: it cannot be opened"),
     "ids beyond the vocabulary": ("megatron", lambda p: megatron(p, [[[1]], [[101]]]), "token 1 is 101, outside"),
@@ -175,7 +183,7 @@ def test_damage_is_named_and_nothing_is_left(tool, tmp_path, case):
         ("tokenizer=/nowhere", "/nowhere"),
         ("validation=/nowhere", "/nowhere does not exist"),
         ("validation_fraction=0.005", "holds out none of 1 documents"),
-        ("output=.", "output=. exists; give another, or remove it"),
+        ("output=.", "output=. exists; give another folder, or remove it"),
     ],
 )
 def test_refused_settings(tool, tmp_path, argument, message):

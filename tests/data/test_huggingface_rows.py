@@ -60,7 +60,7 @@ def test_splits_of_a_saved_dataset(tmp_path):
     sets = opened(tmp_path, tmp_path / "saved")
     assert (len(sets.train), len(sets.validation["huggingface"])) == (40, 5)
     DatasetDict({"test": parts["test"]}).save_to_disk(tmp_path / "other")
-    with pytest.raises(ConfigError, match="has the splits test, but no train"):
+    with pytest.raises(ConfigError, match="has the splits test, but no split train"):
         opened(tmp_path, tmp_path / "other")
 
 
@@ -76,7 +76,7 @@ def test_columns_of_images(tmp_path):
     [
         ({"label": "labl"}, "data.label=labl is not a column of"),
         ({"label": "x", "input": ["x", "z"]}, "data.input=z is not a column of"),
-        ({"label": "x", "input": "text"}, "column text holds str 'some words', not numbers of one shape"),
+        ({"label": "x", "input": "text"}, "column text contains str 'some words', not an array of numbers"),
     ],
 )
 def test_wrong_columns_are_one_line(tmp_path, settings, said):
@@ -89,14 +89,14 @@ def test_wrong_columns_are_one_line(tmp_path, settings, said):
 def test_wrong_paths_are_one_line(tmp_path):
     with pytest.raises(ConfigError, match="none does not exist"):
         opened(tmp_path, tmp_path / "none")
-    with pytest.raises(ConfigError, match=r"is not a dataset of save_to_disk, nor files of one of \.parquet"):
+    with pytest.raises(ConfigError, match=r"is neither a dataset of save_to_disk nor files of one type \(\.parquet"):
         opened(tmp_path, tmp_path)
     (tmp_path / "train.json").write_text('{"x": 1}\n{"x":')
-    with pytest.raises(ConfigError, match=r"data=huggingface: .* while it was opened") as refused:
+    with pytest.raises(ConfigError, match=r"data=huggingface: opening it raised") as refused:
         opened(tmp_path, tmp_path / "train.json")
     assert "\n" not in str(refused.value)
     (tmp_path / "train.json").write_text('{"x": 1}\n' * 20)
-    with pytest.raises(ConfigError, match=r"data\.label is not set, and .* has the columns x"):
+    with pytest.raises(ConfigError, match=r"data\.label is not set; choose a column of .*: x"):
         opened(tmp_path, tmp_path / "train.json", validation_fraction=0.5)
 
 

@@ -105,7 +105,7 @@ def test_the_center_is_cut_out_and_augmentation_moves_it():
         ({"mean": [0.5]}, "data.mean=[0.5] must be three numbers"),
         ({"std": [1.0, 0.0, 1.0]}, "data.std=[1.0, 0.0, 1.0] must be three numbers above 0"),
         ({"validation_fraction": 1.0}, "data.validation_fraction=1.0 must be above 0 and below 1"),
-        ({"validation_fraction": 1e-9}, "of 12 samples none is held out; give another fraction"),
+        ({"validation_fraction": 1e-9}, "none of 12 samples is held out; give another fraction"),
     ],
 )
 def test_wrong_settings_are_one_line(tmp_path, setting, said):
@@ -123,7 +123,7 @@ def test_wrong_folders_are_one_line(tmp_path):
 
     refused("images does not exist")
     (tmp_path / "images").mkdir()
-    refused("images has no folder per class, such as ")
+    refused("images has no class folders; put images into one per class, e.g. ")
     (tmp_path / "images" / "a").mkdir()
     refused("images/a has no images (.jpg, ")
     write(tmp_path / "images", "test/b")
@@ -151,7 +151,7 @@ def test_one_unreadable_image_is_named(tmp_path, workers):
 def test_a_missing_library_names_the_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "PIL", None)
     with pytest.raises(
-        ConfigError, match=re.escape("the package pillow is not installed; pip install 'gptlite[images]'")
+        ConfigError, match=re.escape("the package pillow is not installed; run pip install 'gptlite[images]'")
     ):
         open_samples(config_for(tmp_path))
 

@@ -211,6 +211,6 @@ def test_ids_outside_the_vocabulary_are_named(dtype, wrong, part):
         return reader.batch(n, 0) if part == "training" else list(reader.validation_batches())[n]
 
     words = "sample [0-5] of the run" if part == "training" else "held-out chunk 4"
-    with pytest.raises(ConfigError, match=rf"{words} holds token id {wrong}, outside the vocabulary of 50: .* verify"):
+    with pytest.raises(ConfigError, match=rf"{words} has token id {wrong}, outside the vocabulary of 50: .* verify"):
         [read(n) for n in range(6)]
     reader.close()

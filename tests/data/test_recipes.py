@@ -192,7 +192,7 @@ def test_the_file_is_downloaded_and_checked(tiny, tiny_source, server, tmp_path,
     tiny.main(tiny.Arguments(str(tmp_path / "out")))
     assert (tmp_path / "out" / "train.txt").read_text().startswith("First Citizen")
     monkeypatch.setattr(tiny, "FILE", replace(tiny.FILE, url=f"{server}/nowhere.txt"))
-    with pytest.raises(ConfigError, match=r"could not be downloaded \(.*404.*\); fetch input.txt elsewhere"):
+    with pytest.raises(ConfigError, match=r"could not be downloaded \(.*404.*\); download input.txt by other means"):
         tiny.main(tiny.Arguments(str(tmp_path / "other")))
 
 

@@ -13,7 +13,8 @@ from recipe_modules import load_recipe
 from gptlite.data.build import prepare
 from gptlite.data.config import CorpusConfig
 from gptlite.data.corpus import document_hash, is_held_out
-from gptlite.data.streaming import open_rows, texts
+from gptlite.data.sentence_piece import train_sentencepiece
+from gptlite.data.streaming import StreamArguments, open_rows, texts, write_stream
 from gptlite.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -158,6 +159,14 @@ def test_refused_arguments(tmp_path, changes, message):
 def test_a_split_without_documents_is_refused(jsonl, tmp_path):
     recipe = load_recipe("openwebtext")
     arguments = recipe.StreamArguments(str(tmp_path / "out"), "byte", path=str(jsonl), max_documents=1)
-    with pytest.raises(ConfigError, match="1 documents to train on and 0 held out; raise max_documents"):
+    with pytest.raises(ConfigError, match="a split has no documents: 1 for training, 0 held out; raise max_documents"):
         recipe.main(arguments)
     assert not list(tmp_path.glob("out/*.idx"))
+
+
+def test_a_lone_surrogate_becomes_a_question_mark(tmp_path):
+    """JSON allows one, and SentencePiece raises on it."""
+    tokenizer = train_sentencepiece(TEXTS, 320, lambda _: None)
+    documents = [f"{text}\ud83d" for text in TEXTS]
+    write_stream(documents, tmp_path, tokenizer, StreamArguments(str(tmp_path), validation_fraction=FRACTION))
+    assert all(text.endswith(".\n?") for text in read_documents(tmp_path, "train"))

@@ -128,6 +128,8 @@ def test_sentencepiece_without_room_for_the_bytes_says_how_many_it_needs():
         train_sentencepiece(["hello world"], 100, print)
     least = int(str(error.value).split()[-1])
     assert train_sentencepiece(["hello world"], least, print).vocab_size == least
+    with pytest.raises(ConfigError, match=r"could not be trained with data.vocab_size=400: .*sentences_.empty"):
+        train_sentencepiece([""], 400, print)
 
 
 def test_a_character_outside_the_alphabet_is_the_unknown_one():

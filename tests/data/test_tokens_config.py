@@ -91,16 +91,16 @@ def test_a_blend_survives_its_own_config_file():
 def test_a_weight_that_is_none_is_refused(weight: str, named: str):
     line = refusal(lambda: tokens(f"data.blend={{data/web: {weight}, data/code: 0.3}}"))
     assert line.startswith(f"data.blend: data/web has the weight {named}")
-    assert line.endswith("; give a number above 0, or leave it out")
+    assert line.endswith("; give a number above 0, or remove it")
 
 
 @pytest.mark.parametrize(
     ("overrides", "line"),
     [
         ([], "data.path is not set; give a prepared folder (PREPROCESS), or data.blend={...}"),
-        (["data.blend={}"], "data.blend={} has no weights; give {data/a: 0.7, data/b: 0.3}"),
-        (["data.blend={}", "data.path=data/web"], "data.blend={} has no weights; give {data/a: 0.7, data/b: 0.3}"),
-        (["data.blend=[data/web]"], "data.blend=['data/web'] has no weights; give {data/a: 0.7, data/b: 0.3}"),
+        (["data.blend={}"], "data.blend={} has no weights; give e.g. {data/a: 0.7, data/b: 0.3}"),
+        (["data.blend={}", "data.path=data/web"], "data.blend={} has no weights; give e.g. {data/a: 0.7, data/b: 0.3}"),
+        (["data.blend=[data/web]"], "data.blend=['data/web'] has no weights; give e.g. {data/a: 0.7, data/b: 0.3}"),
         (
             ["data.path=data/wbe"],
             "data.path: data/wbe does not exist; give a prepared folder (PREPROCESS); did you mean data/web?",
@@ -130,14 +130,14 @@ def other_tokenizer() -> str:
     write_folder(Path("data/code"), CharTokenizer(LETTERS))
     return (
         f"data.blend: data/code has another tokenizer (char vocabulary of {CharTokenizer(LETTERS).vocab_size}) than "
-        "data/web (byte vocabulary of 257); prepare both with the same one"
+        "data/web (byte vocabulary of 257); prepare both with the same tokenizer"
     )
 
 
 def same_tokens() -> str:
     texts = documents(sum(b"web"), 60)
     write_folder(Path("data/code"), train=texts, val=texts[:4])
-    return "data.blend: data/code holds the same tokens as data/web; keep one, with both weights"
+    return "data.blend: data/code has the same tokens as data/web; keep one, and add the weights"
 
 
 def short() -> str:

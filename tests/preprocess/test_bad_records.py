@@ -32,7 +32,7 @@ BAD_LINES = {
     "half a pair": (b'{"text": "\\ud83d"}', "it has half of a surrogate pair, which is not valid text"),
     "encoded surrogate": (b'{"text": "\xed\xa0\x80"}', "it is not UTF-8 at byte 10 (0xed)"),
     "overlong": (b'{"text": "\xc0\x80"}', "it is not UTF-8 at byte 10 (0xc0)"),
-    "deep": (b'{"text": ' + b"[" * 100_000, "its JSON is nested too deep"),
+    "deep": (b'{"text": ' + b"[" * 100_000, "its JSON is nested too deeply"),
     "a huge number": (
         b'{"text": ' + b"1" * 5000 + b"}",
         "Exceeds the limit (4300 digits) for integer",

@@ -119,14 +119,14 @@ def test_a_rerun_with_other_settings_is_refused_and_names_them(tmp_path: Path) -
     with pytest.raises(ConfigError, match="it is not JSON"):
         prepare(tmp_path / "in", tmp_path / "out")
     for options, said in (
-        ({"field": "body"}, "was begun with field='text' then, field='body' now"),
-        ({"validation_fraction": 0.1}, "validation_fraction=0.2 then, validation_fraction=0.1 now"),
-        ({"format": "text"}, "a.jsonl read as jsonl then, as text now"),
+        ({"field": "body"}, r"has other settings \(field was 'text', now it is 'body'\)"),
+        ({"validation_fraction": 0.1}, "validation_fraction was 0.2, now it is 0.1"),
+        ({"format": "text"}, "a.jsonl was jsonl, now it is text"),
     ):
         with pytest.raises(ConfigError, match=said):
             prepare(tmp_path / "in", tmp_path / "out", **options)
     (tmp_path / "in" / "b.jsonl").write_bytes(as_jsonl(["more"]))
-    with pytest.raises(ConfigError, match="1 input files then, 2 now"):
+    with pytest.raises(ConfigError, match="number of input files was 1, now it is 2"):
         prepare(tmp_path / "in", tmp_path / "out")
     (tmp_path / "in" / "b.jsonl").unlink()
     assert prepare(tmp_path / "in", tmp_path / "out", on_error="skip", workers=0).counts.skipped == 1

@@ -57,7 +57,7 @@ def test_a_link_that_leads_nowhere_is_named(tmp_path: Path, target: str, given: 
     ("number", "code", "words"),
     [
         (errno.EROFS, 2, "out cannot be written ({path}: read-only file system); give another output="),
-        (errno.ENOSPC, 1, "{path}: no space left on device; fix that, and run the same command to continue"),
+        (errno.ENOSPC, 1, "{path}: no space left on device; fix the problem, and run the same command to continue"),
     ],
     ids=["read-only", "full"],
 )
@@ -198,7 +198,7 @@ def test_finished_is_not_made_again_unless_asked(tmp_path: Path) -> None:
     prepare(tmp_path / "a.jsonl", tmp_path / "out")
     first, times = tree(tmp_path / "out"), (tmp_path / "out" / "train.bin").stat().st_mtime_ns
     assert prepare(tmp_path / "a.jsonl", tmp_path / "out").counts.documents == 50
-    with pytest.raises(ConfigError, match=r"is finished \(input .*a.jsonl then, input .*b.jsonl now\)"):
+    with pytest.raises(ConfigError, match=r"is already finished \(input was .*a.jsonl, now it is .*b.jsonl\)"):
         prepare(tmp_path / "b.jsonl", tmp_path / "out")
     assert (tree(tmp_path / "out"), (tmp_path / "out" / "train.bin").stat().st_mtime_ns) == (first, times)
     prepare(tmp_path / "b.jsonl", tmp_path / "out", overwrite=True)

@@ -71,7 +71,7 @@ def test_what_is_no_text_and_what_is_too_small_are_told(corpus: Path) -> None:
     said: list[str] = []
     with pytest.raises(ConfigError, match=r"^vocab_size=100 is too small for .* characters; give at least \d+$"):
         train_tokenizer(settings(corpus), "sentencepiece", 100, 64, said.append)
-    assert f"left out 1 bad record, the first {corpus}:401: it is not JSON" in "\n".join(said)
+    assert f"left out 1 bad record, the first at {corpus}:401: it is not JSON" in "\n".join(said)
 
 
 def test_char_takes_every_character(corpus: Path) -> None:
