@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["Config", "ConfigError", "Engine", "Result", "RunFailed", "initialize", "launch", "load", "pretrain"]
 __version__ = "0.1.0"
 
-# The module of each public name, imported at its first use: `gptlite --help` needs neither torch nor Hydra.
+# The module of each public name. It is imported when the name is first used: `gptlite --help` needs no torch or Hydra.
 _PUBLIC = {
     "Config": "gptlite.config",
     "ConfigError": "gptlite.errors",
@@ -35,15 +35,16 @@ _PUBLIC = {
     "pretrain": "gptlite.pretrain",
 }
 
-# Packages that are siblings of this one in the source tree, by their installed names in pyproject.toml.
+# Subpackages whose source is beside this package: {installed name under `gptlite`: folder in the source tree}.
 _BESIDE = {"kernels": "kernels", "recipes": "data"}
 
 
 class _Package(ModuleType):
-    """Type of this module, with lazy public names.
+    """Type of this module, which imports public names lazily.
 
-    Importing the submodule gptlite.pretrain or gptlite.launch would set the attribute of that name to the module; it
-    stays the function. `from gptlite.pretrain import ...` takes the module from sys.modules.
+    `pretrain` and `launch` are functions, and importing the submodules gptlite.pretrain and gptlite.launch would
+    replace them by modules. This type ignores such an assignment. `from gptlite.pretrain import ...` still works, since
+    it takes the module from sys.modules.
     """
 
     def __getattr__(self, name: str) -> object:
@@ -63,13 +64,13 @@ sys.modules[__name__].__class__ = _Package
 
 
 class _SourceTree:
-    """Import finder for the packages in `_BESIDE`, for a source tree that is on the path but not installed."""
+    """Import finder for the subpackages in `_BESIDE`, if the source tree is on `sys.path` but not installed."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        """Return the spec of the package `gptlite.kernels` or `gptlite.recipes`, else None."""
+        """Return the spec of `gptlite.kernels` or `gptlite.recipes`; None for other modules."""
         parent, _, child = name.rpartition(".")
         folder = self.root / _BESIDE.get(child, "")
         if parent != __name__ or child not in _BESIDE or not (folder / "__init__.py").is_file():

@@ -9,16 +9,17 @@ from gptlite.errors import did_you_mean
 from gptlite.invocation import COMMANDS
 
 HELP = """\
-gptlite: GPT pretraining, composed by Hydra.
+gptlite: GPT pretraining with Hydra configuration.
 
 {commands}
 
-`gptlite COMMAND --help` shows its help. Without a command, KEY=VALUE and Hydra's flags are those of train.
+`gptlite COMMAND --help` shows the help of a command. Without a command, KEY=VALUE arguments and Hydra's flags are
+passed to train.
 --version prints the version."""
 
 
 def main() -> NoReturn:
-    """Run the command named by the first argument; train, if that is KEY=VALUE or a flag. Exit with its code."""
+    """Run the command that the first argument names, or train if it is KEY=VALUE or a flag. Exit with its exit code."""
     word = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if word in ("-h", "--help", "help"):
         lines = [f"  {name:<16} {summary}" for name, (_, summary) in COMMANDS.items()]
@@ -33,7 +34,8 @@ def main() -> NoReturn:
         word = "train"
     else:
         hint = did_you_mean(word, COMMANDS)
-        print(f"error: {word} is neither a gptlite command nor KEY=VALUE{hint}; --help lists them", file=sys.stderr)
+        message = f"error: {word} is neither a gptlite command nor KEY=VALUE{hint}; --help lists the commands"
+        print(message, file=sys.stderr)
         sys.exit(2)
     if word == "sweep":
         sys.argv.insert(1, "--multirun")

@@ -1,4 +1,4 @@
-"""User errors. The message of each is one line that names the key, its value and the fix."""
+"""User errors. Each message is one line that names the key, its value and the fix."""
 
 import os
 from collections.abc import Iterable, Iterator
@@ -11,9 +11,9 @@ class ConfigError(ValueError):
 
 @contextmanager
 def needed_package(package: str, user: str, instead: str = "") -> Iterator[None]:
-    """Context manager for the import of an optional `package`. Raises ConfigError if it is missing.
+    """Context manager for the import of an optional `package`. Raises ConfigError if it is not installed.
 
-    `user` is the key or feature that needs it, and `instead` an alternative, for the message.
+    The message names `user`, the key or feature that needs the package, and ends with `instead`, an alternative.
     """
     try:
         yield
@@ -22,8 +22,8 @@ def needed_package(package: str, user: str, instead: str = "") -> Iterator[None]
 
 
 def one_line(error: BaseException) -> str:
-    """Return an exception's type and message in one line, with the last line of the user's own code that raised it,
-    such as `ValueError: no such width (my_model.py:26)`."""
+    """Return an exception's type and message in one line, and the innermost line of the user's own code in its
+    traceback, e.g. `ValueError: no such width (my_model.py:26)`."""
     from textwrap import shorten  # imported only for an error
     from traceback import extract_tb
 

@@ -27,7 +27,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Write a file atomically, text as UTF-8: `path` is either the old or the complete new file. Raises OSError."""
+    """Write text (as UTF-8) or bytes atomically: `path` is always the complete old or new file. Raises OSError."""
     with replacing(path) as file:
         file.write(_bytes(content))
 
@@ -84,8 +84,8 @@ def existing(folder: Path) -> Path:
 def unwritable(folder: Path, key: str) -> str:
     """Return the reason why a folder, existing or to be created, cannot be written; empty if it can.
 
-    `key` is the configuration key named in the message. The test creates an unnamed file, which leaves nothing behind,
-    since permission bits do not cover root, a full quota or a read-only mount.
+    `key` is the configuration key named in the message. The check creates a temporary file and removes it, because
+    permission bits do not account for root, an exceeded quota or a read-only mount.
     """
     above = existing(folder)
     if not above.is_dir():

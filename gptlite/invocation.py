@@ -8,17 +8,17 @@ from pathlib import Path
 
 import gptlite
 
-# Module of each command, whose `main` reads the command line, and its line in the help.
+# For each command: the module whose `main` reads the command line, and the summary in the help.
 COMMANDS = {
     "train": ("gptlite.commands.train", "train a model, or resume a run: [GROUP=PRESET] [KEY=VALUE]"),
-    "sweep": ("gptlite.commands.train", "train -m: one run per combination of values, and a report"),
+    "sweep": ("gptlite.commands.train", "train --multirun: one run per combination of values, and a report"),
     "new": ("gptlite.commands.new", "write a package with a model and a dataset of your own: FOLDER"),
     "plan": ("gptlite.commands.plan", "estimate the fastest layouts of a model on a cluster"),
-    "tune": ("gptlite.commands.tune", "find the fastest layout by measurement, as a preset"),
+    "tune": ("gptlite.commands.tune", "measure the best planned layouts, and write the fastest as a preset"),
     "parity": ("gptlite.commands.parity", "check that a layout trains like a single process"),
     "preprocess": ("gptlite.commands.preprocess", "tokenize a corpus into a folder that training reads"),
     "train-tokenizer": ("gptlite.commands.train_tokenizer", "train a tokenizer on a corpus"),
-    "import-config": ("gptlite.commands.import_config", "translate a DeepSpeed JSON: FILE [ranks=N]"),
+    "import-config": ("gptlite.commands.import_config", "translate a DeepSpeed JSON file to overrides: FILE [ranks=N]"),
     "data": ("gptlite.data_tool.command", "token files: inspect, show, verify, import"),
     "checkpoint": ("gptlite.checkpoint_tool.command", "ls, inspect, verify, diff, prune, export, import"),
     "kernels": ("gptlite.commands.kernels", "the fused kernels: build, info, test, bench"),
@@ -30,9 +30,9 @@ RECIPE = re.compile(r"\bpython data/(\w+)/prepare\.py")
 
 
 def command(name: str) -> str:
-    """Return the start of a command line: a script in a checkout, or e.g. `gptlite train` with an installed wheel.
+    """Return the start of a command line: Python and a script in a checkout, otherwise e.g. `gptlite train`.
 
-    In a checkout, the script's path is relative to the working directory, or absolute if it is outside.
+    In a checkout, the script's path is relative to the working directory, or absolute if the script is outside it.
     """
     words = arguments(name)
     # Suggest `gptlite` only if it belongs to this interpreter, as another environment may have its own.
@@ -42,27 +42,27 @@ def command(name: str) -> str:
 
 
 def arguments(name: str) -> list[str]:
-    """Return the arguments of Python, or torchrun, that start a command."""
+    """Return the arguments with which Python or torchrun starts a command."""
     assert name in COMMANDS, name
     script = "train.py" if name == "train" else f"tools/{name.replace('-', '_')}.py"
     return _script(script) or ["-m", "gptlite", name]
 
 
 def recipe(corpus: str) -> str:
-    """Return the start of the command line of a corpus's recipe."""
+    """Return the start of a command line that runs the data recipe of a corpus."""
     return shlex.join(
         [python(), *(_script(f"data/{corpus}/prepare.py") or ["-m", f"gptlite.recipes.{corpus}.prepare"])]
     )
 
 
 def localized(text: str) -> str:
-    """Rewrite `gptlite COMMAND` and `python data/CORPUS/prepare.py` in a help text as they must be typed here."""
+    """Rewrite `gptlite COMMAND` and `python data/CORPUS/prepare.py` in a help text as typed in this environment."""
     text = RECIPE.sub(lambda match: recipe(match[1]), text)
     return CANONICAL.sub(lambda match: command(match[1]), text)
 
 
 def _script(relative: str) -> list[str] | None:
-    """Return [path of the script] if this package is in a checkout that has it, else None."""
+    """Return [path of the script] if this package is in a checkout that contains the script, else None."""
     root = Path(gptlite.__file__).resolve().parents[1]
     file = root / relative
     if not ((root / "pyproject.toml").is_file() and file.is_file()):
@@ -72,6 +72,6 @@ def _script(relative: str) -> list[str] | None:
 
 
 def python() -> str:
-    """Return `python` if that starts this interpreter, else the path of the interpreter."""
+    """Return `python` if that command starts this interpreter, else the path of the interpreter."""
     found = shutil.which("python")
     return "python" if found and Path(found).parent == Path(sys.executable).parent else sys.executable

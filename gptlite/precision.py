@@ -1,6 +1,6 @@
 """Precision policy: the dtype of each computation (docs/precision.md).
 
-Parameters and optimizer state stay in fp32, except with bf16_stochastic.
+Parameters (except with bf16_stochastic) and optimizer state stay in fp32.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 class Precision(Enum):
     """Precision presets. `auto` is bf16 if the hardware supports it, else fp32. Master weights are fp32.
 
-    fp16 is like bf16 with a loss scale; `amp_o1` and `amp_o2` are Apex's levels; `fp8` is bf16 with fp8 matrix products
-    in blocks.
+    `fp16` is like `bf16`, with a loss scale. `amp_o1` and `amp_o2` are Apex's optimization levels O1 and O2. `fp8` is
+    `bf16`, but the linear layers and experts of blocks run their GEMMs in fp8.
     """
 
     auto = "auto"
@@ -33,7 +33,7 @@ class Precision(Enum):
 
 
 class Reduce(Enum):
-    """Dtype in which ZeRO sums gradients over data-parallel ranks."""
+    """Dtype in which ZeRO sums gradients over data-parallel ranks: fp32, or the compute dtype."""
 
     fp32 = "fp32"
     compute = "compute"
@@ -49,24 +49,24 @@ SCALED = (Precision.fp16, Precision.amp_o1, Precision.amp_o2)
 
 @dataclass
 class PrecisionConfig:
-    """Precision policy and, for fp16, the loss scale: Megatron-LM's rule with DeepSpeed's names."""
+    """Precision policy and, for fp16, loss scaling by Megatron-LM's rule with DeepSpeed's key names."""
 
     dtype: Precision = Precision.auto
     reduce: Reduce = Reduce.fp32
-    master_weights: bool = True  # false: parameters are bf16, and updates are rounded to it stochastically
-    loss_scale: float = 0.0  # 0: dynamic, by the keys below; otherwise a fixed scale
+    master_weights: bool = True  # false: parameters are bf16, updated with stochastic rounding
+    loss_scale: float = 0.0  # 0: dynamic, controlled by the keys below; otherwise a fixed loss scale
     initial_scale_power: int = 16  # the initial scale is 2 to this power
     loss_scale_window: int = 1000  # steps without overflow before the scale grows
-    hysteresis: int = 2  # overflows before it shrinks; reset when it grows
-    min_loss_scale: float = 1.0  # an overflow at this scale ends the run
-    scale_factor: float = 2.0  # factor by which it grows and shrinks
+    hysteresis: int = 2  # overflows before the scale shrinks; the count restarts when the scale grows
+    min_loss_scale: float = 1.0  # lower limit; the run ends if an overflow would shrink the scale below it
+    scale_factor: float = 2.0  # factor by which the scale grows and shrinks
 
 
 @dataclass(frozen=True)
 class Policy:
     """Resolved dtypes, like FSDP2's mixed-precision policy with additional settings (table in docs/precision.md).
 
-    `compute_dtype` is the dtype of matrix products and attention, and `reason` explains the choice in the banner.
+    `compute_dtype` is the dtype of matrix multiplications and attention; `reason` explains the choice in the banner.
     """
 
     compute_dtype: torch.dtype
@@ -86,7 +86,7 @@ class Policy:
 
     @property
     def parameter_dtype(self) -> torch.dtype:
-        """Dtype of parameters between steps. Gradients, once they are summed, and the optimizer's state are fp32."""
+        """Dtype of parameters between steps. Reduced gradients and optimizer state are fp32."""
         import torch
 
         return torch.float32 if self.master_weights else torch.bfloat16
@@ -100,7 +100,8 @@ class Policy:
 
     @property
     def gather_dtype(self) -> torch.dtype:
-        """Dtype in which FSDP2 gathers parameters. Apex's levels keep some in fp32, so their layers cast instead."""
+        """Dtype in which FSDP2 all-gathers parameters. With Apex's levels it is fp32, and layers cast after the gather,
+        since they use some parameters in fp32."""
         import torch
 
         return torch.float32 if self.precision in (Precision.amp_o1, Precision.amp_o2) else self.compute_dtype
@@ -114,24 +115,24 @@ class Policy:
 
     @property
     def fp32_norms(self) -> bool:
-        """True if layer norms compute 16-bit inputs in fp32, with fp32 gains."""
+        """True if norms of 16-bit inputs compute in fp32, with fp32 gains."""
         return self.precision is Precision.amp_o2
 
     @property
     def fp8(self) -> bool:
-        """True if the linear layers of blocks multiply in fp8."""
+        """True if the linear layers and experts of blocks run their GEMMs in fp8."""
         return self.precision is Precision.fp8
 
     @property
     def scales_loss(self) -> bool:
-        """True if gradients need a loss scale, as fp16 underflows below 6e-8."""
+        """True if the loss is scaled. fp16 needs this, since gradients below 6e-8 underflow."""
         import torch
 
         return self.compute_dtype == torch.float16
 
 
 def check_precision(config: PrecisionConfig) -> None:
-    """Raise ConfigError, one line, for an invalid loss scale and for keys without effect."""
+    """Raise ConfigError for invalid loss-scaling keys, master_weights=false without bf16, and keys without effect."""
     scale, power, least = config.loss_scale, config.initial_scale_power, config.min_loss_scale
     if not 0 <= scale <= 2.0**MOST_SCALE_POWER:
         raise ConfigError(f"precision.loss_scale={scale:g} must be 0 (dynamic) or a positive number up to 2**32")
@@ -149,8 +150,8 @@ def check_precision(config: PrecisionConfig) -> None:
         raise ConfigError(f"precision.scale_factor={config.scale_factor:g} must be above 1, e.g. 2")
     if not config.master_weights and config.dtype is not Precision.bf16:
         raise ConfigError(
-            f"precision.master_weights=false keeps parameters in bf16, which precision={config.dtype.value} does not; "
-            f"use precision=bf16_stochastic, or leave it out"
+            f"precision.master_weights=false stores parameters in bf16 and is not supported with "
+            f"precision={config.dtype.value}; use precision=bf16_stochastic, or leave out precision.master_weights"
         )
     _refuse_idle_keys(config)
 
@@ -162,24 +163,24 @@ def _refuse_idle_keys(config: PrecisionConfig) -> None:
     name = config.dtype.value
     if scaling and config.dtype not in SCALED:
         raise ConfigError(
-            f"precision.{scaling[0]}={getattr(config, scaling[0]):g} has no effect with precision={name}, which scales "
-            f"no loss; use precision={', '.join(each.value for each in SCALED)}, or leave it out"
+            f"precision.{scaling[0]}={getattr(config, scaling[0]):g} has no effect with precision={name}, which does "
+            f"not scale the loss; use precision={'/'.join(each.value for each in SCALED)}, or leave out the key"
         )
     idle = [key for key in scaling if key in DYNAMIC_KEYS]
     if config.loss_scale and idle:
         raise ConfigError(
             f"precision.{idle[0]}={getattr(config, idle[0]):g} has no effect with precision.loss_scale="
-            f"{config.loss_scale:g}, which is fixed; use precision.loss_scale=0, or leave it out"
+            f"{config.loss_scale:g}, a fixed scale; use precision.loss_scale=0, or leave out the key"
         )
     if config.reduce is Reduce.compute and config.dtype is Precision.fp32:
         raise ConfigError(
-            "precision.reduce=compute has no effect with precision=fp32; use precision=bf16, or leave it out"
+            "precision.reduce=compute has no effect with precision=fp32; use precision=bf16, or leave out the key"
         )
 
 
 def resolve_precision(config: PrecisionConfig, device: torch.device) -> Policy:
-    """Resolve the policy for a device. Raises ConfigError if a GPU is too old: bf16 needs sm_80, fp16 sm_53, fp8
-    sm_89."""
+    """Resolve the policy for a device. Raises ConfigError if the device cannot compute in the dtype: a GPU needs sm_80
+    for bf16, sm_53 for fp16 and sm_89 for fp8."""
     dtype, precision, reason = _resolved(config, device)
     return Policy(dtype, reason, precision, config.reduce, config.master_weights)
 
@@ -215,7 +216,7 @@ def _asked_for(native: bool, hardware: str) -> str:
 
 
 def native_bf16(device: torch.device) -> tuple[bool, str]:
-    """Return (True if the device multiplies bf16 in hardware, description of the hardware)."""
+    """Return True if the device has bf16 matrix multiplication in hardware, and a description of the hardware."""
     import torch
 
     if device.type == "cuda":
@@ -230,7 +231,7 @@ def native_bf16(device: torch.device) -> tuple[bool, str]:
 
 
 def native_fp16(device: torch.device) -> tuple[bool, str]:
-    """Return (True if the device computes fp16 in hardware, description of the hardware)."""
+    """Return True if the device has fp16 arithmetic in hardware, and a description of the hardware."""
     import torch
 
     if device.type == "cuda":
@@ -242,7 +243,7 @@ def native_fp16(device: torch.device) -> tuple[bool, str]:
 
 
 def _no_fp8(device: torch.device) -> str:
-    """Return the reason why a device cannot multiply in fp8; empty if it can."""
+    """Return the reason why a device has no fp8 GEMM; empty if it has one."""
     import torch
     from torch.nn.functional import ScalingType, scaled_mm
 
@@ -250,12 +251,12 @@ def _no_fp8(device: torch.device) -> str:
         major, minor = torch.cuda.get_device_capability(device)
         newer = (major, minor) >= (8, 9)
         return "" if newer else f"sm_{major}{minor} has no fp8, which needs sm_89 (Ada), sm_90 (Hopper) or newer"
-    # Support on other devices depends on torch's build and has no query, so try a small product.
+    # Support on other devices depends on torch's build and cannot be queried, so try a small GEMM.
     x, scale = torch.ones(16, 16, device=device).to(torch.float8_e4m3fn), torch.ones((), device=device)
     try:
         scaled_mm(x, x.t(), scale, ScalingType.TensorWise, scale, ScalingType.TensorWise)
     except (RuntimeError, NotImplementedError) as error:
-        return f"torch {torch.__version__} has no fp8 product for {device.type} ({str(error).splitlines()[0]})"
+        return f"torch {torch.__version__} has no fp8 GEMM for {device.type} ({str(error).splitlines()[0]})"
     return ""
 
 

@@ -23,13 +23,13 @@ def pretrain(
     stop_signal: StopSignal | None = None,
     opened: Callable[[Path], None] | None = None,
 ) -> Result:
-    """Train, and return how the run ended. A run that diverges is a result too, with exit code 1.
+    """Train, and return how the run ended. If it diverges, return a result with exit code 1.
 
-    Every rank calls this after joining the process group; a single rank needs none. `started` is when the command
-    began, in time.monotonic() seconds; by default now. `stop_signal` receives stop requests: with StopSignal() a signal
-    saves and stops, and by default no signal is handled. `opened` is called with the run folder once it exists. Raises
-    ConfigError for a configuration that cannot run here, before the run folder is written to (a tracker's server may
-    refuse later).
+    All ranks call this after joining the process group; a single rank needs no group. `started` is the time.monotonic()
+    at which the command began, by default now. With `stop_signal=StopSignal()`, a signal such as SIGTERM makes the run
+    save a checkpoint and stop; by default signals are not handled. `opened` is called with the path of the run folder
+    once it exists. Raises ConfigError for a configuration that cannot run here, before writing to the run folder (the
+    server of an experiment tracker may still refuse the run later).
     """
     require_config(config)
     started = time.monotonic() if started is None else started
@@ -44,7 +44,7 @@ def pretrain(
         state.loader.close()
         watch.close()
         return Result.read(folder.path, 0)
-    folder.check_space(state)  # after restoring, and before the folder is written
+    folder.check_space(state)  # after restoring, before anything is written
 
     with folder.opened(config, run.data.tokenizer), closing(state.loader), closing(watch):
         if opened is not None:

@@ -21,14 +21,14 @@ def counted(number: int, word: str) -> str:
 
 
 class Console:
-    """Standard output of a run. In a notebook consecutive progress lines, which end with an ETA, update one line."""
+    """Standard output of a run. In a notebook, a progress line (ending with an ETA) replaces the one just before."""
 
     def __init__(self) -> None:
         self._updating = in_notebook()
         self._open = 0  # length of the line that the next progress line replaces
 
     def print(self, text: str) -> None:
-        """Print lines."""
+        """Print a text of one or more lines."""
         if not self._updating:
             print(text, flush=True)
             return
@@ -59,9 +59,9 @@ class Progress:
         self._started = self._reported = time.monotonic()
 
     def add(self, number: int, rate: str = "") -> None:
-        """Add `number` to the amount done. Threads may share this: a count lost in a race only delays a line.
+        """Add `number` to the amount done. Threads may share this object: an update lost in a race only delays a line.
 
-        `rate` replaces the megabytes per second, and is the only value shown if the total is not known.
+        `rate` is a text that replaces the MB/s. If the total is 0 (unknown), the line shows only this text.
         """
         self._done += number
         now = time.monotonic()
@@ -71,7 +71,7 @@ class Progress:
         if rate and not self._total:
             self._log(f"{self._label}: {rate}")
             return
-        # The rate counts only what this process did, not what was done before.
+        # The rate excludes the amount completed by an earlier process.
         left, new = max(0, self._total - self._done), max(1, self._done - self._before)
         eta = timedelta(seconds=round((now - self._started) * left / new))
         if self._unit:

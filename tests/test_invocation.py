@@ -148,7 +148,7 @@ def test_a_new_package_beside_an_installed_wheel(installed: Path, tmp_path: Path
         (["train", "--cfg", "job"], 0, "seed: 1234\n"),
         ([], 0, "gptlite: GPT pretraining"),
         (["trian"], 2, "error: trian is neither a gptlite command nor KEY=VALUE; did you mean train?; --help"),
-        (["sweep", "optimizer.lr=1,2", "--cfg", "job"], 2, "error: --cfg shows one configuration, but -m has many"),
+        (["sweep", "optimizer.lr=1,2", "--cfg", "job"], 2, "error: --cfg shows one configuration, but -m has several"),
         (["optimizer.lrr=1"], 2, "error: optimizer.lrr is not a key"),
     ],
     ids=["version", "override", "flag", "train", "nothing", "slip", "shown", "refused"],

@@ -9,19 +9,20 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from contextlib import suppress
 
-NICENESS = 10  # on a core that training also uses, the thread gets about a tenth
+NICENESS = 10  # the thread gets about a tenth of a core that training also uses
 
 
 class Background:
-    """Action in a thread that starts at once. `name` describes it in the error if it takes longer than `limit` seconds.
+    """Action that runs in a thread of its own, which the constructor starts.
 
-    With `yielding`, the thread runs at low priority, since training computes on the same cores.
+    `name` describes the action in the error if it takes longer than `limit` seconds. With `yielding`, the thread has a
+    low priority, for training that computes on the same cores.
     """
 
     def __init__(self, action: Callable[[], None], name: str, limit: float, *, yielding: bool) -> None:
         self._action, self._name, self._limit, self._yielding = action, name, limit, yielding
         self._end, self._outcome = time.monotonic() + limit, Future[None]()
-        # A daemon: a file system that hangs must not keep the process alive.
+        # A daemon thread, so that a file system that hangs does not keep the process alive.
         threading.Thread(target=self._run, name="checkpoint", daemon=True).start()
 
     @property
@@ -35,7 +36,7 @@ class Background:
         return not self._outcome.done()
 
     def result(self) -> None:
-        """Wait for the end and raise the action's exception. Raises TimeoutError if it takes longer than the limit."""
+        """Wait until the action ends, and raise its exception, if any. Raises TimeoutError after the time limit."""
         # Not result(timeout): the action may raise a TimeoutError of its own.
         wait([self._outcome], max(0.0, self._end - time.monotonic()))
         if self.running:

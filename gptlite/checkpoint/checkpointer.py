@@ -31,7 +31,7 @@ class SavesItself(Protocol):
     """Interface that checkpoints require of a tokenizer."""
 
     def save(self, folder: Path) -> None:
-        """Write its files into an existing folder."""
+        """Write the tokenizer's files into an existing folder."""
 
 
 class Checkpointer:
@@ -44,10 +44,10 @@ class Checkpointer:
     def __init__(self, config: CheckpointConfig, run_dir: Path, mesh: Mesh = ALONE, layout: str = ONE_RANK):
         self.config, self.mesh, self.layout = config, mesh, layout
         self.root = Path(run_dir) / "checkpoints"
-        self.save_seconds = 0.0  # the longest save so far, from its start to its commit
+        self.save_seconds = 0.0  # duration of the longest save so far, from its start to its commit
         self._pending: Background | None = None
         self._buffers: dict[str, Tensor] = {}
-        # A CPU group with its own timeout, since the ranks write for different times.
+        # A CPU group with its own timeout, since some ranks write for longer than others.
         self._group: dist.ProcessGroup | None = None
         if mesh.world_size > 1:
             limit = timedelta(seconds=config.timeout_seconds)
@@ -64,17 +64,17 @@ class Checkpointer:
     ) -> Path:
         """Commit a checkpoint of step `meta["step"]`, then remove older ones beyond `keep`. Returns its folder.
 
-        `tensors` is keyed by global names; a tied weight has only one. Each rank passes the tensors of which it holds
-        all or a shard. `meta` must be serializable as JSON; `beside` is `{path in the folder: content}` of more small
-        files. An intact checkpoint of that step is not written again. Until the final rename, all files are under a
-        hidden name, so a failure leaves the existing checkpoints unchanged.
+        `tensors` is keyed by global names; a tied weight appears once. Each rank passes the tensors of which it holds
+        all or a shard. `meta` must be serializable as JSON; `beside` has more small files, as `{path in the folder:
+        content}`. If an intact checkpoint of that step exists, nothing is written. Until the final rename, all files
+        are in a folder with a hidden name, so a failure leaves the existing checkpoints unchanged.
 
         Rank 0 creates and renames the folder, and writes everything except tensors. An exception on one rank is raised
         on all: OSError (e.g. a full disk), TypeError (`meta` is not JSON).
 
-        With `async_save`, it returns once the tensors are copied, and a thread does the rest. Only one save runs at a
-        time, so it first waits for the previous one. An exception in the thread is raised by `finish` or the next
-        `save`.
+        With `async_save`, the call returns once the tensors are copied, and a thread does the rest. Only one save runs
+        at a time, so the call first waits for the previous save. An exception in the thread is raised by `finish` or
+        the next `save`.
         """
         self.finish()
         began = time.monotonic()
@@ -82,7 +82,7 @@ class Checkpointer:
         final = self.root / store.step_name(meta["step"])
 
         def complete(folder: Path, files: Entries) -> None:
-            """Write all files except the tensors, which are written already. The manifest comes last."""
+            """Write all files except the tensors, which are already written. The manifest is written last."""
             for name, content in {"config.yaml": config_yaml.encode(), **(beside or {})}.items():
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 (folder / name).write_bytes(content)
@@ -93,7 +93,7 @@ class Checkpointer:
 
         write = partial(self._write, final, parts, complete, log, began)
         if not self.config.async_save:
-            write(None)  # the ranks agree over the store, where waiting has no time limit
+            write(None)  # the ranks synchronize over the store, where waiting has no time limit
             return final
         parts.stage(self._buffers)
         group, limit = self._group, self.config.timeout_seconds
@@ -109,7 +109,7 @@ class Checkpointer:
 
     def finish(self) -> None:
         """Wait for the save in progress, if any, and raise its exception. Raises TimeoutError if it takes too long."""
-        pending, self._pending = self._pending, None  # forgotten first, so that a failure is raised once
+        pending, self._pending = self._pending, None  # cleared first, so that a failure is raised only once
         if pending is not None:
             try:
                 pending.result()
@@ -142,12 +142,12 @@ class Checkpointer:
 
         `resume`: auto (the newest intact one of this run), never, or the path of a step, checkpoints or run folder.
         Raises ConfigError if a path holds no intact checkpoint, if all of this run's are damaged (starting over is the
-        user's decision), or if the run already holds steps that the new start would reach.
+        user's decision), or if the run folder already has checkpoints of steps that the new run would reach.
         """
         held = from_main(self.mesh, lambda: store.step_folders(self.root))
         check = partial(verify_together, log=log, mesh=self.mesh)
         if resume == "auto" and self.config.load == "all":
-            fix = "move them away to start over, or give checkpoint.resume another path"
+            fix = "move them away to start over, or set checkpoint.resume to another path"
             return newest_intact(held, str(self.root), fix, log, check) if held else None
         found = None
         if resume not in ("auto", "never"):
@@ -175,7 +175,7 @@ class Checkpointer:
             later = held[: held.index(found)] if found in held else held  # newest first
             for folder in later:
                 aside = store.set_aside(folder, "superseded")
-                log(f"checkpoint: renamed {folder.name} to {aside.name}: it follows the samples that are skipped")
+                log(f"checkpoint: renamed {folder.name} to {aside.name}: it was saved after the first sample to skip")
             if later and found in held:
                 store.point_latest(found)
 
@@ -185,7 +185,7 @@ class Checkpointer:
     def _refuse_running_into(self, held: list[Path], found: Path | None, resume: str) -> None:
         start = read_manifest(found).meta["step"] if found and self.config.load == "all" else 0
         # A step 0 contains imported weights, which a fresh start would ignore.
-        # The step of a found checkpoint itself is no conflict: it is not written again.
+        # The step of the checkpoint that was found is no conflict, as it is not written again.
         if held and (store.step_of(held[0]) or 0) >= start + (found is not None):
             key = f"checkpoint.load={self.config.load}" if resume == "auto" else f"checkpoint.resume={resume}"
             fix = "use another run.dir, or checkpoint.resume=auto checkpoint.load=all to continue from there"
@@ -194,7 +194,7 @@ class Checkpointer:
             raise ConfigError(f"{key} starts from step {start}, but {self.root} already holds {held[0].name}; {fix}")
 
     def _shared(self, tensors: Mapping[str, Tensor]) -> Parts:
-        """Return this rank's parts with its boxes to write assigned. Raises TypeError on all ranks for a non-tensor."""
+        """Return this rank's parts, with the boxes that it writes. Raises TypeError on all ranks for a non-tensor."""
         parts = together(self.mesh, lambda: Parts(tensors))
         parts.share(from_all(self.mesh, lambda: parts.offers), self.mesh.rank)
         return parts
@@ -208,16 +208,16 @@ class Checkpointer:
         began: float,
         agree: dist.ProcessGroup | None,
     ) -> None:
-        """Write, complete and commit a checkpoint. In a thread, ranks synchronize over a group instead of the store."""
+        """Write, complete and commit a checkpoint. In a thread, ranks synchronize over `agree` instead of the store."""
         mesh = self.mesh
-        with ExitStack() as lock, ExitStack() as staging:  # rank 0's; empty on the others
+        with ExitStack() as lock, ExitStack() as staging:  # used by rank 0; empty on other ranks
             folder = from_main(mesh, lambda: self._begin(final, parts.total_bytes, lock, staging, log), agree)
             if folder is not None:
                 files = dcp.write(folder, parts, log, mesh, self._group, agree)
 
                 def commit() -> None:
                     complete(folder, files)
-                    staging.close()  # renames the folder: the commit
+                    staging.close()  # commits by renaming the folder
 
                 from_main(mesh, commit, agree)
                 self.save_seconds = max(self.save_seconds, seconds := time.monotonic() - began)
@@ -244,16 +244,16 @@ class Checkpointer:
         if not going:
             return
         try:
-            verify_together(saved, log, self.mesh, agree)  # every byte, as the older ones are about to go
+            verify_together(saved, log, self.mesh, agree)  # every byte, as older checkpoints are about to be deleted
         except DamagedCheckpoint as error:
-            log(f"checkpoint: {saved.name} failed verification: {error.reason}; older ones are kept")
+            log(f"checkpoint: {saved.name} failed verification: {error.reason}; older checkpoints are kept")
         else:
             from_main(self.mesh, lambda: [store.remove(folder) for folder in going], agree)
 
 
 def _samples(folder: Path) -> int:
-    """Return the number of samples that a checkpoint's run has read; 0 if it is unreadable, as verification rejects
-    it."""
+    """Return the number of samples consumed before a checkpoint was saved; 0 if its manifest is damaged, as the
+    verification that follows rejects it."""
     try:
         return read_manifest(folder).meta["consumed_samples"]
     except DamagedCheckpoint:
@@ -261,7 +261,10 @@ def _samples(folder: Path) -> int:
 
 
 def _make_way(final: Path, log: Log) -> bool:
-    """Return True if the step must be written: it is missing or damaged. A damaged one is moved aside, not deleted."""
+    """Return True if a step has no intact folder, so that it must be written.
+
+    A damaged folder is renamed, not deleted.
+    """
     if not final.exists():
         return True
     if reason := damage(final, log, hashes=True):

@@ -1,4 +1,4 @@
-"""Comparison of a run's configuration with its checkpoint's, to decide whether the run may continue."""
+"""Comparison of a run's configuration with that of a checkpoint, which decides whether the run may resume from it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,9 +9,9 @@ from typing import Any
 class Effect(Enum):
     """Effect of a difference on a resumed run.
 
-    refused: the model or the data differs. changes_numbers: the loss curve differs from that of an uninterrupted run.
-    reshards: the same run up to rounding, with its work split differently over ranks and micro-batches. safe: results
-    are bit-identical.
+    refused: the model or the data differs, so the run does not resume. changes_numbers: the loss curve differs from
+    that of an uninterrupted run. reshards: results agree up to rounding, as the work is split differently over ranks or
+    micro-batches. safe: results are bit-identical.
     """
 
     refused = "refused"
@@ -20,19 +20,20 @@ class Effect(Enum):
     safe = "safe"
 
 
-# The longest matching prefix decides. Other keys, such as optimizer, schedule, precision and ops, change numbers.
+# The longest prefix of a key in this table decides. Keys without one, such as those of optimizer, schedule, precision
+# and ops, change the numbers.
 EFFECTS: dict[str, Effect] = {
     "seed": Effect.refused,
     "model": Effect.refused,
     "model.dropout": Effect.changes_numbers,
     "model.name": Effect.safe,
-    "model.peak_lr": Effect.safe,  # only the default of optimizer.lr, which is compared itself
+    "model.peak_lr": Effect.safe,  # only the default of optimizer.lr, which is compared separately
     "model.init_std": Effect.safe,  # the weights come from the checkpoint
     "data.corpus": Effect.refused,
     "data.path": Effect.refused,
     "data.tokenizer": Effect.refused,
     "data.vocab_size": Effect.refused,
-    "data.sequence_length": Effect.changes_numbers,  # like blend, begins an era of data order: docs/data_order.md
+    "data.sequence_length": Effect.changes_numbers,  # begins a new era of the data order: docs/data_order.md
     "data.blend": Effect.changes_numbers,
     "data.validation_fraction": Effect.refused,
     "data.num_tokens": Effect.refused,
@@ -41,7 +42,7 @@ EFFECTS: dict[str, Effect] = {
     "data_identity": Effect.refused,
     "data_identity.sequence_length": Effect.changes_numbers,
     "parallelism": Effect.reshards,
-    "parallelism.prefetch": Effect.safe,  # changes the time of transfers, not the order of sums
+    "parallelism.prefetch": Effect.safe,  # changes when data is transferred, not the order of summation
     "parallelism.timeout_seconds": Effect.safe,
     "parallelism.offload_path": Effect.safe,  # scratch space
     "parallelism.offload_buffer_mib": Effect.safe,
@@ -53,7 +54,7 @@ EFFECTS: dict[str, Effect] = {
     "logger": Effect.safe,
     "cluster": Effect.safe,  # hardware assumptions of the planner
     "run": Effect.safe,
-    # The class of each section, as gptlite.config.to_dict names it.
+    # Name of each section's schema, from gptlite.config.to_dict.
     "schemas": Effect.safe,
     "schemas.model": Effect.refused,
     "schemas.data": Effect.refused,
@@ -61,18 +62,18 @@ EFFECTS: dict[str, Effect] = {
     "schemas.schedule": Effect.changes_numbers,
 }
 
-# With weights alone, data and optimizer may differ. The meaning of token ids still belongs to the model.
+# With checkpoint.load=weights, data and optimizer may differ. The tokenizer may not, as the weights depend on its ids.
 _TOKENIZER_KEYS = ("data.tokenizer", "data.vocab_size", "data_identity.tokenizer")
 _REFUSED_FOR_WEIGHTS = ("model", *_TOKENIZER_KEYS)
-_SAME_STATE = ("adamw_schema", "adamw_8bit_schema")  # these have the same state in a checkpoint
+_SAME_STATE = ("adamw_schema", "adamw_8bit_schema")  # their optimizer states are the same in a checkpoint
 _ABSENT = "absent"
-_FOLDERS = "data_identity.folders."  # prepared folders by name, each with its token hashes
-_NO_TOKENIZER = (None, "none")  # the tokenizer of an imported checkpoint
+_FOLDERS = "data_identity.folders."  # prefix of the keys with each prepared folder's token hashes
+_NO_TOKENIZER = (None, "none")  # values of the tokenizer keys in an imported checkpoint
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Key with its two values and their effect. A value is `"absent"` if a configuration lacks the key."""
+    """Key whose values differ, both values, and the effect. A value is `"absent"` if a configuration lacks the key."""
 
     key: str
     old: Any
@@ -91,12 +92,13 @@ class Differences(list[Difference]):
         return [each for each in self if each.effect is effect]
 
     def refusal(self, load: str = "all") -> str:
-        """Return the message of a ConfigError, given `checkpoint.load`; empty if nothing is refused."""
-        fix = "set it back, or start anew with checkpoint.resume=never in another run.dir"
+        """Return a message for ConfigError on the refused differences, given checkpoint.load; empty if there are
+        none."""
+        fix = "restore the old value, or start anew with checkpoint.resume=never in another run.dir"
         if load == "weights":
-            fix = "give data with the checkpoint's tokenizer, or leave checkpoint.resume and checkpoint.load out"
+            fix = "give data with the checkpoint's tokenizer, or leave out checkpoint.resume and checkpoint.load"
             if any(each.key.startswith(("model", "schemas.model")) for each in self.of(Effect.refused)):
-                fix = "leave model out: with checkpoint.load=weights it is the checkpoint's"
+                fix = "leave out model: checkpoint.load=weights uses the checkpoint's model"
         return _line("", self.of(Effect.refused), f"the model or the data differs; {fix}")
 
     def notice(self) -> str:
@@ -106,12 +108,12 @@ class Differences(list[Difference]):
 
     def resharding(self) -> str:
         """Return a log line that lists the differences that reshard the run; empty if there are none."""
-        return _line("reshards: ", self.of(Effect.reshards), "the same run up to rounding")
+        return _line("resuming with ", self.of(Effect.reshards), "the results stay the same up to rounding")
 
     def harmless(self) -> str:
         """Return a log line that lists the safe differences other than `run.*`; empty if there are none."""
         safe = [each for each in self.of(Effect.safe) if not each.key.startswith("run.")]
-        return _line("safe: ", safe, "the same run")
+        return _line("resuming with ", safe, "the results stay the same")
 
 
 def compare_configs(old: Mapping[str, Any], new: Mapping[str, Any], load: str = "all") -> Differences:
@@ -136,13 +138,13 @@ def effect_of(key: str) -> Effect:
 def _effect(key: str, before: dict[str, Any], after: dict[str, Any], load: str) -> Effect:
     effect, one_sided = effect_of(key), key not in before or key not in after
     if key.startswith("optimizer.") and one_sided:
-        effect = Effect.refused  # fields differ only between classes
+        effect = Effect.refused  # only one configuration has the field, so the optimizers differ
     if key == "schemas.optimizer" and before.get(key) in _SAME_STATE and after.get(key) in _SAME_STATE:
         effect = Effect.changes_numbers
     if key == "data.path" and {each.get("schemas.data") for each in (before, after)} == {"tokens_schema"}:
-        effect = Effect.safe  # folders may move: their contents are compared
+        effect = Effect.safe  # the folder may have moved: data_identity compares the contents
     if key.startswith(_FOLDERS) and one_sided and _share_data(before, after):
-        effect = Effect.changes_numbers  # a folder joins or leaves the blend
+        effect = Effect.changes_numbers  # a folder was added to the blend or removed from it
     if key in ("trainer.max_steps", "trainer.max_epochs") and (_follows_length(before) or _follows_length(after)):
         effect = Effect.changes_numbers
     if effect is Effect.refused and load == "weights" and not _tied_to_weights(key, before):
@@ -151,7 +153,7 @@ def _effect(key: str, before: dict[str, Any], after: dict[str, Any], load: str) 
 
 
 def _tied_to_weights(key: str, before: dict[str, Any]) -> bool:
-    """Return True if the weights are valid only with the old value. Keys of an unknown tokenizer are not tied."""
+    """Return True if the weights are valid only with the key's old value. False for an unknown tokenizer's keys."""
     if key in _TOKENIZER_KEYS and any(before.get(name, "") in _NO_TOKENIZER for name in _TOKENIZER_KEYS):
         return False
     return any(prefix in _REFUSED_FOR_WEIGHTS for prefix in _prefixes(key))
@@ -164,7 +166,7 @@ def _share_data(before: dict[str, Any], after: dict[str, Any]) -> bool:
 
 
 def _follows_length(config: dict[str, Any]) -> bool:
-    """Return True if the schedule's length is that of the run: one of the schedule's fields is null."""
+    """Return True if a field of the schedule is null, which means that the schedule's length depends on the run's."""
     return any(key.startswith("schedule.") and value is None for key, value in config.items())
 
 
@@ -181,7 +183,7 @@ def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         if isinstance(value, Mapping):
             flat |= flatten(value, f"{prefix}{name}.")
         else:
-            # YAML has an enum's name. Names make a typed configuration equal to one that was read.
+            # YAML stores an enum member by name. With names, a typed configuration equals one that was read from YAML.
             flat[f"{prefix}{name}"] = value.name if isinstance(value, Enum) else value
     return flat
 

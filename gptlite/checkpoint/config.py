@@ -7,10 +7,10 @@ from dataclasses import dataclass
 class CheckpointConfig:
     """Checkpoint settings. `resume`: auto (the newest valid one in run.dir), never, or the path of a checkpoint or run.
 
-    `load`: all, or `weights` (new optimizer, schedule and data position). `interval: 0` saves only at the end and when
-    the run is stopped. `keep: 0` keeps all checkpoints; `keep_every: 1000` also keeps those of steps 1000, 2000, ...
-    `async_save`: training continues while a copy of the state is written. `timeout_seconds` limits how long a save
-    takes, and how long a rank waits for the others during one.
+    `load`: all, or weights (with a new optimizer, schedule and data position). `interval: 0` saves only at the end and
+    when the run is stopped. `keep: 0` keeps all checkpoints; `keep_every: 1000` also keeps those of step 1000, 2000 and
+    so on. `async_save`: training continues while a copy of the state is written. `timeout_seconds` limits the duration
+    of a save, and the time that a rank waits for the others during a save.
     """
 
     interval: int = 250

@@ -1,12 +1,13 @@
-"""Adapter for torch.distributed.checkpoint (DCP). Together with `metadata`, it closes gaps in DCP's defaults.
+"""Adapter for torch.distributed.checkpoint (DCP). Together with `metadata`, it works around gaps in DCP's defaults.
 
-Observed in torch 2.13: DCP wraps every error, Ctrl-C too, in a BaseException. It syncs `.metadata` before its buffer is
-flushed (the manifest syncs all files again, so DCP's sync is off). It sends errors between ranks in a form that does
-not always pickle, and then all ranks hang. Write errors are therefore kept from DCP and raised afterwards.
+Observed in torch 2.13: DCP wraps every error, including KeyboardInterrupt, in CheckpointException. It calls fsync on
+`.metadata` before the file's buffer is flushed; since the manifest syncs all files again, DCP's sync is off. It pickles
+errors to send them between ranks, and if an error cannot be pickled, all ranks hang. Write errors are therefore hidden
+from DCP and raised afterwards.
 
-DCP gets plain local tensors and their boxes (offsets and sizes in the global tensor). `.metadata` then contains keys,
-global shapes and boxes, and is independent of ranks, meshes and DTensors. If several ranks hold a box, one of them
-writes it.
+DCP receives plain local tensors and their boxes (offsets and sizes in the global tensor). `.metadata` then contains
+keys, global shapes and boxes, and is independent of ranks, meshes and DTensors. If several ranks hold a box, one of
+them writes it.
 """
 
 import os
@@ -48,7 +49,7 @@ from gptlite.parallelism.mesh import Mesh
 from gptlite.parallelism.rank_sync import from_all
 from gptlite.progress import Log
 
-# Emitted at every save and load of one process. Filtered globally: warnings.catch_warnings is not thread-safe.
+# Emitted at every save and load by a single process. Filtered globally, as warnings.catch_warnings is not thread-safe.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
 
 
@@ -63,8 +64,8 @@ def write(
     """Write tensors, each under its global key, into the new folder `data` of a step folder. Each box is written once.
 
     Returns, on every rank, the manifest entries of the files of all ranks. All ranks call this. DCP communicates over
-    `group`, None for one rank; errors are exchanged as in `rank_sync.from_all`, over `agree`. An exception on one rank
-    is raised on all: OSError, e.g. for a full disk; ValueError if an element is in no box, or in two.
+    `group` (None for one rank); errors are exchanged by `rank_sync.from_all` over `agree`. An exception on one rank is
+    raised on all: OSError, e.g. for a full disk; ValueError if an element is in no box, or in several.
     """
     writer, planner = _Writer(folder / "data"), _SavePlanner(parts, log)
     with _plain_errors():
@@ -82,11 +83,11 @@ def read(folder: Path, metadata: Metadata, parts: Parts, log: Log) -> None:
     reader, planner = _Reader(folder / "data", metadata), _LoadPlanner(parts, log)
     try:
         with _plain_errors():
-            # no_dist: a rank's own boxes decide what it reads, and a failing rank leaves no other waiting.
+            # no_dist: ranks read their boxes independently, so that a rank that fails leaves no other rank waiting.
             load(parts.local, storage_reader=reader, planner=planner, no_dist=True)
     except (MemoryError, torch.OutOfMemoryError):
         raise
-    except pickle.UnpicklingError as error:  # torch's message explains how to load it unsafely
+    except pickle.UnpicklingError as error:  # torch's message, which explains unsafe loading, is replaced
         raise DamagedCheckpoint(folder, "a stored object is not a tensor") from error
     except Exception as error:
         words = (str(error).splitlines() or [""])[0]
@@ -96,7 +97,7 @@ def read(folder: Path, metadata: Metadata, parts: Parts, log: Log) -> None:
 
 @contextmanager
 def _plain_errors() -> Iterator[None]:
-    """Unwrap the original exception: a full disk stays an OSError, Ctrl-C a KeyboardInterrupt."""
+    """Raise the exception that DCP has wrapped, e.g. OSError for a full disk, or KeyboardInterrupt."""
     try:
         yield
     except CheckpointException as error:
@@ -105,7 +106,7 @@ def _plain_errors() -> Iterator[None]:
 
 
 class _Files(FileSystem):
-    """File system that hashes tensor files while they are written, and collects their entries."""
+    """File system that hashes tensor files while they are written, and collects their manifest entries."""
 
     def __init__(self) -> None:
         self.entries: Entries = {}
@@ -121,15 +122,15 @@ class _Files(FileSystem):
             try:
                 yield file
             except Exception as error:
-                raise file.error or error from None  # the OSError behind that of torch's zip writer
+                raise file.error or error from None  # the OSError that caused the error of torch's zip writer
         self.entries[f"data/{path.name}"] = file.entry
 
 
 class _Writer(FileSystemWriter):
-    """Writer that hashes this rank's files and keeps errors for `outcome`."""
+    """Storage writer that hashes this rank's files, and stores an error for `outcome` to raise."""
 
     def __init__(self, folder: Path):
-        # One thread: DCP loses an error in a second one, and commits the checkpoint without its tensors.
+        # One thread: DCP ignores an error in a second thread, and would commit the checkpoint without its tensors.
         super().__init__(folder, thread_count=1, sync_files=False, overwrite=False)
         self.fs = self._files = _Files()
         self._error: BaseException | None = None
@@ -145,7 +146,7 @@ class _Writer(FileSystemWriter):
         return None
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return plan  # the folder exists and is new
+        return plan  # DCP would create the folder here, but it already exists
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         results: list[WriteResult] = []
@@ -160,12 +161,14 @@ class _Writer(FileSystemWriter):
         try:
             super().finish(metadata, results)
         except BaseException as error:
-            self._error = self._error or error  # the first is the cause
+            self._error = self._error or error  # the first error is the cause
 
 
 class _Reader(FileSystemReader):
-    """Reader that uses the checked metadata and verifies that each stored box matches it. It holds one box at a time,
-    where DCP's own loop holds two."""
+    """Storage reader that uses the checked metadata and verifies that each stored box matches it.
+
+    It has one box in memory at a time; DCP's own loop has two.
+    """
 
     def __init__(self, path: Path, metadata: Metadata):
         super().__init__(path)
@@ -177,21 +180,21 @@ class _Reader(FileSystemReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         places = self._metadata.storage_data
         items = [(places[item.storage_index], item) for item in plan.items]
-        # In the order of the file, so that the disk reads ahead.
+        # In file order, so that the operating system can read ahead.
         for place, item in sorted(items, key=lambda each: (each[0].relative_path, each[0].offset)):
             self._read_box(place, item, planner)
         return _done(None)
 
     def _read_box(self, place: Any, item: ReadItem, planner: LoadPlanner) -> None:
         with self.fs.create_stream(Path(self.path) / place.relative_path, "rb") as file:
-            # weights_only: a checkpoint from elsewhere must not run code.
+            # weights_only: an untrusted checkpoint must not run code.
             stored = torch.load(self._slice_file(file, place), map_location="cpu", weights_only=True)
         index, target = item.storage_index, planner.resolve_tensor(item).detach()
         sizes = self._metadata.state_dict_metadata[index.fqn].chunks[index.index].sizes
         if not isinstance(stored, Tensor) or stored.shape != sizes:
             raise ValueError(f"the stored shape of {index.fqn} differs from its metadata")
         if stored.dtype != target.dtype:  # copy_ would cast silently
-            raise ValueError(f"{index.fqn} is stored as {stored.dtype}")
+            raise ValueError(f"{index.fqn} is stored as {stored.dtype}, not {target.dtype}")
         target.copy_(narrow_tensor_by_index(stored, item.storage_offsets, item.lengths))
         planner.commit_tensor(item, target)
 
@@ -203,7 +206,7 @@ def _done(result: Any) -> Future[Any]:
 
 
 class _SavePlanner(DefaultSavePlanner):
-    """Planner that offers the boxes assigned to this rank."""
+    """Save planner that writes the boxes assigned to this rank."""
 
     def __init__(self, parts: Parts, log: Log):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -223,7 +226,7 @@ class _SavePlanner(DefaultSavePlanner):
 
 
 class _LoadPlanner(DefaultLoadPlanner):
-    """Planner that reads this rank's boxes from the stored boxes that overlap them."""
+    """Load planner that reads this rank's boxes from the stored boxes that overlap them."""
 
     def __init__(self, parts: Parts, log: Log):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)

@@ -8,32 +8,32 @@ from gptlite.checkpoint import store
 from gptlite.checkpoint.manifest import FILE_NAME, DamagedCheckpoint, verify
 from gptlite.errors import ConfigError, did_you_mean
 from gptlite.invocation import command
-from gptlite.progress import Log
+from gptlite.progress import Log, counted
 
 
 def find_checkpoint(path: str, key: str, log: Log = print) -> Path:
-    """Return the verified step folder at `path`: itself, or the newest intact one of a checkpoints or run folder.
+    """Return the verified step folder at `path`: itself, or the newest intact one in a checkpoints or run folder.
 
-    Every rejected checkpoint is logged with the reason. Raises ConfigError with `key`, the setting whose value is
-    `path`, if there is none.
+    Every rejected checkpoint is logged with the reason. Raises ConfigError if there is none, naming `key`, the setting
+    whose value is `path`.
     """
     return first_intact(candidates(path, key), path, key, log, partial(verify, log=log))
 
 
 def is_step(folder: Path) -> bool:
-    """Return True if a folder is one checkpoint, whatever its name."""
+    """Return True if a folder is a single checkpoint: it has a manifest or the name of a step folder."""
     return (folder / FILE_NAME).exists() or store.step_of(folder) is not None
 
 
 def candidates(path: str, key: str, *, words: tuple[str, ...] = ()) -> list[Path]:
     """Return the step folders at `path`, newest first, without reading them. Raises ConfigError if there are none.
 
-    `words` are the other legal values of `key`, for the error message.
+    `words` are the values of `key` that are not paths, for the error message.
     """
     folder = Path(path).expanduser()
     if not folder.exists():
-        others = "".join(f"{word}, " for word in words) + ("or " if words else "")
-        hint = did_you_mean(path.lower(), words) or f"; give {others}a run folder or a checkpoint in one"
+        others = "".join(f"{word}, " for word in words)
+        hint = did_you_mean(path.lower(), words) or f"; give {others}a run folder or a checkpoint folder"
         raise ConfigError(f"{key}={path} does not exist{hint}")
     if is_step(folder):
         return [folder]
@@ -42,7 +42,7 @@ def candidates(path: str, key: str, *, words: tuple[str, ...] = ()) -> list[Path
         given = f"{command('checkpoint')} import {path} RUN_DIR"
         raise ConfigError(f"{key}={path} is a Hugging Face model; convert it first: {given}, then {key}=RUN_DIR")
     if not folders:
-        raise ConfigError(f"{key}={path} holds no checkpoint; give a run folder or a checkpoint in one")
+        raise ConfigError(f"{key}={path} holds no checkpoint; give a run folder or a checkpoint folder")
     return folders
 
 
@@ -54,23 +54,23 @@ def first_intact(folders: list[Path], path: str, key: str, log: Log, check: Call
     if folders == [Path(path).expanduser()]:
         check(folders[0])
         return folders[0]
-    return newest_intact(folders, f"{key}={path}", f"give {key} another path", log, check)
+    return newest_intact(folders, f"{key}={path}", f"set {key} to another path", log, check)
 
 
 def newest_intact(folders: list[Path], where: str, fix: str, log: Log, check: Callable[[Path], object]) -> Path:
     """Return the first of `folders` that passes `check`.
 
-    Raises ConfigError, with their location `where` and the `fix`, if none is intact.
+    Raises ConfigError if none is intact. Its message has their location `where` and the `fix`.
     """
     found, reason = passing_over(folders, log, check)
     if found is None:
-        words = f"none of the {len(folders)} checkpoints is intact ({folders[0].name}: {reason})"
+        words = f"{counted(len(folders), 'checkpoint')} found, but none is intact ({folders[0].name}: {reason})"
         raise ConfigError(f"{where}: {words}; {fix}")
     return found
 
 
 def passing_over(folders: list[Path], log: Log, check: Callable[[Path], object]) -> tuple[Path | None, str]:
-    """Return the first of `folders` that passes `check`, or None, and the reason for the first rejection.
+    """Return the first of `folders` that passes `check`, or None, and the reason for the first rejection, if any.
 
     Every rejected checkpoint is logged with the reason.
     """
@@ -87,7 +87,7 @@ def passing_over(folders: list[Path], log: Log, check: Callable[[Path], object])
 
 
 def damage(folder: Path, log: Log, *, hashes: bool = False) -> str:
-    """Return the damage of a checkpoint, empty if intact, judged by file sizes or, with `hashes`, by every byte."""
+    """Return why a checkpoint is damaged; empty if it is intact. Checks file sizes or, with `hashes`, every byte."""
     try:
         verify(folder, log, hashes=hashes)
     except DamagedCheckpoint as error:
@@ -98,8 +98,8 @@ def damage(folder: Path, log: Log, *, hashes: bool = False) -> str:
 def beyond(root: Path, saved: Path, keep: int, every: int, log: Log) -> list[Path]:
     """Return the checkpoints older than the newest `keep` intact ones, except `saved` and multiples of `every`.
 
-    Intact is judged by file sizes. `keep=0` keeps all. A damaged checkpoint is neither counted nor returned: it may be
-    the only copy left, and deleting it is the user's decision.
+    Checkpoints count as intact if their file sizes are right. `keep=0` keeps all. A damaged checkpoint is neither
+    counted nor returned: it may be the only copy left, and deleting it is the user's decision.
     """
     if keep == 0:
         return []

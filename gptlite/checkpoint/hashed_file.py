@@ -18,8 +18,8 @@ class HashedFile:
     """Binary file for sequential writes, hashed as it is written. The file must not exist yet.
 
     Hashing and the disk have about the same throughput, so two threads hash and write a piece while the caller fills
-    the next. If the file system supports it, writes bypass the page cache, whose time and memory training can use.
-    `entry` is the file's manifest entry, set when it is closed and on disk.
+    the next. If the file system supports it, writes bypass the page cache, which would take CPU time and memory from
+    training. `entry` is the file's manifest entry, set once the file is on disk.
     """
 
     def __init__(self, path: Path) -> None:
@@ -30,7 +30,7 @@ class HashedFile:
         self._filling, self._sent = mmap.mmap(-1, PIECE), mmap.mmap(-1, PIECE)
         self._under_way: list[Future[None]] = []
         self._size = self._filled = 0
-        self.error: OSError | None = None  # the first write error; torch's zip writer hides it behind another
+        self.error: OSError | None = None  # the first write error; torch's zip writer raises its own instead
         self.entry: dict[str, Any] = {}
 
     def write(self, data: Any) -> int:
@@ -54,20 +54,20 @@ class HashedFile:
         return self._size
 
     def flush(self) -> None:
-        """Do nothing: torch calls it after each tensor, and only the end needs a flush."""
+        """Do nothing: torch calls it after each tensor, but a flush is needed only at the end."""
 
     def close(self) -> None:
-        """Do nothing: DCP calls it before the with block ends, and `__exit__` does the work."""
+        """Do nothing: DCP calls it before the with block ends, and `__exit__` closes the file."""
 
     def __enter__(self) -> HashedFile:
         return self
 
     def __exit__(self, kind: type | None, *_: object) -> None:
-        """Bring all data to disk, unless an exception was raised, and close the file. Raises OSError."""
+        """Write and sync all data, unless the block raised an exception, and close the file. Raises OSError."""
         try:
             if kind is None:
                 self._wait()
-                self._set_direct(False)  # the end of a file is not a whole block
+                self._set_direct(False)  # the last piece may end within a block
                 self._send()
                 self._wait()
                 os.fsync(self._descriptor)
@@ -83,7 +83,7 @@ class HashedFile:
         view = memoryview(self._sent)[: self._filled]
         offset, self._filled = self._size - self._filled, 0
         self._under_way = [
-            # hashlib and pwrite release the GIL, so both run beside the caller
+            # hashlib and pwrite release the GIL, so both run in parallel with the caller
             self._threads.submit(self._digest.update, view),
             self._threads.submit(self._put, view, offset),
         ]
@@ -97,7 +97,7 @@ class HashedFile:
             raise
 
     def _put(self, view: memoryview, offset: int) -> None:
-        """Write a piece, in the writer's thread."""
+        """Write a piece at an offset. Runs in a thread."""
         while len(view):
             try:
                 count = os.pwrite(self._descriptor, view, offset)
@@ -108,10 +108,10 @@ class HashedFile:
                 continue
             view, offset = view[count:], offset + count
             if len(view):
-                self._set_direct(False)  # the rest may not be a whole block
+                self._set_direct(False)  # the rest may start within a block
 
     def _set_direct(self, on: bool) -> None:
-        """Turn direct I/O, which bypasses the page cache, on or off. It stays off where unsupported."""
+        """Turn direct I/O, which bypasses the page cache, on or off. It stays off if it is unsupported."""
         self._direct = False
         flag = getattr(os, "O_DIRECT", 0)
         flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)

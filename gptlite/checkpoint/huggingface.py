@@ -1,8 +1,9 @@
-"""Weights in a Hugging Face folder: one safetensors file, several with an index, or an older pickle.
+"""Weights in a Hugging Face folder: one safetensors file, several with an index, or a pickle (an older format).
 
-The safetensors package needs all tensors in memory to write a file; this module holds at most one. The format is eight
-bytes, little-endian, with the length of a JSON header; the header, `{name: {"dtype", "shape", "data_offsets": [begin,
-end]}}`; and the data, row-major and little-endian, with offsets counted from its first byte.
+The safetensors package needs all tensors in memory to write a file; this module has at most one in memory. A file
+consists of eight bytes, little-endian, with the length of a JSON header; the header, `{name: {"dtype", "shape",
+"data_offsets": [begin, end]}}`; and the data, row-major and little-endian. Offsets count from the first byte of the
+data.
 """
 
 import json
@@ -56,7 +57,7 @@ def write_weights(folder: Path, tensors: Sequence[Stored], max_shard_bytes: int,
     progress = Progress("export", sum(each.num_bytes for each in tensors), log)
     shards: list[list[Stored]] = [[]]
     size = 0
-    for each in tensors:  # in order, filling each shard; a larger tensor gets its own
+    for each in tensors:  # in order; a tensor larger than a shard gets its own
         if shards[-1] and size + each.num_bytes > max_shard_bytes:
             shards.append([])
             size = 0
@@ -104,9 +105,9 @@ def _write_tensor(file: BinaryIO, stored: Stored, progress: Progress) -> None:
 
 
 def open_weights(folder: Path, canonical: Callable[[str], str | None]) -> dict[str, Stored]:
-    """Return `{canonical name: tensor}` of a folder, without tensors for which `canonical` returns None.
+    """Return the tensors of a folder by canonical name, without those for which `canonical` returns None.
 
-    Raises ConfigError that names the file if it is missing or damaged, or if a canonical name occurs twice.
+    Raises ConfigError, naming the file, if it is missing or damaged, or if two tensors have the same canonical name.
     """
     readers = {SINGLE: _of_file, INDEX: _of_index, PICKLE: _of_pickle}
     for name, reader in readers.items():
@@ -189,9 +190,9 @@ def _of_pickle(path: Path) -> dict[str, Stored]:
 
 
 def load_pickle(path: Path, *, mapped: bool = False) -> dict[str, Tensor]:
-    """Return the tensors of a pickled state dict: in memory, or `mapped`, read from the file as they are used.
+    """Return the tensors of a pickled state dict. With `mapped`, they are memory-mapped and read when used.
 
-    Unpickling runs no code from the file. Raises ConfigError that names the file for anything else.
+    Unpickling runs no code from the file. Raises ConfigError, naming the file, if it is not a state dict of tensors.
     """
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
@@ -208,7 +209,10 @@ def load_pickle(path: Path, *, mapped: bool = False) -> dict[str, Tensor]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file. Raises ConfigError that names the file."""
+    """Return the object in a JSON file.
+
+    Raises ConfigError, naming the file, if it cannot be read or is not an object.
+    """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Loading of a checkpoint: verification by all ranks, reading of tensors in place, and its configuration."""
+"""Loading of a checkpoint: verification by all ranks, and reading of its tensors (in place) and configuration."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +23,7 @@ from gptlite.checkpoint.parts import Parts
 from gptlite.errors import ConfigError
 from gptlite.parallelism.mesh import Mesh
 from gptlite.parallelism.rank_sync import ALONE, from_all, from_main, together
-from gptlite.progress import Log
+from gptlite.progress import Log, counted
 
 
 def load_tensors(
@@ -38,8 +38,8 @@ def load_tensors(
     """Fill this rank's parts of the tensors in `into` from the step folder `path`, in place and bit for bit.
 
     Every key of `into` must be stored with the same global shape and dtype. With `strict`, every stored key must be
-    requested by a rank; otherwise the rest is ignored (e.g. optimizer state when loading weights). Nothing is unpickled
-    and no tensor is written before the SHA-256 of every file has matched.
+    requested by a rank; otherwise other keys are ignored (e.g. optimizer state when loading weights). Nothing is
+    unpickled and no tensor is written before the SHA-256 of every file has matched.
 
     `verified` states that this process has found the folder intact (`find_checkpoint`, `Checkpointer.find`). Then only
     the file sizes and the small unpickled files are checked again, and tensors are not hashed a second time.
@@ -59,7 +59,7 @@ def load_tensors(
 
 
 def whole_tensors(path: Path, log: Log) -> Callable[[str], Tensor]:
-    """Return a function from a key to the whole tensor in a step folder. Only the tensors' locations are verified."""
+    """Return a function that reads the whole tensor of a key from a step folder, without verifying file hashes."""
     manifest = read_manifest(path)
     metadata = read_metadata(path, manifest)
 
@@ -75,7 +75,8 @@ def whole_tensors(path: Path, log: Log) -> Callable[[str], Tensor]:
 def verify_together(folder: Path, log: Log, mesh: Mesh, agree: dist.ProcessGroup | None = None) -> Manifest:
     """Run `manifest.verify` with the files divided among the ranks: one rank would need minutes for a large checkpoint.
 
-    Rank 0's manifest is used. Raises DamagedCheckpoint on all ranks, with the reason from the first that found damage.
+    All ranks use the manifest that rank 0 has read. Raises DamagedCheckpoint on all ranks, with the reason of the
+    lowest rank that found damage.
     """
     if mesh.world_size == 1:
         return verify(folder, log)
@@ -83,7 +84,8 @@ def verify_together(folder: Path, log: Log, mesh: Mesh, agree: dist.ProcessGroup
     load = [0] * mesh.world_size
     mine = []
     for name, entry in sorted(manifest.files.items(), key=lambda each: -each[1]["bytes"]):
-        reader = load.index(min(load))  # largest files first, each to the rank with the least: the same on all ranks
+        # Largest files first, each to the rank with the fewest bytes so far. All ranks compute the same.
+        reader = load.index(min(load))
         load[reader] += entry["bytes"]
         if reader == mesh.rank:
             mine.append(name)
@@ -92,11 +94,11 @@ def verify_together(folder: Path, log: Log, mesh: Mesh, agree: dist.ProcessGroup
 
 
 def not_finite(tensor: Tensor) -> str:
-    """Return `holds 3 numbers that are NaN or infinite, the first at [0, 7]`, or an empty string if all are finite."""
+    """Return e.g. `has 3 NaN or infinite elements, the first at [0, 7]`, or an empty string if all are finite."""
     if tensor.isfinite().all():
         return ""
     places = (~tensor.isfinite()).nonzero()
-    return f"holds {len(places):,} numbers that are NaN or infinite, the first at {places[0].tolist()}"
+    return f"has {counted(len(places), 'NaN or infinite element')}, the first at {places[0].tolist()}"
 
 
 def read_config(path: Path) -> str:
@@ -113,7 +115,7 @@ def _compare(path: Path, manifest: Manifest, wanted: Entries, strict: bool) -> N
     if not keys:
         return
     there, here = in_words(stored.get(keys[0])), in_words(wanted.get(keys[0]))
-    more = f" ({len(keys) - 1} more keys differ)" if len(keys) > 1 else ""
+    more = f" (and {counted(len(keys) - 1, 'other mismatch')})" if len(keys) > 1 else ""
     raise ConfigError(
         f"checkpoint {path} does not match this run: {keys[0]} is {there} there, {here} here{more}; "
         "set model.* and optimizer as in its config.yaml, or start anew in another run.dir"

@@ -1,6 +1,6 @@
 """MANIFEST.json: the required contents of a checkpoint folder. It is written last and checked before loading.
 
-torch is imported only to describe tensors and this machine, so that checkpoints are listed without it.
+torch is imported only to describe tensors and this machine, so that listing checkpoints does not import it.
 """
 
 from __future__ import annotations
@@ -34,22 +34,24 @@ Entries = dict[str, dict[str, Any]]
 
 
 class DamagedCheckpoint(ConfigError):
-    """Error for a checkpoint folder that differs from its manifest. `reason` has the file and the problem."""
+    """Error for a checkpoint folder that differs from its manifest. `reason` names the file and the problem."""
 
     def __init__(self, folder: Path, reason: str):
         super().__init__(f"checkpoint {folder} cannot be used: {reason}; use another one")
         self.folder, self.reason = folder, reason
 
     def __reduce__(self) -> tuple[type, tuple[Path, str]]:
-        return type(self), (self.folder, self.reason)  # for transfer between ranks; pickle would pass the message
+        # For transfer between ranks. By default, pickle passes only the message to the constructor.
+        return type(self), (self.folder, self.reason)
 
 
 @dataclass(frozen=True)
 class Manifest:
     """Content of MANIFEST.json, besides its own checksum.
 
-    `meta` comes from the caller (step, tokens, ...). `environment` has the machine and the versions. `files` maps a
-    path relative to the folder to its size in bytes and SHA-256, `tensors` a key to its global shape and dtype.
+    `meta` comes from the caller (step, tokens, ...). `environment` describes the machine and the versions. `files` maps
+    a path relative to the folder to the file's size in bytes and SHA-256. `tensors` maps a key to the global shape and
+    the dtype.
     """
 
     format_version: int
@@ -61,7 +63,7 @@ class Manifest:
 
 
 def describe(tensor: Tensor) -> dict[str, Any]:
-    """Return the entry of a tensor in `Manifest.tensors`; a DTensor's has the global shape."""
+    """Return the entry of a tensor in `Manifest.tensors`. For a DTensor it has the global shape."""
     return spell(tensor.shape, tensor.dtype)
 
 
@@ -76,7 +78,7 @@ def in_words(entry: dict[str, Any] | None) -> str:
 
 
 def environment(layout: str = ONE_RANK) -> dict[str, Any]:
-    """Return everything besides the configuration that determines the last bit of a floating-point result."""
+    """Return the properties of the layout, software and machine that affect floating-point results to the last bit."""
     import torch
 
     gpu = torch.cuda.is_available()
@@ -94,7 +96,10 @@ def environment(layout: str = ONE_RANK) -> dict[str, Any]:
 
 
 def environment_changes(manifest: Manifest, layout: str = ONE_RANK) -> list[str]:
-    """Return differences from the writer's environment, e.g. "threads: 8 then, 4 now". Empty: a resume is bit-exact."""
+    """Return the differences from the environment in a manifest, e.g. "threads: 8 then, 4 now".
+
+    If there are none, resuming on a CPU without trainer.compile is bit-exact.
+    """
     then, now = {"layout": ONE_RANK} | manifest.environment, environment(layout)
     keys = [*now, *(key for key in then if key not in now)]
     return [f"{key}: {then.get(key)} then, {now.get(key)} now" for key in keys if then.get(key) != now.get(key)]
@@ -105,7 +110,7 @@ def write_manifest(
 ) -> None:
     """Write the manifest of all files below `folder`, after hashing and syncing them.
 
-    `tensors` describes the tensors of all ranks; `written` has the entries of files that ranks have already hashed.
+    `tensors` has the entries of all ranks' tensors, `written` those of the files that ranks have already hashed.
     Raises TypeError if `meta` is not JSON, OSError if the disk is full or fails, or if a rank's file is missing or has
     another size.
     """
@@ -154,7 +159,10 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def _well_formed(content: dict[str, Any]) -> bool:
-    """Return True if a manifest is complete and names no file outside its folder. Its checksum proves neither."""
+    """Return True if a manifest is complete and names no file outside its folder.
+
+    A valid checksum guarantees neither.
+    """
     try:
         return (
             set(content) == {field.name for field in fields(Manifest)}
@@ -169,7 +177,7 @@ def _well_formed(content: dict[str, Any]) -> bool:
 
 
 def _inside(name: str) -> bool:
-    """Return True if a file name is below its folder and accepted by file systems."""
+    """Return True if a relative path stays within its folder and is short enough for common file systems."""
     parts = name.split("/")
     return "\0" not in name and len(name) < 1000 and all(part not in ("", "..") and len(part) < 256 for part in parts)
 
@@ -222,7 +230,7 @@ def read_file(folder: Path, name: str) -> bytes:
 
 
 def _checksum(content: dict[str, Any]) -> str:
-    # Sorted, so that it does not depend on the order of the keys in the file.
+    # Sorted, so that the checksum does not depend on the order of the keys in the file.
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 

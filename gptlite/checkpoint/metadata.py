@@ -1,4 +1,4 @@
-"""Restricted unpickling and checks of data/.metadata, which locates all tensor elements.
+"""Restricted unpickling and checks of data/.metadata, which has the location of all tensor elements.
 
 torch.distributed.checkpoint (DCP), as of torch 2.13, unpickles it without restrictions, and silently loads tensors
 whose chunks leave gaps.
@@ -35,8 +35,8 @@ _ALLOWED = {
 
 
 def read_metadata(folder: Path, manifest: Manifest) -> Metadata:
-    """Return the metadata of a step folder. Raises DamagedCheckpoint, in one line, unless it is a pickle of DCP's own
-    classes that places each element of each tensor in exactly one box of a file."""
+    """Return the metadata of a step folder. Raises DamagedCheckpoint, in one line, unless it is a pickle that contains
+    only DCP's classes, and locates each element of each tensor in exactly one box of a file."""
     content = read_file(folder, NAME)
     try:
         metadata = _Unpickler(io.BytesIO(content)).load()
@@ -48,7 +48,7 @@ def read_metadata(folder: Path, manifest: Manifest) -> Metadata:
     except ValueError as error:
         raise DamagedCheckpoint(folder, str(error)) from None
     except Exception:
-        raise DamagedCheckpoint(folder, f"{NAME} is not what torch.distributed.checkpoint writes") from None
+        raise DamagedCheckpoint(folder, f"{NAME} is not metadata of torch.distributed.checkpoint") from None
     return metadata
 
 
@@ -60,7 +60,11 @@ def boxes_of(metadata: Metadata, key: str) -> list[tuple[ChunkStorageMetadata, _
 
 
 def check_metadata(metadata: Metadata, tensors: Entries, files: Entries) -> None:
-    """Raise ValueError unless exactly `tensors`, of a manifest, are stored, with each element in one box of a file."""
+    """Raise ValueError unless exactly `tensors` are stored, each element in exactly one box, each box in one of
+    `files`.
+
+    `tensors` and `files` are entries of a manifest.
+    """
     found = metadata.state_dict_metadata
     if extra := found.keys() - tensors.keys():
         raise ValueError(f"checkpoint key {min(extra)!r:.100} is not in the manifest")
@@ -69,7 +73,7 @@ def check_metadata(metadata: Metadata, tensors: Entries, files: Entries) -> None
         if not isinstance(entry, TensorStorageMetadata) or spell(entry.size, entry.properties.dtype) != wanted:
             raise ValueError(f"checkpoint key {key} is not stored as {in_words(wanted)}")
         stored = sum(prod(box.sizes) for box in entry.chunks)
-        if stored != prod(entry.size):  # with boxes inside the whole and without overlap, each element is stored once
+        if stored != prod(entry.size):  # as boxes are within the tensor and do not overlap, all elements are stored
             raise ValueError(f"checkpoint key {key}: its boxes hold {stored} of {prod(entry.size)} elements")
         for box in entry.chunks:
             _check_box(key, box, entry.size, metadata.storage_data.get(MetadataIndex(key, box.offsets)), files)
@@ -81,7 +85,7 @@ def _check_box(
 ) -> None:
     offset, sizes = list(box.offsets), list(box.sizes)
     if not len(offset) == len(sizes) == len(whole) or not _check_box_bounds(whole, box):
-        raise ValueError(f"checkpoint key {key}: a box of {sizes} at {offset} is outside {list(whole)}")
+        raise ValueError(f"checkpoint key {key}: a box of {sizes} at {offset} exceeds the shape {list(whole)}")
     if place is None:
         raise ValueError(f"checkpoint key {key}: the box at {offset} is in no file")
     if place.transform_descriptors:
@@ -89,13 +93,13 @@ def _check_box(
     file = files.get(f"data/{place.relative_path}")
     if file is None or not 0 <= place.offset <= place.offset + place.length <= file["bytes"]:
         name = f"data/{place.relative_path}"
-        raise ValueError(f"checkpoint key {key}: {name!r:.100} does not hold its box at {offset}")
+        raise ValueError(f"checkpoint key {key}: {name!r:.100} does not contain its box at {offset}")
 
 
 def _refuse_overlap(key: str, boxes: Sequence[ChunkStorageMetadata]) -> None:
     if len(boxes) < 2:
         return
-    # Sorted along the dim with the most cuts, a box is compared with few others.
+    # Sorted along the dim with the most different offsets, so that a box is compared with few others.
     axis = max(range(len(boxes[0].sizes)), key=lambda dim: len({box.offsets[dim] for box in boxes}))
     boxes = sorted(boxes, key=lambda box: box.offsets[axis])
     for number, one in enumerate(boxes):

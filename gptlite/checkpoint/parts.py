@@ -1,4 +1,4 @@
-"""A rank's parts of a checkpoint's tensors, and the choice of the rank that writes each of them."""
+"""The parts of a checkpoint's tensors that a rank holds, and the choice of the rank that writes each part."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -13,26 +13,29 @@ from gptlite.progress import Log, Progress
 
 
 class Parts:
-    """This rank's parts of tensors, keyed by checkpoint key: elements (`local`), and descriptions for DCP (`offers`).
+    """This rank's parts of tensors, by checkpoint key.
 
-    After `share`, `written` lists the keys whose box this rank writes, `described` has the manifest entries of all
-    ranks' tensors, and `total_bytes` is their size. Raises TypeError for values that are not tensors, ValueError for a
-    local shape that does not fit the placements.
+    A part is a box, given by its offset and sizes in the global tensor. `local` has the elements of each part, `offers`
+    its description for DCP. After `share`, `written` lists the keys whose box this rank writes, `described` has the
+    manifest entries of all ranks' tensors, and `total_bytes` is the total size of these tensors. Raises TypeError for
+    values that are not tensors, ValueError for a local shape that does not match the placements.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]):
         for key, value in tensors.items():
             if not isinstance(value, Tensor):
                 kind = type(value).__name__
-                raise TypeError(f"checkpoint key {key} is a {kind}, not a tensor: put it into meta")
+                raise TypeError(f"checkpoint key {key} is a {kind}, not a tensor: put it into `meta`")
         self.local = {key: local_part(tensor) for key, tensor in tensors.items()}
         self.offers: dict[str, TensorWriteData] = {}
         for key, tensor in tensors.items():
             shape, offset = local_box(tensor)
             if shape != tuple(self.local[key].shape):
                 held = list(self.local[key].shape)
-                raise ValueError(f"checkpoint key {key}: this rank holds {held}, but its layout requires {list(shape)}")
-            # An empty part of a non-empty tensor is not stored. An empty tensor is, so that its key exists.
+                raise ValueError(
+                    f"checkpoint key {key}: shape {held} on this rank, but its layout requires {list(shape)}"
+                )
+            # An empty part of a non-empty tensor is not stored. An empty tensor is stored, so that its key exists.
             if self.local[key].numel() or not tensor.numel():
                 box = ChunkStorageMetadata(torch.Size(offset), torch.Size(shape))
                 self.offers[key] = TensorWriteData(box, TensorProperties(tensor.dtype), tensor.shape)
@@ -41,9 +44,10 @@ class Parts:
         self.total_bytes = 0
 
     def share(self, offers: Sequence[Mapping[str, TensorWriteData]], rank: int) -> None:
-        """Assign each box to the rank that holds it and has the least to write so far. All ranks compute the same.
+        """Assign each box to one of the ranks that hold it: the one with the fewest bytes to write so far.
 
-        `offers` are those of all ranks, in rank order. Raises ValueError if ranks have different tensors under one key.
+        `offers` has the `offers` of every rank, in rank order, so all ranks compute the same assignment. Raises
+        ValueError if the shape or dtype of a key differs between ranks.
         """
         holders: dict[tuple[str, torch.Size], list[int]] = {}
         for each, offered in enumerate(offers):
@@ -51,11 +55,11 @@ class Parts:
                 holders.setdefault((key, offer.chunk.offsets), []).append(each)
                 here = spell(offer.size, offer.properties.dtype)
                 if here != (told := self.described.setdefault(key, here)):
-                    words = f"{in_words(here)} on rank {each}, {in_words(told)} on an earlier rank"
+                    words = f"{in_words(here)} on rank {each}, but {in_words(told)} on a lower rank"
                     raise ValueError(f"checkpoint key {key} is {words}")
         load = [0] * len(offers)
         for (key, _), ranks in holders.items():
-            writer = min(ranks, key=lambda each: load[each])  # the same on all ranks: ties go to the lowest
+            writer = min(ranks, key=lambda each: load[each])  # a tie goes to the lowest rank, on all ranks alike
             offer = offers[writer][key]
             load[writer] += offer.chunk.sizes.numel() * offer.properties.dtype.itemsize
             if writer == rank:
@@ -63,18 +67,21 @@ class Parts:
         self.total_bytes = sum(load)
 
     def stage(self, buffers: dict[str, Tensor]) -> None:
-        """Copy the tensors that this rank writes, so that training can continue. Later saves reuse `buffers`."""
+        """Copy the tensors that this rank writes to CPU buffers, so that training can continue.
+
+        Later saves reuse `buffers`.
+        """
         for key in self.written:
             source = self.local[key]
             buffer = buffers.get(key)
-            # Pinned memory is slow to allocate, so buffers stay for the next save.
+            # Pinned memory is slow to allocate, so buffers are kept for the next save.
             if buffer is None or (buffer.shape, buffer.dtype) != (source.shape, source.dtype):
                 buffers[key] = buffer = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
             buffer.copy_(source, non_blocking=True)
         if any(self.local[key].is_cuda for key in self.written):
-            torch.cuda.current_stream().synchronize()  # the next step would change what is still being copied
+            torch.cuda.current_stream().synchronize()  # otherwise the next step could change tensors during the copy
         self.local = {key: buffers[key] for key in self.written}  # no live tensor is read from here on
 
     def progress(self, label: str, log: Log, keys: Iterable[str]) -> Progress:
-        """Return a progress log for work on this rank's elements of some keys."""
+        """Return a progress log of the bytes in this rank's parts of `keys`."""
         return Progress(f"checkpoint: {label}", sum(self.local[key].nbytes for key in keys), log)

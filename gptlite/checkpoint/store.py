@@ -1,4 +1,4 @@
-"""Checkpoints folder on disk: names, atomic commit, leftovers. Independent of a checkpoint's contents."""
+"""Checkpoints folder on disk: names, atomic commits, unfinished folders. Independent of a checkpoint's contents."""
 
 import errno
 import os
@@ -39,8 +39,9 @@ def step_folders(root: Path) -> list[Path]:
 def writing(root: Path, log: Log) -> Iterator[None]:
     """Register this process as a writer below `root` for the block, after removing files left by dead processes.
 
-    Writers share a file lock, which the kernel releases whenever a process ends. A process that gets the exclusive lock
-    therefore knows that no live process owns the staging folders. On a file system without locks, leftovers stay.
+    Writers hold a shared file lock, which the kernel releases when a process ends. Therefore, if a process gets
+    the exclusive lock, no live process owns the hidden folders. On a file system without locks, these folders are not
+    removed.
     """
     root.mkdir(parents=True, exist_ok=True)
     with open(root / ".lock", "a") as lock:
@@ -48,14 +49,14 @@ def writing(root: Path, log: Log) -> Iterator[None]:
             for path in (*root.glob(".tmp-*"), *root.glob(".trash-*")):
                 log(f"checkpoint: removing {path.name}, left by a process that ended while writing")
                 shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
-        # The exclusive lock is released before the shared one is held. This is safe: we have no files here yet.
+        # The exclusive lock is released before the shared one is held. This is safe, as no files are written yet.
         try_lock(lock, shared=True, wait=True)
         yield
 
 
 @contextmanager
 def staged(final: Path) -> Iterator[Path]:
-    """Yield a new folder, renamed to `final` after the block once all is on disk, and deleted if the block raises.
+    """Yield a new folder. After the block, sync it to disk and rename it to `final`, or delete it if the block raises.
 
     Raises OSError if `final` is not empty: a checkpoint is never overwritten.
     """
@@ -81,7 +82,7 @@ def check_space(root: Path, size: int) -> None:
 
 
 def point_latest(final: Path) -> None:
-    """Write the step folder's name into `latest` beside it, for people and scripts. Resuming does not read it."""
+    """Write a step folder's name to the file `latest` beside it, for people and scripts; resuming does not read it."""
     write_whole(final.with_name("latest"), final.name + "\n")
 
 

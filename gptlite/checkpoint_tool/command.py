@@ -22,12 +22,12 @@ List, verify, compare and remove checkpoints of runs, and convert them from and 
   inspect RUN_OR_STEP          prints step, layout, sizes, configuration and tensors of a checkpoint
   verify RUN_OR_STEP ...       reads every byte and compares it with the manifest
   diff A B                     compares two runs, checkpoints or config.yaml files
-  prune RUN keep=K             removes all but the newest K
+  prune RUN keep=K             removes all but the newest K; yes=true is required
   export RUN_OR_STEP TARGET    writes the weights as a Hugging Face folder
-  import FOLDER RUN_DIR        creates a checkpoint from a folder of Hugging Face or Meta
-  upcycle RUN_OR_STEP RUN_DIR  creates a mixture of experts, each a copy of the dense MLP
+  import FOLDER RUN_DIR        creates a checkpoint from a Hugging Face or Meta folder
+  upcycle RUN_OR_STEP RUN_DIR  creates a mixture-of-experts model whose experts are copies of the dense MLP
 
-A RUN is a run folder or its checkpoints folder, a STEP is a folder such as step-00000100. Options are key=value;
+RUN is a run folder or its checkpoints folder; STEP is a folder such as step-00000100. Options are key=value;
 `gptlite checkpoint SUBCOMMAND --help` lists them.
 Exit codes: 0 success, 1 damaged or different, 2 refused."""
 

@@ -1,15 +1,15 @@
 """Compare two checkpoints or configurations: diff A B [values=true]
 
-A and B are each a run (its newest checkpoint), a checkpoint, or a config.yaml. The class of a difference between the
-configurations is its effect on a run that resumes A with the configuration of B:
+A and B are each a run (its newest checkpoint), a checkpoint, or a config.yaml. Each difference between the
+configurations has a class, which is its effect on a run that resumes from A with the configuration of B:
 
-  refused              the model or the data differs
+  refused              the model or the data differs, so the run does not resume
   changes the numbers  the loss curve differs from that of an uninterrupted run
-  reshards             the same run up to rounding: its work is split differently over ranks and micro-batches
-  safe                 bit-identical results
+  reshards             results agree up to rounding: work is split differently over ranks or micro-batches
+  safe                 results are bit-identical
 
 For two checkpoints, the environment, the progress, and the keys, shapes and dtypes of tensors are compared too.
-values=true reads all tensors of both and prints their distances. Exit codes: 0 the same, 1 different.
+values=true also reads all tensors and prints their distances. Exit codes: 0 no difference, 1 different, 2 refused.
 """
 
 from collections.abc import Callable, Iterator
@@ -72,7 +72,7 @@ def differences(a: Side, b: Side, values: bool) -> Iterator[str]:
     if values and (a.manifest is None or b.manifest is None):
         missing = a.path if a.manifest is None else b.path
         raise ConfigError(f"values=true: {missing} is a configuration and holds no tensors; give two checkpoints")
-    # The typed overrides are ignored: the values that they set are compared.
+    # The list of overrides is ignored, as the values that they set are compared.
     found = [each for each in compare_configs(a.config, b.config) if each.key != "run.overrides"]
     found.sort(key=lambda each: list(Effect).index(each.effect))
     rows = [(each.effect.value, each.key, _cut(each.old), _cut(each.new)) for each in found]
@@ -88,11 +88,11 @@ def differences(a: Side, b: Side, values: bool) -> Iterator[str]:
     if values:
         yield from _value_lines(a.path, a.manifest.tensors, b.path, b.manifest.tensors)
     elif _data_hashes(a.manifest) != _data_hashes(b.manifest):
-        yield "values: the files of tensors differ; values=true lists the tensors and their distances"
+        yield "values: the tensor files differ; values=true lists the tensors and their distances"
 
 
 def _rows(a: dict[str, Any], b: dict[str, Any], spell: Callable[[Any], str]) -> list[tuple[str, ...]]:
-    """Return the differing items of two dicts, in the order of the first one."""
+    """Return the differing items of two dicts, in the order of the first dict."""
     keys = [*a, *(key for key in b if key not in a)]
     return [(key, spell(a.get(key)), spell(b.get(key))) for key in keys if a.get(key) != b.get(key)]
 

@@ -1,8 +1,8 @@
 """Write the weights as a Hugging Face folder: export RUN_OR_STEP TARGET [dtype=fp32] [max_shard_bytes=5000000000]
 
 TARGET becomes a folder that transformers loads with from_pretrained (for a GPT, GPT2LMHeadModel): safetensors,
-config.json and, if it can be converted, the tokenizer. RUN_OR_STEP is verified completely; for a run, the newest intact
-checkpoint is exported. plugins=[MODULE,...] imports the modules that register its model.
+config.json and, if it can be converted, the tokenizer. Every byte of the checkpoint is verified; for a run, the newest
+intact checkpoint is exported. plugins=[MODULE,...] imports the modules that register its model.
 """
 
 from dataclasses import dataclass, field

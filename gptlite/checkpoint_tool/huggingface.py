@@ -42,11 +42,11 @@ from gptlite.progress import Log
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 TOKENIZER = "gptlite_tokenizer"
-KEPT = "huggingface"  # folder of a checkpoint with files that an import does not use and an export writes back
+KEPT = "huggingface"  # folder of a checkpoint with files that an import only stores and an export writes back
 KEPT_SUFFIXES = {".json", ".txt", ".model", ".jinja", ".tiktoken"}
 MOST_KEPT_BYTES = 1 << 28
-NO_TOKENIZER = "none"  # see compare.py; training from these weights sets the tokenizer
-# Keys whose default is the model's value, if the model has such a key.
+NO_TOKENIZER = "none"  # see checkpoint/compare.py; a run that trains from these weights sets the tokenizer
+# Keys that a model may have, each with the key whose default it sets.
 DEFAULTS_OF_MODELS = {"peak_lr": "optimizer.lr", "sequence_length": "data.sequence_length"}
 # Metadata of a checkpoint (trainer/state.py) before the first step.
 FIRST_META: dict[str, Any] = {
@@ -70,10 +70,11 @@ def export(
 ) -> None:
     """Write a checkpoint's model as the new folder `target`, for `from_pretrained` of transformers.
 
-    `checkpoint` is a step folder, or a run folder for its newest; it is verified here. One tensor is in memory at a
-    time. `dtype` is fp32, bf16 or fp16; weights of more than `max_shard_bytes` bytes are split into several files.
-    `target` gets its name once all is on disk. Raises ConfigError for a model without an adapter, a missing or damaged
-    checkpoint, an existing target, a full disk, and values that are not finite or overflow `dtype`.
+    `checkpoint` is a step folder, or a run folder, whose newest intact checkpoint is exported; it is verified here. One
+    tensor is in memory at a time. `dtype` is fp32, bf16 or fp16; weights of more than `max_shard_bytes` bytes are split
+    into several files. `target` appears once all files are on disk. Raises ConfigError for a model without an adapter,
+    a missing or damaged checkpoint, an existing target, a full disk, and values that are not finite or overflow
+    `dtype`.
     """
     if dtype not in DTYPES:
         raise ConfigError(f"dtype={dtype} is not one of {', '.join(DTYPES)}{did_you_mean(dtype, DTYPES)}")
@@ -82,7 +83,7 @@ def export(
     target = Path(target).expanduser()
     if target.exists() or target.is_symlink():
         raise ConfigError(f"target={target} exists; nothing is overwritten, give a new folder")
-    if store.step_folders(target.parent):  # a run would remove the unfinished folder there
+    if store.step_folders(target.parent):  # a run there would remove the unfinished folder
         raise ConfigError(f"target={target} is in a checkpoints folder; give a folder elsewhere")
     step = find_checkpoint(str(checkpoint), "checkpoint", log)
     model = from_yaml(read_config(step), checkpoint).model
@@ -103,7 +104,10 @@ def export(
 
 
 def _adapter_for(model: ModelConfig, step: Path) -> Adapter:
-    """Return the adapter that a model fits. Raises ConfigError, with the values that the nearest one cannot have."""
+    """Return the adapter that fits a model.
+
+    Raises ConfigError with the values that the closest adapter does not support.
+    """
     adapters = (spec := spec_of(model)).huggingface()
     if not adapters:
         raise ConfigError(f"{step}: the {spec.name} model has no Hugging Face adapter; add `huggingface` to its spec")
@@ -111,16 +115,16 @@ def _adapter_for(model: ModelConfig, step: Path) -> Adapter:
     reasons, nearest = min(found, key=lambda each: len(each[0]))
     if reasons:
         raise ConfigError(
-            f"{step}: no model of transformers is like this one; {nearest.title} has no {', '.join(reasons)}"
+            f"{step}: no model of transformers matches this one; {nearest.title} has no {', '.join(reasons)}"
         )
     return nearest
 
 
 def _files(step: Path, adapter: Adapter, model: ModelConfig, dtype: str, log: Log) -> Mapping[str, str | bytes]:
-    """Return `{path: content}` of config.json, generation_config.json and the tokenizer, ours and AutoTokenizer's.
+    """Return `{path: content}` of config.json, generation_config.json, and the tokenizer for gptlite and AutoTokenizer.
 
     AutoTokenizer's files are left out if the tokenizer cannot be converted. For an imported checkpoint, the files are
-    those of its source, with the exported dtype and class in config.json.
+    those that the import stored, with the exported dtype and class in config.json.
     """
     dtype_name, held = str(DTYPES[dtype]).removeprefix("torch."), read_manifest(step).files
     kept = {name.removeprefix(f"{KEPT}/"): read_file(step, name) for name in held if name.startswith(f"{KEPT}/")}
@@ -170,8 +174,8 @@ def import_(source: Path, run_dir: Path, *, plugins: Sequence[str] = (), log: Lo
     no tokenizer. The vocabulary is padded with rows of zeros. The model is in memory once (with pytorch_model.bin,
     twice). The last log line is the command that trains from it.
 
-    Raises ConfigError, with the key or tensor, for a model that differs from the adapter's, and if `run_dir` is not
-    empty. In both cases nothing is written.
+    Raises ConfigError if the model differs from what the adapter supports, naming the key or tensor, and if `run_dir`
+    is not empty. In both cases nothing is written.
     """
     source, run_dir = Path(source).expanduser(), Path(run_dir).expanduser()
     meta = is_meta(source)
@@ -193,7 +197,7 @@ def import_(source: Path, run_dir: Path, *, plugins: Sequence[str] = (), log: Lo
     tensors: dict[str, Tensor] = {}
     for each, weight in weights.items():
         ours = torch.zeros(weight.our_shape)
-        if weight.ours is not None:  # several of theirs may be rows of one of ours
+        if weight.ours is not None:  # several stored tensors may be rows of one of ours
             ours = tensors.setdefault(f"model.{weight.ours}", ours)
         _fill(ours, source, weight, stored[each])
     tensors = {f"model.{name}": value for name, value in Model.of(model).initial_buffers().items()} | tensors
@@ -203,10 +207,10 @@ def import_(source: Path, run_dir: Path, *, plugins: Sequence[str] = (), log: Lo
         )
     words = ", ".join(sorted(Path(name).name for name in beside))
     log(f"imported {source} to {step}; kept for an export: {words}")
-    log("its tokenizer is not used: the training data must have the same token ids")
+    log("its tokenizer is not imported: the training data must use the same token ids")
     start = [f"checkpoint.resume={hydra_value(str(run_dir))}", "checkpoint.load=weights"]
     line = f"{command('train')} {shlex.join([*start, *overrides])}"
-    log(f"train from it with any data=... of at most {spec_of(model).vocab_size(model)} token ids: {line}")
+    log(f"train from it with any data=... whose vocabulary size is at most {spec_of(model).vocab_size(model)}: {line}")
     return step
 
 
@@ -220,7 +224,10 @@ def _other_files(source: Path) -> dict[str, bytes]:
     paths = [path for path in (*paths, *sorted((source / TOKENIZER).glob("*"))) if path.is_file()]
     if (size := sum(path.stat().st_size for path in paths)) > MOST_KEPT_BYTES:
         largest = max(paths, key=lambda path: path.stat().st_size).name
-        raise ConfigError(f"source={source}: {size:,} bytes of files beside the weights; move {largest} out of it")
+        raise ConfigError(
+            f"source={source} has {size:,} bytes of files besides the weights, and at most {MOST_KEPT_BYTES:,} are "
+            f"imported; move {largest} to another folder"
+        )
     return {path.relative_to(source).as_posix(): path.read_bytes() for path in paths}
 
 
@@ -239,13 +246,15 @@ def _adapter_of(content: Mapping[str, Any]) -> Adapter:
         if adapter.model_type == found:
             return adapter
     known = ", ".join(repr(each.model_type) for each in adapters)
-    raise ConfigError(f"config.json: model_type={found!r}: only model_type={known} can be imported; see plugins=[...]")
+    raise ConfigError(
+        f"config.json: model_type={found!r}: only model_type={known} can be imported; see plugins=[MODULE]"
+    )
 
 
 def _refuse_another_model(
     source: Path, stored: Mapping[str, Stored], weights: Mapping[str, Weight], adapter: Adapter
 ) -> None:
-    """Raise ConfigError if tensors are missing, unexpected, or differ in shape from config.json."""
+    """Raise ConfigError if tensors are missing or unexpected, or if their shapes do not match config.json."""
     for name, weight in weights.items():
         if name not in stored:
             raise ConfigError(f"source={source}: {name} is missing, but the {adapter.title} in its config.json has it")
@@ -265,19 +274,19 @@ def _refuse_another_model(
 
 
 def _fill(ours: Tensor, source: Path, weight: Weight, stored: Stored) -> None:
-    """Copy a stored tensor into its place in ours. Raises ConfigError for values that are not finite, and for non-zero
-    values without a counterpart in this model."""
+    """Copy a stored tensor into its place in `ours`, a tensor of this model. Raises ConfigError for values that are not
+    finite, and for non-zero values of a parameter that this model does not have."""
     view = weight.view(ours)
     theirs = stored.read()
     if problem := not_finite(theirs):
         raise ConfigError(f"source={source}: {stored.name} {problem}; download it again, or import another checkpoint")
     if weight.ours is None and theirs.any():
-        raise ConfigError(f"source={source}: {stored.name} is not zero, and the model here has no such parameter")
+        raise ConfigError(f"source={source}: {stored.name} is not zero, but gptlite's model has no such parameter")
     view.copy_(theirs.reshape(view.shape))
 
 
 def changed(model: ModelConfig, default: ModelConfig) -> list[tuple[str, Any]]:
-    """Return the keys whose values are not the default's, and the values."""
+    """Return the keys and values that differ from those of `default`."""
     values = dict(leaves(default))
     return [(key, value) for key, value in leaves(model) if values[key] != value]
 
@@ -286,7 +295,7 @@ def _composed(model: ModelConfig, name: str, run_dir: Path, plugins: Sequence[st
     """Return the command-line overrides that select this model, and the checkpoint's configuration."""
     default, overrides = load().model, [as_override(plugins)] if plugins else []
     if type(default) is type(model):
-        overrides.append("optimizer=adamw")  # theirs, not that of the preset that is changed into this model
+        overrides.append("optimizer=adamw")  # the published models' optimizer, not that of the default preset
     else:
         overrides.append(f"model={spec_of(model).name}_schema")
         default = type(model)()
@@ -298,7 +307,9 @@ def _composed(model: ModelConfig, name: str, run_dir: Path, plugins: Sequence[st
     assert config.model == model
     batches = {field.name: getattr(config.data, field.name) for field in dataclasses.fields(DataConfig)}
     if (vocab_size := spec_of(model).vocab_size(model)) is None:
-        raise ConfigError(f"the {spec_of(model).name} model has no number of token ids; add `vocab_size` to its spec")
+        raise ConfigError(
+            f"the {spec_of(model).name} model has no known vocabulary size; define `vocab_size` in its spec"
+        )
     data = TextConfig(**batches, path=NO_TOKENIZER, tokenizer=NO_TOKENIZER, vocab_size=vocab_size)
     return overrides, dataclasses.replace(config, data=data)
 

@@ -1,8 +1,8 @@
-"""Create a checkpoint from another format's folder, e.g. of a GPT-2: import FOLDER RUN_DIR [plugins=[MODULE,...]]
+"""Create a checkpoint from Hugging Face or Meta weights: import FOLDER RUN_DIR [plugins=[MODULE,...]]
 
-FOLDER is Hugging Face's, with config.json and the weights: model.safetensors, in one file or in shards, or
-pytorch_model.bin; or a Llama's from Meta, with params.json and all consolidated.NN.pth.
-RUN_DIR becomes a run with one checkpoint of step 0. The modules in plugins register custom models. To train from the
+FOLDER is a Hugging Face folder with config.json and the weights (model.safetensors, in one file or in shards, or
+pytorch_model.bin), or the folder of a Llama from Meta with params.json and all consolidated.NN.pth.
+RUN_DIR becomes a run with one checkpoint, of step 0. The modules in plugins register custom models. To train from the
 weights: gptlite train checkpoint.resume=RUN_DIR checkpoint.load=weights model=... data=...
 """
 

@@ -1,9 +1,9 @@
 """Print the contents of a checkpoint: inspect RUN_OR_STEP [tensors=true] [tensor=NAME] [json=true]
 
 The output lists step, layout, versions, sizes, configuration and the largest tensors; for a run, those of its newest
-checkpoint. tensors=true lists all tensors. tensor=NAME reads one and prints its statistics, and the file of each box
-(offset and sizes in the tensor). json=true prints JSON for scripts. Files are checked by size; `verify` reads them.
-Exit code 1 if a file is missing or truncated.
+checkpoint. tensors=true lists all tensors. tensor=NAME reads one tensor and prints its statistics and its boxes: offset
+and sizes in the tensor, and the file. json=true prints JSON for scripts. Only the sizes of files are checked; `verify`
+also checks the contents. The exit code is 1 if a file is missing or truncated.
 """
 
 import json
@@ -23,7 +23,7 @@ from gptlite.progress import log
 LARGEST = 5
 NONE = "n/a"
 KINDS = {"model": "model.", "optimizer": "optim."}
-# Bits of the dtypes whose names do not end with them.
+# Bits per element. For other dtypes, the digits in the name are the bits.
 BITS = {"bool": 8, "float8_e4m3fn": 8, "float8_e5m2": 8, "complex64": 64, "complex128": 128}
 
 
@@ -60,7 +60,7 @@ def tensor_bytes(entry: dict[str, Any]) -> int:
 
 
 def summary(folder: Path, manifest: Manifest, reason: str) -> dict[str, Any]:
-    """Return the facts that a summary or its JSON form shows. `reason` is the damage, if any."""
+    """Return the content of the summary, which json=true prints as it is. `reason` is the damage, if any."""
     return {
         "path": str(folder),
         "damage": reason or None,
@@ -97,7 +97,7 @@ def _print_summary(facts: dict[str, Any]) -> None:
     ]
     print(facts["path"])
     _print_facts(
-        ("status", f"DAMAGED: {facts['damage']}" if facts["damage"] else "intact by sizes; verify reads every byte"),
+        ("status", f"DAMAGED: {facts['damage']}" if facts["damage"] else "file sizes intact; verify checks every byte"),
         ("progress", f"step {meta['step']}, {tokens} tokens, {samples} samples"),
         ("validation", "" if best == NONE else f"best {best} nats per token; last at step {last}"),
         ("written", f"{date} UTC, {age} ago; format version {facts['format_version']}"),

@@ -1,10 +1,10 @@
 """List the checkpoints of runs, newest first: ls PATH ... [hashes=true]
 
-PATH is a run folder, its checkpoints folder, or a folder of runs, searched three levels deep. `<- auto` marks the
-checkpoint that resuming uses. A checkpoint is intact if all its files have their sizes; hashes=true reads every byte,
-as resuming does. The table is followed by files that a process is writing or deleting, or left when it died (.tmp-,
-.trash-), and by checkpoints that were set aside (damaged-, superseded-). Times are UTC. Exit code 1 if a checkpoint is
-damaged.
+PATH is a run folder, its checkpoints folder, or a folder of runs, which is searched three levels deep. `<- auto` marks
+the checkpoint that resuming uses. A checkpoint counts as intact if all files have the sizes in its manifest;
+hashes=true verifies every byte, as resuming does. Below the table are folders that a process is writing or deleting, or
+left unfinished when it died (.tmp-, .trash-), and checkpoints that were set aside (damaged-, superseded-). Times are
+UTC. The exit code is 1 if a checkpoint is damaged.
 """
 
 from dataclasses import dataclass
@@ -77,8 +77,8 @@ def _about(left: Path, alive: bool | None) -> str:
     if left.name.startswith("damaged-"):
         return "damaged, moved aside by a new save; delete it by hand"
     if left.name.startswith("superseded-"):
-        return "set aside after a loss spike, superseded by the run; delete it by hand"
+        return "set aside after a loss spike, when the run went back to an earlier checkpoint; delete it by hand"
     word = "written" if left.name.startswith(".tmp-") else "deleted"
     if alive is None:
-        return f"being {word}, or left by a process that died; this file system has no locks"
-    return f"being {word}" if alive else "left by a process that died; the next save removes it, and so does prune"
+        return f"being {word}, or left by a process that died (unknown, as this file system has no locks)"
+    return f"being {word}" if alive else "left by a process that died; the next save or prune removes it"

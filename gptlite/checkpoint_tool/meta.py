@@ -21,10 +21,10 @@ def is_meta(source: Path) -> bool:
 
 
 def open_meta(source: Path) -> tuple[dict[str, Any], Adapter, dict[str, Stored]]:
-    """Return the content of config.json that describes the model, its adapter, and the tensors by canonical name.
+    """Return the model as the content of a config.json, its adapter, and the tensors by canonical name.
 
-    Shards are mapped into memory, and read one tensor at a time. Raises ConfigError for missing shards, and for a model
-    that no adapter knows.
+    Shards are memory-mapped, and read one tensor at a time. Raises ConfigError if shards are missing, or if no adapter
+    supports the model.
     """
     params, found = read_json(source / PARAMS), {}
     for path in source.iterdir():
@@ -43,4 +43,6 @@ def open_meta(source: Path) -> tuple[dict[str, Any], Adapter, dict[str, Stored]]
             content, pieces = read
             tensors = {each.name: Stored(each.name, each.shape, each.dtype, each.read) for each in pieces}
             return content, adapter, {adapter.canonical(name) or name: each for name, each in tensors.items()}
-    raise ConfigError(f"source={source}: no model here reads Meta's files; see plugins=[...]")
+    raise ConfigError(
+        f"source={source}: no registered model reads these files of Meta's; register one with plugins=[MODULE]"
+    )

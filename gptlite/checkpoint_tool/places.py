@@ -22,7 +22,7 @@ LEFT = (".tmp-*", ".trash-*", "damaged-*", "superseded-*")
 
 
 def existing(path: str) -> Path:
-    """Return the folder or file at `path`. Raises ConfigError."""
+    """Return the folder or file at `path`. Raises ConfigError if it does not exist."""
     found = Path(path).expanduser()
     if not found.exists():
         names = [each.name for each in found.parent.iterdir()] if found.parent.is_dir() else []
@@ -37,7 +37,10 @@ def refuse_used(key: str, folder: Path) -> None:
 
 
 def roots(path: str) -> list[Path]:
-    """Return the checkpoints folders at `path`: itself, a run's, or those of the runs below it. Raises ConfigError."""
+    """Return the checkpoints folders at `path`: itself, its run's, or those of all runs below it.
+
+    Raises ConfigError if there are none, or if `path` is a step folder.
+    """
     folder = existing(path)
     if is_step(folder):
         raise ConfigError(f"{path} is one checkpoint; give its run, or use inspect")
@@ -59,14 +62,14 @@ def checkpoints(path: str) -> list[Path]:
         return [folder]
     found = [each for root in roots(path) for each in store.step_folders(root)]
     if not found:
-        raise ConfigError(f"{path} holds no checkpoint; give a run folder or a checkpoint in one")
+        raise ConfigError(f"{path} holds no checkpoint; give a run folder or a checkpoint folder")
     return found
 
 
 def one_checkpoint(path: str) -> Path:
-    """Return the checkpoint at `path`, or a run's newest intact one, by file sizes; if none is, its newest.
+    """Return the checkpoint at `path`. For a run, this is the newest intact one, or the newest if none is intact.
 
-    Raises ConfigError if there is none, or if `path` has several runs.
+    Only file sizes are checked. Raises ConfigError if there is no checkpoint, or if `path` has several runs.
     """
     folders = checkpoints(path)
     if len({each.parent for each in folders}) > 1:
@@ -74,18 +77,18 @@ def one_checkpoint(path: str) -> Path:
     for folder in folders if len(folders) > 1 else []:
         if not (reason := damage(folder, log)):
             return folder
-        log(f"checkpoint: passing over {folder}: {reason}")
+        log(f"checkpoint: skipped {folder}: {reason}")
     return folders[0]
 
 
 def leftovers(root: Path) -> Iterator[Path]:
-    """Yield paths that a process is writing or deleting, or left when it died, and those that were set aside."""
+    """Yield folders that are being written or deleted, or were left by a dead process, and checkpoints set aside."""
     for pattern in LEFT:
         yield from sorted(root.glob(pattern))
 
 
 def has_writer(root: Path) -> bool | None:
-    """Return True if a process is writing below `root`, by the writers' lock; None if the file system has no locks."""
+    """Return True if a process holds the writers' lock of `root`; None if the file system has no locks."""
     if not (root / ".lock").exists():
         return False
     with open(root / ".lock") as lock:
@@ -108,9 +111,9 @@ def checkpoint_config(folder: Path) -> dict[str, Any]:
 
 
 def config_of(text: str, where: str) -> dict[str, Any]:
-    """Return a configuration as nested dicts. Plugins are not imported for it.
+    """Return a configuration as nested dicts, without importing plugins.
 
-    Defaults are filled in, unless this version cannot read it or it needs plugins.
+    Defaults are filled in, unless this version of gptlite cannot read the configuration or it needs plugins.
     """
     try:
         return to_dict(from_yaml(text))

@@ -1,9 +1,9 @@
 """Remove old checkpoints of a run: prune RUN keep=K [every=M] [damaged=true] [yes=true]
 
-Prints the checkpoints to keep and to remove; yes=true then removes them. The newest K are kept, and with every=M also
-those of steps M, 2M, 3M, ... The newest checkpoint whose every byte is verified is always kept; without one, nothing is
-removed. Damaged ones are not counted; damaged=true removes them. Leftovers of dead processes (.tmp-, .trash-) are
-removed too. The run may be training meanwhile.
+Prints which checkpoints to keep and which to remove; with yes=true, also removes them. The newest K are kept, and with
+every=M also those of steps M, 2M, 3M, ... The newest checkpoint that passes verification of every byte is always kept;
+if none passes, nothing is removed. Damaged checkpoints do not count towards K; damaged=true removes them. Folders that
+dead processes have left (.tmp-, .trash-) are removed too. The run may be training at the same time.
 """
 
 from collections.abc import Iterable
@@ -15,7 +15,7 @@ from gptlite.checkpoint.find import beyond, damage
 from gptlite.checkpoint_tool.places import has_writer, leftovers, roots, size_on_disk
 from gptlite.errors import ConfigError
 from gptlite.metrics.console import format_bytes
-from gptlite.progress import log
+from gptlite.progress import counted, log
 
 
 @dataclass
@@ -66,7 +66,7 @@ def plan(root: Path, keep: int, every: int, damaged: bool) -> tuple[Path | None,
             break
     if folders and newest is None:
         raise ConfigError(
-            f"{root}: none of the {len(folders)} checkpoints is intact; delete by hand what is not needed"
+            f"{root}: {counted(len(folders), 'checkpoint')} found, but none is intact; delete unneeded ones by hand"
         )
     old = beyond(root, newest, keep, every, log) if newest else []
     stays, goes = {}, {}
@@ -82,7 +82,7 @@ def plan(root: Path, keep: int, every: int, damaged: bool) -> tuple[Path | None,
         if left.name.startswith("damaged-"):
             (goes if damaged else stays)[left] = "set aside as damaged"
         elif left.name.startswith("superseded-"):
-            stays[left] = "set aside after a spike: delete it by hand"
+            stays[left] = "set aside after a loss spike; delete it by hand"
         elif alive is False:
             goes[left] = "left by a process that died"
         else:

@@ -10,9 +10,9 @@ BLOCK = 1 << 24  # elements converted to fp64 at a time
 
 
 def statistics(tensor: Tensor) -> dict[str, float | int | None]:
-    """Return counts of all, zero, NaN and infinite elements, and min, max, mean, standard deviation and norm.
+    """Return the numbers of all, zero, NaN and infinite elements, and min, max, mean, standard deviation and 2-norm.
 
-    The latter are of the finite elements, in fp64; None if there are none.
+    Min to norm are over the finite elements, in fp64; they are None if no element is finite.
     """
     count = zeros = nan = infinite = 0
     total = squares = 0.0
@@ -47,7 +47,7 @@ def statistics(tensor: Tensor) -> dict[str, float | int | None]:
 
 @dataclass(frozen=True)
 class Distance:
-    """Distance between two tensors: elements that differ, the largest |a - b|, and norm(a - b) / norm(a)."""
+    """Distance between two tensors: number of elements that differ, maximum of |a - b|, and norm(a - b) / norm(a)."""
 
     differing: int
     largest: float
@@ -55,7 +55,10 @@ class Distance:
 
 
 def distance(a: Tensor, b: Tensor) -> Distance:
-    """Return the distance between two tensors of one shape. NaN equals NaN; a NaN in only one counts as infinite."""
+    """Return the distance between two tensors of equal shape.
+
+    NaN equals NaN; NaN in one tensor only counts as infinite.
+    """
     differing, largest, apart, norm = 0, 0.0, 0.0, 0.0
     for x, y in _blocks(a, b):
         same = (x == y) | (x.isnan() & y.isnan())

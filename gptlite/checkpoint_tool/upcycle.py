@@ -1,8 +1,8 @@
 """Turn a dense model into a mixture of experts: upcycle RUN_OR_STEP RUN_DIR experts=8 [top_k=2]
 
-Every expert starts as a copy of the dense MLP, and the router at random (Komatsuzaki et al. 2022, arXiv:2212.05055).
-The weights of a token's experts sum to 1, so the new model computes what the dense one does. RUN_DIR becomes a run with
-one checkpoint of step 0, without optimizer state. To train it:
+Every expert starts as a copy of the dense MLP, and the router's weights are random (Komatsuzaki et al. 2022,
+arXiv:2212.05055). The gate weights of each token's experts sum to 1, so the new model initially computes the same
+function as the dense model. RUN_DIR becomes a run with one checkpoint, of step 0, without optimizer state. To train it:
 gptlite train checkpoint.resume=RUN_DIR checkpoint.load=weights model=... model.moe.experts=... data=...
 """
 
@@ -43,7 +43,7 @@ def run(paths: list[str], options: Options) -> int:
     dense = Model.of(config.model)
     found, copies = dense.spec.upcycled(config.model, options.experts, options.top_k)
     keys = [f"model.{key}={override_value(value)}" for key, value in changed(found, config.model)]
-    # The folder and the start of the dense run are not those of the new one.
+    # The new run has its own folder and start, so these overrides of the dense run are left out.
     kept = [each for each in config.run.overrides if not each.lstrip("+~").startswith(("run.", "checkpoint."))]
     overrides = [*kept, *keys]
     where = replace(config.run, dir=str(run_dir), name=run_dir.name, overrides=overrides)
@@ -57,7 +57,7 @@ def run(paths: list[str], options: Options) -> int:
 
 
 def _tensors(step: Path, model: Model, copies: dict[str, str], seed: int) -> dict[str, Tensor]:
-    """Return the tensors of the new model by key: those of the dense one, copies for each expert, and new ones."""
+    """Return the new model's tensors by key: the dense model's, copies of its MLP for each expert, and new ones."""
     stored, shapes = read_manifest(step).tensors, model.shapes()
     sources = {name: f"model.{copies.get(name, name)}" for name in shapes}
     dense = {key: torch.empty(stored[key]["shape"]) for key in sources.values() if key in stored}

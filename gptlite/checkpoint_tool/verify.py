@@ -1,9 +1,9 @@
 """Verify checkpoints by reading every byte: verify RUN_OR_STEP ... [hashes=false]
 
-The checks of a checkpoint: its files match the manifest in size and SHA-256, bypassing the page cache where the system
-allows it; every element of every tensor lies in exactly one box of a file; no weight is NaN or infinite. For a run, or
-a folder of runs, all checkpoints are verified, newest first. With hashes=false, only sizes and boxes are checked. Exit
-code 1 if a checkpoint is damaged or has such a weight.
+A checkpoint passes if its files match the manifest in size and SHA-256 (read past the page cache where the system
+allows it), every element of every tensor is in exactly one box of a file, and no weight is NaN or infinite. For a run,
+or a folder of runs, all checkpoints are verified, newest first. With hashes=false, only sizes and boxes are checked.
+The exit code is 1 if a checkpoint fails.
 """
 
 import time
@@ -55,7 +55,7 @@ def _verify(folder: Path, hashes: bool) -> bool:
     pace = f" read in {seconds:.1f} s, {format_bytes(size / max(seconds, 1e-3))}/s" if hashes else ", sizes only"
     boxes = sum(len(boxes_of(stored, key)) for key in manifest.tensors)
     print(
-        f"ok       {folder}  {format_bytes(size)}{pace}; {len(manifest.tensors)} tensors whole in {boxes} boxes",
+        f"ok       {folder}  {format_bytes(size)}{pace}; {len(manifest.tensors)} tensors, complete in {boxes} boxes",
         flush=True,
     )
     return True

@@ -4,19 +4,20 @@ gptlite eval checkpoint=outputs/RUN [data=FILE_FOLDER_OR_PRESET] [samples=N]
 gptlite eval checkpoint=outputs/RUN tasks=hellaswag,arc_easy [limit=N] [num_fewshot=N] [include_path=FOLDER] \\
     [output=FILE]
 
-Both take [micro_batch_size=16] [precision=auto] [tokenizer=TOKENIZER] [plugins=[MODULE,...]] and train's keys of
-parallelism, e.g. parallelism=tp2_pp2 parallelism.zero=3.
+Both forms take [micro_batch_size=16] [precision=auto] [tokenizer=TOKENIZER] [plugins=[MODULE,...]] and the parallelism
+keys of train, e.g. parallelism=tp2_pp2 parallelism.zero=3.
 
-Text: without data, the run's own validation set is used. data is a text file or a folder of *.txt files, all of which
-is read with the run's tokenizer; or a prepared folder or data preset of train (data=mine is ./data/mine) that has the
-run's tokenizer, of which the validation set is read. samples selects that many sequences, evenly spaced.
+Text: without data, the run's own validation set is used. data is a text file or a folder of *.txt files, which are
+tokenized with the run's tokenizer and evaluated completely; or a prepared folder or a data preset of train (data=mine
+is ./data/mine) with the run's tokenizer, whose validation set is used. samples selects that many evenly spaced
+sequences.
 
-Tasks: names of tasks and groups of lm-eval, which `pip install 'gptlite[eval]'` installs. limit takes that many items
-of each task, and num_fewshot sets the number of examples in a prompt. include_path is a folder with YAML files of
+Tasks: names of tasks and groups of lm-eval, which `pip install 'gptlite[eval]'` installs. limit is the number of items
+used of each task, and num_fewshot the number of examples in a prompt. include_path is a folder with YAML files of
 further tasks. The results are also written as JSON to RUN/lm_eval/, or to output.
 
-micro_batch_size is the number of sequences at a time on each data-parallel rank. tokenizer is for an imported
-checkpoint without one; it takes the values of preprocess. The last line is JSON, for scripts.
+micro_batch_size is the number of sequences that each data-parallel rank evaluates at a time. tokenizer is for an
+imported checkpoint without one; it takes the same values as in preprocess. The last line is JSON, for scripts.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from gptlite.commands.train import run_command
 from gptlite.config import Config
 from gptlite.config.command_line import parse_arguments
 from gptlite.errors import ConfigError
+from gptlite.progress import counted
 
 OF_TASKS, OF_TEXT = ("limit", "num_fewshot", "include_path", "output"), ("data", "samples")
 LAYOUT = re.compile(r"\+?parallelism[.=]")
@@ -40,7 +42,7 @@ LAYOUT = re.compile(r"\+?parallelism[.=]")
 
 @dataclass
 class Arguments:
-    """Command-line arguments, but for the layout's."""
+    """Command-line arguments except those of the layout."""
 
     checkpoint: str = "???"
     data: str | None = None
@@ -92,20 +94,24 @@ def run(words: list[str]) -> int:
 
 
 def check(arguments: Arguments) -> None:
-    """Raise ConfigError for values that no checkpoint makes valid."""
+    """Raise ConfigError for arguments that are invalid for any checkpoint."""
     if arguments.micro_batch_size < 1 or (arguments.samples is not None and arguments.samples < 1):
-        raise ConfigError(f"micro_batch_size={arguments.micro_batch_size}, samples={arguments.samples}: at least 1")
+        raise ConfigError(
+            f"micro_batch_size={arguments.micro_batch_size}, samples={arguments.samples}: give at least 1"
+        )
     of_text, of_tasks = ([key for key in keys if getattr(arguments, key) is not None] for keys in (OF_TEXT, OF_TASKS))
     if arguments.tasks is None:
         if of_tasks:
-            raise ConfigError(f"{of_tasks[0]}={getattr(arguments, of_tasks[0])} is for tasks; give tasks=NAME,NAME")
+            raise ConfigError(f"{of_tasks[0]}={getattr(arguments, of_tasks[0])} requires tasks; give tasks=NAME,NAME")
         return
     if of_text:
-        raise ConfigError(f"{of_text[0]}={getattr(arguments, of_text[0])} is for texts; leave it out, or tasks")
+        raise ConfigError(
+            f"{of_text[0]}={getattr(arguments, of_text[0])} is for texts only; leave out {of_text[0]} or tasks"
+        )
     if not arguments.task_names:
         raise ConfigError(f"tasks={arguments.tasks}: give names of tasks, e.g. tasks=hellaswag,arc_easy")
     if arguments.limit is not None and arguments.limit < 1:
-        raise ConfigError(f"limit={arguments.limit}: give at least 1 item of each task")
+        raise ConfigError(f"limit={arguments.limit}: must be at least 1")
     if arguments.num_fewshot is not None and arguments.num_fewshot < 0:
         raise ConfigError(f"num_fewshot={arguments.num_fewshot} must not be negative")
     if (folder := arguments.include_path) is not None and not Path(folder).expanduser().is_dir():
@@ -117,8 +123,8 @@ def check(arguments: Arguments) -> None:
 
 
 def laid_out(arguments: Arguments, layout: list[str], world: int | None) -> tuple[Config, int]:
-    """Return the checkpoint's configuration in another layout, and the number of ranks: `world`, or as many as the
-    layout takes. Raises ConfigError for a layout that does not fit."""
+    """Return the checkpoint's configuration with another layout, and the number of ranks: `world` or, if it is None, as
+    many as the layout needs. Raises ConfigError for a layout that does not fit."""
     import torch
 
     from gptlite.checkpoint.find import candidates, first_intact
@@ -140,6 +146,7 @@ def laid_out(arguments: Arguments, layout: list[str], world: int | None) -> tupl
     check_forward(config, ranks)
     if world is None and gpus and ranks > gpus:
         raise ConfigError(
-            f"the layout has {ranks} ranks, but there are {gpus} GPUs; set CUDA_VISIBLE_DEVICES= to use the CPU"
+            f"the layout has {ranks} ranks, but this machine has {counted(gpus, 'GPU')}; "
+            "set CUDA_VISIBLE_DEVICES= to use the CPU"
         )
     return config, ranks

@@ -32,7 +32,7 @@ def on_rank(arguments: Arguments, config: Config, *_: Any) -> int:
 
 
 def evaluate(arguments: Arguments, layout: ParallelismConfig | None = None) -> None:
-    """Evaluate the checkpoint; rank 0 prints the result as text, and in the last line as JSON."""
+    """Evaluate the checkpoint. Rank 0 prints the result as text, followed by a line of JSON."""
     from gptlite.run.restore import restore
 
     found = restore(arguments.checkpoint, arguments.precision, arguments.plugins, layout, arguments.tokenizer)
@@ -50,7 +50,7 @@ def evaluate_text(arguments: Arguments, found: Restored) -> None:
     from gptlite.trainer.eval import evaluate_sets
 
     config, mesh, size = found.config, found.runner.mesh, arguments.micro_batch_size
-    # The run's batch sizes are for its layout.
+    # The run's batch sizes may not fit this layout.
     section = replace(config.data, global_batch_size=size * mesh.data_size, micro_batch_size=size, batch_ramp=None)
     data = together(mesh, lambda: held_out(arguments.data, config, found.tokenizer))
     loader = build_loader(section, data, mesh, config.seed)
@@ -73,7 +73,7 @@ def evaluate_text(arguments: Arguments, found: Restored) -> None:
 
 
 def evaluate_tasks(arguments: Arguments, found: Restored) -> None:
-    """Evaluate on tasks of lm-eval, which rank 0 talks to; write its results beside the run."""
+    """Evaluate on tasks of lm-eval, which only rank 0 calls, and write the results to a file."""
     from gptlite.harness.ranks import SharedScorer
     from gptlite.harness.scorer import Scorer
 
@@ -101,7 +101,7 @@ def evaluate_tasks(arguments: Arguments, found: Restored) -> None:
 
 
 def held_out(source: str | None, config: Config, tokenizer: Tokenizer) -> PreparedData:
-    """Return the data to evaluate on. Raises ConfigError for a missing source, or one with another tokenizer."""
+    """Return the data to evaluate on. Raises ConfigError if the source is missing or has another tokenizer."""
     import numpy as np
 
     from gptlite.data.build import prepare
@@ -111,7 +111,7 @@ def held_out(source: str | None, config: Config, tokenizer: Tokenizer) -> Prepar
     prepared = source is not None and (Path(source).expanduser() / "train.idx").is_file()
     if source is not None and Path(source).expanduser().exists() and not prepared:
         files = find_files(source)
-        scan(files)  # refuses what is empty or not UTF-8
+        scan(files)  # refuses files that are empty or not UTF-8
         tokens: list[int] = []
         for path in files:
             tokens += [i for text in Span(path, 0, path.stat().st_size).blocks() for i in tokenizer.encode(text)]
@@ -120,14 +120,14 @@ def held_out(source: str | None, config: Config, tokenizer: Tokenizer) -> Prepar
         return PreparedData(source, None, tokenizer, (TokenSet(source, source, array, array),), {})
     section = config.data
     if source is not None:
-        presets = presets_of("data")  # with the prepared folders ./data/NAME, as in training
+        presets = presets_of("data")  # including the prepared folders ./data/NAME, as in training
         if not prepared and source not in presets:
             raise ConfigError(f"data={source} is neither a path nor a preset; the presets are {', '.join(presets)}")
         given = ["data=tokens", f"data.path={hydra_value(source)}"] if prepared else [f"data={source}"]
         section = replace(load(given).data, sequence_length=section.sequence_length)
     data = prepare(section, config.seed)
     if data.tokenizer.fingerprint != tokenizer.fingerprint:
-        raise ConfigError(f"data={source or data.name} has another tokenizer than the checkpoint; give the text itself")
+        raise ConfigError(f"data={source or data.name} has another tokenizer than the checkpoint; give the text files")
     return data
 
 

@@ -1,12 +1,12 @@
-"""Continue a text with a trained model, streaming.
+"""Continue a text with a trained model. The text is printed as it is generated.
 
 gptlite generate checkpoint=outputs/RUN prompt="ROMEO:" \\
     [max_tokens=300] [temperature=0.8] [top_k=0] [top_p=0.95] [seed=0] [num_samples=1] [cache=true] [precision=fp32] \\
     [tokenizer=TOKENIZER] [plugins=[MODULE,...]]
 
 checkpoint is a run folder (its newest checkpoint is used) or a step folder in one. tokenizer is for an imported
-checkpoint without one; it takes the values of preprocess. temperature=0 always selects the
-most likely token; top_k=0 and top_p=1 turn these filters off. The same seed gives the same text.
+checkpoint without one; it takes the same values as in preprocess. temperature=0 always selects the most likely token;
+top_k=0 and top_p=1 turn these filters off. The same seed gives the same text.
 """
 
 from dataclasses import dataclass, field, replace
@@ -40,7 +40,7 @@ def main() -> NoReturn:
 
 
 def write_samples(arguments: Arguments) -> None:
-    """Generate the samples, and print their text as it arrives."""
+    """Generate the samples, and print their text as it is generated."""
     from gptlite.data.tokenizer import StreamDecoder
     from gptlite.models.sampling import Sampling
     from gptlite.run.restore import restore

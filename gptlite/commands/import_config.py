@@ -1,10 +1,10 @@
-"""Translate a DeepSpeed JSON to overrides: one line per key, which is taken, has no effect here, or is refused.
+"""Translate a DeepSpeed JSON file to overrides. Each key is taken, a no-op (without effect here), or refused.
 
 gptlite import-config ds_config.json [ranks=N]
 
-ranks: the number of data-parallel ranks, by which the batch keys are checked, and a missing train_batch_size is
-inferred. The last line is the command that trains with these overrides; `gptlite train deepspeed=ds_config.json` is
-the same, and further arguments of it win. Exit codes: 0 translated, 2 keys are refused.
+ranks: the number of data-parallel ranks, used to check the batch keys and to compute a missing train_batch_size. The
+last line is the command that trains with these overrides. `gptlite train deepspeed=ds_config.json` does the same; its
+other arguments take precedence over the file. Exit codes: 0 translated, 2 keys are refused.
 """
 
 import shlex
@@ -29,7 +29,7 @@ KEYS = 32  # width of the column of keys
 
 @dataclass
 class Arguments:
-    """Command line arguments besides the file."""
+    """Command-line arguments besides the file."""
 
     ranks: int | None = None
 
@@ -40,7 +40,7 @@ def main() -> NoReturn:
 
 
 def run(arguments: list[str]) -> int:
-    """Print the translation; returns the exit code. Raises ConfigError for a file that cannot be read."""
+    """Print the translation and return the exit code. Raises ConfigError for a file that cannot be read."""
     (path,), options = separate("import-config", Subcommand("", ("FILE",)), arguments, ["ranks"])
     ranks = parse_arguments(Arguments, options).ranks
     if ranks is not None and ranks < 1:
@@ -62,13 +62,13 @@ def report(path: str, rows: list[Row], width: int) -> str:
         section = above if name else ""
         lines += _lines(f"  {row.text.partition('.')[2]}" if name else row.text, row, width)
     if counts[Verdict.refused]:
-        return "\n".join([*lines, "", "Change or remove the refused keys, or give what they need."])
+        return "\n".join([*lines, "", "Change or remove the refused keys, or supply what their reasons ask for."])
     words = shlex.join([*command("train").split(), *overrides_of(rows)])
     return "\n".join([*lines, "", words])
 
 
 def _lines(key: str, row: Row, width: int) -> list[str]:
-    """Return the lines of a row. A key too long for its column has a line of its own."""
+    """Return the lines of a row. A key that is too long for its column has a line of its own."""
     reason = f"({row.reason})" if row.overrides and row.reason else row.reason
     words = " ".join([*row.overrides, reason]).strip()
     left = f"{key:<{KEYS}} {row.verdict.value:<8} "

@@ -11,9 +11,9 @@ HELP = """\
 Fused kernels on this machine. They are compiled automatically at first use; these commands build and check them.
 
   build    compile them now, unless they are already compiled
-  info     show compilers, cache, library, and the implementation of each op here
-  test     compare every op with torch's in float64
-  bench    compare every op's speed with torch's
+  info     show compilers, cache, library, and the implementation of each op on this machine
+  test     compare the results of every op with torch's in float64
+  bench    compare the speed of every op with torch's
 
 Options are key=value; `gptlite kernels SUBCOMMAND --help` lists them.
 Exit codes: 0 success, 1 failed, 2 refused."""

@@ -1,10 +1,10 @@
-"""Write a package with a model and a dataset that train at once, to be replaced by your own.
+"""Write a package with a model and a dataset that can be trained at once, to be replaced by your own.
 
 gptlite new FOLDER
 
-FOLDER must not exist. Its name becomes that of the package and of its presets model= and data=. It gets pyproject.toml,
-which declares the package as a plugin, and the package: __init__.py, model.py and data.py. The last line printed is the
-command that trains. Exit codes: 0 written, 1 I/O error, 2 refused.
+FOLDER must not exist. Its name becomes the name of the package and of its presets for model= and data=. The command
+writes pyproject.toml, which declares the package as a plugin, and the package: __init__.py, model.py and data.py. The
+last line printed is the command that trains the model. Exit codes: 0 written, 1 I/O error, 2 refused.
 """
 
 import contextlib
@@ -27,11 +27,11 @@ from gptlite.errors import ConfigError
 from gptlite.files import unwritable
 from gptlite.invocation import command
 
-TEMPLATE = "template"  # the name in the files of gptlite/template that the package's name replaces
+TEMPLATE = "template"  # name in the files of gptlite/template, to be replaced by the package's name
 STEPS = "trainer.max_steps=300"
 MODULES = ("__init__.py", "model.py", "data.py")
-NAME = re.compile(r"[A-Za-z](\w*[A-Za-z0-9])?", re.ASCII)  # of Python packages, distributions and presets
-VALUES = ("null", "true", "false", "inf", "nan")  # on the command line these are no names
+NAME = re.compile(r"[A-Za-z](\w*[A-Za-z0-9])?", re.ASCII)  # valid for Python packages, distributions and presets
+VALUES = ("null", "true", "false", "inf", "nan")  # the command line does not take these as text
 
 
 def main() -> NoReturn:
@@ -58,7 +58,7 @@ def run(arguments: list[str]) -> int:
 
 
 def refuse(folder: Path, given: str) -> None:
-    """Raise ConfigError if `folder`, which the command line has as `given`, cannot be written or named so."""
+    """Raise ConfigError if `folder`, typed as `given`, cannot be written or its name cannot be that of a package."""
     name = folder.name
     if folder.exists() or folder.is_symlink():
         raise ConfigError(f"{given} exists; nothing is overwritten, give a new folder")
@@ -66,7 +66,7 @@ def refuse(folder: Path, given: str) -> None:
         fitting = re.sub(r"\W+", "_", name, flags=re.ASCII).strip("_0123456789")
         hint = f", such as {fitting}" if NAME.fullmatch(fitting) and fitting != name else ""
         raise ConfigError(f"{given}: a package cannot be named {name}; give letters, digits and _{hint}")
-    beside = str(Path(gptlite.__file__).resolve().parents[1])  # on the path of the scripts in a checkout
+    beside = str(Path(gptlite.__file__).resolve().parents[1])  # scripts of a checkout have this folder on sys.path
     if name in sys.stdlib_module_names or PathFinder.find_spec(name, [*sys.path, beside]):
         raise ConfigError(f"{given}: a module named {name} is installed or part of Python; give another name")
     import_plugins([])

@@ -4,7 +4,7 @@ gptlite parity parallelism=tp2_pp2 parallelism.zero=3 [steps=5] [any KEY=VALUE o
 
 The first steps of the configured run are taken by one process, then by the layout, whose ranks are started here: on
 GPUs, or as gloo processes on a CPU. One row per step has the differences of losses, gradient norms, gradients and
-updated values. The last line is the verdict, and names the first tensor that differs. The run folder is not written.
+updated parameters. The last line is the verdict; if tensors differ, it names the first one. No run folder is written.
 
 By default, random tokens (data=synthetic) and fp32 are used. In bf16, fp16, amp_o1 and amp_o2 the layout may differ
 from one process by up to twice that process's difference from fp32. Exit codes: 0 the same, 1 different, 2 refused.
@@ -25,11 +25,13 @@ from gptlite.errors import ConfigError
 from gptlite.launch.starter import starter
 from gptlite.parallelism.layout import wanted_world
 from gptlite.precision import Precision, PrecisionConfig
+from gptlite.progress import counted
 
 if TYPE_CHECKING:
     from gptlite.parity.record import StepRecord
 
-CHEAP = ("data=synthetic", "data.vocab_size=500", "data.num_tokens=100000")  # a vocabulary costs the most time
+# Defaults that save time. A large vocabulary would take most of it.
+CHEAP = ("data=synthetic", "data.vocab_size=500", "data.num_tokens=100000")
 
 
 def main() -> NoReturn:
@@ -38,11 +40,10 @@ def main() -> NoReturn:
 
 
 def run(arguments: list[str]) -> int:
-    """Compare, and return the exit code. Raises ConfigError for an invalid configuration, and for a layout of one
-    rank."""
+    """Compare, and return the exit code. Raises ConfigError for an invalid configuration or a layout of one rank."""
     steps, config = composed(arguments)
     if outer := starter():
-        raise ConfigError(f"this tool starts the ranks itself; run it once, without {outer.name}")
+        raise ConfigError(f"parity starts the ranks itself; run it as a single process, without {outer.name}")
     import torch
 
     world = wanted_world(config.parallelism, gpus := torch.cuda.device_count())
@@ -51,7 +52,8 @@ def run(arguments: list[str]) -> int:
         raise ConfigError("the layout has only one rank; give one with several, e.g. parallelism=tp2")
     if gpus and world > gpus:
         raise ConfigError(
-            f"the layout has {world} ranks, but there are {gpus} GPUs; set CUDA_VISIBLE_DEVICES= to use the CPU"
+            f"the layout has {world} ranks, but this machine has {counted(gpus, 'GPU')}; "
+            "set CUDA_VISIBLE_DEVICES= to use the CPU"
         )
     from gptlite.launch.elastic import run_ranks
     from gptlite.parity.worker import save_reference
@@ -67,11 +69,11 @@ def run(arguments: list[str]) -> int:
 
 
 def composed(arguments: list[str]) -> tuple[int, Config]:
-    """Return the number of steps, and train's configuration for the other arguments, with cheap data and fp32 by
-    default."""
+    """Return the number of steps, and train's configuration for the other arguments, with synthetic data and
+    fp32 by default."""
     own = {key: value for key, _, value in (each.partition("=") for each in arguments) if key == "steps"}
     if not (steps := own.get("steps", "5")).isdigit() or steps == "0":
-        raise ConfigError(f"steps={steps}: give a number, at least 1")
+        raise ConfigError(f"steps={steps} must be an integer of at least 1")
     arguments = with_deepspeed(arguments)
     given = {each.partition("=")[0].lstrip("+"): each for each in arguments if not each.startswith("steps=")}
     cheap = [] if {"data", "experiment"} & given.keys() else [each for each in CHEAP if each.split("=")[0] not in given]

@@ -2,13 +2,14 @@
 
 gptlite plan model=gpt3-13b cluster=dgx-h100 cluster.nodes=8 data.global_batch_size=1024 [KEY=VALUE of train]
     [top=10] [out=FOLDER] [simulate=true] [tokens=300e9]
-gptlite plan model=gpt2 cluster=dgx-h100 largest=true [out=FOLDER]    the most layers of that width that fit, by layout
+gptlite plan model=gpt2 cluster=dgx-h100 largest=true [out=FOLDER]    find the most layers that fit, for each layout
 gptlite plan calibrate [seconds=60] [out=FILE]    measure this machine, for cluster=local
 
-All valid layouts are compared; given keys of `parallelism` and data.micro_batch_size are kept. The table has the best
-layout for each combination of degrees and ZeRO stage, with the overrides that train it. `out` is the folder for
-plan.png, timeline.png and plan.json, or largest.png. simulate=true runs the best layout's fullest rank with fake
-tensors, for its exact memory.
+All valid layouts are compared; keys of `parallelism` and data.micro_batch_size stay fixed if they are given. The table
+has the best layout for each combination of degrees and ZeRO stage, with the overrides that train with it, up to `top`
+rows. `tokens` adds the time and cost of training on that many tokens. `out` is the folder for plan.png, timeline.png
+and plan.json, or for largest.png. simulate=true runs the best layout's rank with the highest memory use on fake
+tensors, which gives its exact memory.
 Exit codes: 0 planned, 2 refused; if nothing fits, the error gives the missing memory.
 """
 
@@ -57,8 +58,8 @@ def run(arguments: list[str]) -> int:
 
 
 def separated(schema: type[Any], arguments: list[str], *positive: str) -> tuple[Any, list[str]]:
-    """Split arguments into those of `schema`, parsed, and train's. Raises ConfigError if a key in `positive` is not
-    above 0."""
+    """Split arguments into those of `schema`, parsed, and those of train. Raises ConfigError if a key in `positive` is
+    not above 0."""
     own = [each for each in arguments if each.partition("=")[0] in schema.__dataclass_fields__]
     settings = parse_arguments(schema, own)
     for key in positive:
@@ -73,7 +74,7 @@ def planned_config(given: list[str]) -> Config:
     given = with_deepspeed(given)
     preset = any(each.partition("=")[0] in ("parallelism", "experiment") for each in given)
     config = load(given if preset else ["parallelism=auto", *given])
-    config.run.overrides = given  # without parallelism=auto: the planner keeps the keys in here fixed
+    config.run.overrides = given  # without parallelism=auto, as the planner keeps the keys in these overrides fixed
     return config
 
 

@@ -28,7 +28,7 @@ from gptlite.launch.hostfile import take_flag
 from gptlite.launch.starter import is_main, let_main_speak, refuse_sweep
 
 COMPLETION = {"--shell-completion", "-sc"}
-SHOWING = {"--cfg", "-c", "--info", "-i", "--hydra-help"} | COMPLETION  # Hydra's flags without a run
+SHOWING = {"--cfg", "-c", "--info", "-i", "--hydra-help"} | COMPLETION  # Hydra's flags that do not start a run
 EXIT_FAILED, EXIT_REFUSED, EXIT_INTERRUPTED = 1, 2, 130
 
 
@@ -75,7 +75,7 @@ def command() -> int:
         presets = any(re.match(r"\+?sweep=", each) for each in overrides) and not SHOWING & set(flags)
         if {"-m", "--multirun"} & set(flags) and (shown := SHOWING & set(flags)):
             raise ConfigError(
-                f"{min(shown)} shows one configuration, but -m has many; leave out -m, and give one value per key"
+                f"{min(shown)} shows one configuration, but -m has several; leave out -m, and give one value per key"
             )
         if {"-m", "--multirun"} & set(flags) or presets:
             return sweep(flags, overrides)
@@ -97,7 +97,7 @@ def sweep(flags: list[str], overrides: list[str]) -> int:
 
 
 def completions() -> int:
-    """Print Hydra's tab completions, without the schemas that presets start from. Return 0."""
+    """Print Hydra's tab completions, without the schemas on which presets are based. Return 0."""
     with contextlib.redirect_stdout(io.StringIO()) as answer:
         jobs()
     print(re.sub(r"\S+_schema( |$)", "", answer.getvalue(), flags=re.MULTILINE), end="")
@@ -122,11 +122,11 @@ def jobs() -> int:
 
 
 def sort_arguments(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """Split arguments into Hydra's flags with values, and overrides. Hydra requires overrides to be contiguous."""
+    """Split arguments into flags with their values, and overrides, as Hydra requires overrides to be contiguous."""
     overrides = [each for each in arguments if re.match(r"[+~]*[\w./@:]+=|~\w", each)]
     for group in SCHEMAS:
         if f"{group}=null" in overrides:
-            raise ConfigError(f"{group}=null: a run needs one; {choices(group)}")
+            raise ConfigError(f"{group}=null: every run needs this section; {choices(group)}")
     return [each for each in arguments if each not in overrides], overrides
 
 
@@ -140,8 +140,7 @@ def run_command(run: Callable[[list[str]], int], usage: str | None) -> NoReturn:
 
 
 def guarded(action: Callable[[], int | None]) -> int:
-    """Run an action and return its exit code. Failures are printed: user errors in one line, others with a
-    traceback."""
+    """Run an action and return its exit code. Prints a failure: a user error in one line, others with a traceback."""
     try:
         return action() or 0
     except ConfigError as error:
@@ -156,7 +155,7 @@ def guarded(action: Callable[[], int | None]) -> int:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
         return pipe_closed()
-    except OSError as error:  # such as a full disk; train.log has the traceback, if the run got that far
+    except OSError as error:  # e.g. a full disk; train.log has the traceback if it was open
         print(f"error: {error}", file=sys.stderr)
         return EXIT_FAILED
     except Exception:

@@ -5,10 +5,10 @@ gptlite train-tokenizer input='corpus/*.jsonl.zst' output=FOLDER [vocab_size=320
 gptlite train-tokenizer tokenizer=FOLDER export=FOLDER
 
 input, format, field and separator are as in gptlite preprocess; give both the same validation_fraction, so that
-held-out text is not used for training. A corpus above sample_mb megabytes is sampled. kind is sentencepiece (a
-byte-fallback BPE) or char. Give `output` to preprocess as tokenizer=. `export` is a folder for tokenizer.json and
-tokenizer_config.json, which transformers.AutoTokenizer.from_pretrained reads, with the same ids for every text.
-Exit codes: 0 done, 2 refused, 130 stopped.
+held-out text is not used for training. Of a corpus above sample_mb megabytes, only a sample of that size is used. kind
+is sentencepiece (a byte-fallback BPE) or char. Pass `output` to preprocess as tokenizer=. `export` is a folder for
+tokenizer.json and tokenizer_config.json, which transformers.AutoTokenizer.from_pretrained reads, with the same ids for
+every text. Exit codes: 0 done, 2 refused, 130 stopped.
 """
 
 import shutil
@@ -27,7 +27,7 @@ class Arguments:
 
     input: str | None = None
     output: str | None = None
-    tokenizer: str | None = None  # an existing one to export, instead of input
+    tokenizer: str | None = None  # an existing tokenizer to export, instead of input
     export: str | None = None
     kind: str = "sentencepiece"
     vocab_size: int = 32000
@@ -57,16 +57,17 @@ def train_or_export(arguments: Arguments) -> None:
         raise ConfigError(f"export={export} exists; give a new folder")
     if arguments.tokenizer is not None:
         if export is None:
-            raise ConfigError("tokenizer=... needs export=FOLDER, which is not set")
+            raise ConfigError("tokenizer=... needs export=FOLDER, the folder to write")
         tokenizer = find_tokenizer(arguments.tokenizer)
     else:
         if output is None:
             raise ConfigError("output is not set; give it as output=FOLDER")
         tokenizer = train(arguments, output)
-        print(f"{output}: {tokenizer.kind}, {tokenizer.vocab_size} ids, fingerprint {tokenizer.fingerprint[:16]}")
+        size, fingerprint = tokenizer.vocab_size, tokenizer.fingerprint[:16]
+        print(f"{output}: {tokenizer.kind}, vocabulary size {size}, fingerprint {fingerprint}")
     if export is not None:
         export_tokenizer(tokenizer, export)
-        print(f"{export}: for transformers.AutoTokenizer.from_pretrained")
+        print(f"{export}: can be loaded with transformers.AutoTokenizer.from_pretrained")
 
 
 def train(arguments: Arguments, output: Path):
@@ -78,7 +79,7 @@ def train(arguments: Arguments, output: Path):
 
     if output.exists():
         if not (output / DEFINITION).is_file():
-            raise ConfigError(f"output={output} exists and is not a tokenizer of gptlite; give another folder")
+            raise ConfigError(f"output={output} exists and is not a gptlite tokenizer; give another folder")
         if not arguments.overwrite:
             raise ConfigError(f"output={output} exists; give another folder, or overwrite=true")
     settings = make_settings(arguments)
@@ -90,7 +91,7 @@ def train(arguments: Arguments, output: Path):
     replaced = output.with_name(f".trash-{output.name}")
     shutil.rmtree(replaced, ignore_errors=True)
     if output.exists():
-        output.rename(replaced)  # kept until the new one is in place
+        output.rename(replaced)  # kept until the new tokenizer is in place
     temporary.rename(output)
     sync_folder(output.parent)
     shutil.rmtree(replaced, ignore_errors=True)

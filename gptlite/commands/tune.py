@@ -1,11 +1,12 @@
-"""Find the fastest layout by measurement: the plan's best k train for some steps, and the fastest becomes a preset.
+"""Find the fastest layout by measurement: train with the k best layouts of the plan, and write the fastest as a preset.
 
 gptlite tune [KEY=VALUE of train] [k=5] [steps=10] [name=tuned] [out=presets] [minutes=10] [overwrite=false]
 
-k: number of layouts, which differ in degrees or ZeRO stage; steps: per layout; minutes: time limit per layout. The
-preset is OUT/parallelism/NAME.yaml, used as `gptlite train --config-dir OUT parallelism=NAME`. The measurements are in
-OUT/parallelism/NAME.json. If none of the k layouts runs, the plan's next ones are tried, and finally the one that needs
-the least memory. Exit codes: 0 a preset was measured; 1 nothing ran, and the preset is only an estimate; 2 refused.
+k: number of layouts, which differ in degrees or ZeRO stage; steps: training steps per layout; minutes: time limit per
+layout. The preset is OUT/parallelism/NAME.yaml, used as `gptlite train --config-dir OUT parallelism=NAME`. The
+measurements are in OUT/parallelism/NAME.json. If none of the k layouts runs, the plan's next layouts are tried, and
+finally the layout that needs the least memory. Exit codes: 0 a preset was measured; 1 nothing ran, and the preset is
+only an estimate; 2 refused.
 """
 
 from dataclasses import dataclass

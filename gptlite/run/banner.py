@@ -108,9 +108,9 @@ def announce(run: Run, folder: RunFolder) -> Reporter:
 def _flops(
     model: Model, length: int, peak: float | None, data: PreparedData | SampleSets
 ) -> tuple[int | None, list[tuple[str, str]]]:
-    """Return the FLOPs per token, or of a sample, or None and the banner line that gives the reason.
+    """Return the FLOPs per token (or per sample), or None, and a banner line with the reason if counting failed.
 
-    If the model has no formula for them, they are counted, but only if the device's peak is known.
+    If the model has no formula, its FLOPs are counted, but only if the device's peak FLOP/s is known.
     """
     found = model.flops_per_token(length)
     if found is not None or peak is None:
@@ -122,7 +122,7 @@ def _flops(
 
 
 def _attention(config: Config, mesh: Mesh, policy: Policy, ops: Ops) -> list[tuple[str, str]]:
-    """Return the banner's line on the kernel that SDPA uses, if attention is SDPA."""
+    """Return the banner's line on the kernel that SDPA uses; no line for other attention."""
     found = spec_of(config.model).attention(config.model)
     if found is None or ops.attention is not Attention.sdpa:
         return []
@@ -153,15 +153,15 @@ def _step_words(config: Config) -> str:
 
 
 def _ramp(config: Config) -> str:
-    """Return the end of the banner's line on the batch: the ramp of its size; "" without one."""
+    """Return the batch-size ramp for the end of the banner's line on the batch; empty if there is none."""
     if config.data.batch_ramp is None:
         return ""
     start, increment, samples = config.data.batch_ramp
-    return f"; it grows to that from {start} by {increment} over the first {samples:,} samples"
+    return f"; batch size ramp from {start} in steps of {increment} over the first {samples:,} samples"
 
 
 def _share(state: TrainState) -> tuple[dict[str, int], int, list[list[int]]]:
-    """Return {name: global size} of this rank's parameters, its local elements, and the layers of its stages."""
+    """Return {name: global size} of this rank's parameters, its number of local elements, and each stage's layers."""
     sizes = {name: parameter.numel() for name, parameter in state.named_parameters()}
     elements = sum(num_local_elements(p) for part in state.parts for p in part.parameters())
     return sizes, elements, [list(state.model.blocks(part)) for part in state.parts]
@@ -170,7 +170,7 @@ def _share(state: TrainState) -> tuple[dict[str, int], int, list[list[int]]]:
 def _layout(
     config: ParallelismConfig, words: str, mesh: Mesh, micro_batches: int, elements: list[int], layers: list
 ) -> list[tuple[str, str]]:
-    """Return the banner's line on several ranks: `8 ranks on CPU (gloo): pipeline 2 x ... ; layers 0-1 | 2-3; ...`."""
+    """Return the banner's line on the layout, e.g. `8 ranks on CPU (gloo): pipeline 2 x ...`; no line for one rank."""
     if mesh.world_size == 1:
         return []
     text = f"{mesh.world_size} ranks on {mesh.device.type.upper()} ({dist.get_backend()}): {words}"
@@ -184,19 +184,19 @@ def _layout(
 
 
 def _bubble(config: ParallelismConfig, micro_batches: int) -> str:
-    """Return e.g. ` (ranks idle 33% of a step by the schedule)`; empty for schedules that split the backward pass.
+    """Return e.g. ` (pipeline bubble: 33% of a step)`; empty for schedules that split the backward pass.
 
-    The bubble is (p - 1) / (v m + p - 1), with p ranks of v stages and m micro-batches (Narayanan et al. 2021,
+    The bubble is (p - 1) / (v m + p - 1), with p ranks, v stages per rank and m micro-batches (Narayanan et al. 2021,
     arXiv:2104.04473).
     """
     if splits_backward(config):
         return ""
     passes, idle = stages_per_rank(config) * micro_batches, config.pipeline - 1
-    return f" (ranks idle {idle / (passes + idle):.0%} of a step by the schedule)"
+    return f" (pipeline bubble: {idle / (passes + idle):.0%} of a step)"
 
 
 def _span(layers: list[int]) -> str:
-    """Format as `0-3`, or `2` for one layer."""
+    """Return a range of layers, e.g. `0-3`, or `2` for one layer."""
     return str(layers[0]) if len(layers) == 1 else f"{layers[0]}-{layers[-1]}"
 
 

@@ -1,4 +1,4 @@
-"""Construction of a run from its configuration, the same for training, parity and evaluation."""
+"""Construction of a run from its configuration, for training, parity checks and the engine."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ from gptlite.trainer.state import TrainState
 
 @dataclass(frozen=True)
 class Run:
-    """Objects needed to take steps. `config` has the vocabulary size and the number of steps filled in."""
+    """Objects needed for training. `config` has the vocabulary size and the number of steps filled in."""
 
     config: Config
     mesh: Mesh
@@ -94,9 +94,10 @@ def build_state(
     loader: BatchLoader,
     identity: dict[str, Any],
 ) -> TrainState:
-    """Build the model's parts on this rank, whose weights and buffers `fill` sets, and the optimizer of a new run.
+    """Build the state of a new run: the model's parts on this rank, the optimizer, and what checkpoints record.
 
-    `identity` is that of the data, which a resume compares. Collective.
+    `fill` sets the weights and buffers of the parts. `identity` identifies the data, which must be the same when the
+    run resumes. Collective.
     """
     layout, compiles = config.parallelism, config.trainer.compile
     parts = build_parts(model, layout, mesh, policy, ops, config.seed, compile=compiles)
@@ -118,11 +119,14 @@ def build_state(
 
 
 def single_input(x: Any, stages: int) -> Tensor | None:
-    """Return the input of a sample, without a batch dim. Raises ConfigError in a pipeline if it is not one tensor."""
+    """Return the first input of a batch `x`, without the batch dim; None if it is not a tensor.
+
+    Raises ConfigError if it is not a tensor and there are several pipeline `stages`.
+    """
     if isinstance(x, Tensor):
         return x[0]
     if stages > 1:
         raise ConfigError(
-            f"parallelism.pipeline={stages}: the input of a sample is {type(x).__name__}; a pipeline takes one tensor"
+            f"parallelism.pipeline={stages}: the input of a sample is {type(x).__name__}; a pipeline needs one tensor"
         )
     return None

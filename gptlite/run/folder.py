@@ -36,7 +36,7 @@ from gptlite.trainer.state import TrainState, model_tensors
 
 LOG = "train.log"
 OWNER = ".owner"
-# How long another rank may take to see a file that rank 0 has made: network file systems remember what was not there.
+# Time in which other ranks must see a file that rank 0 has created. Network file systems cache that a file is missing.
 APPEARS_SECONDS = 30.0
 
 
@@ -47,8 +47,8 @@ class SaveFailed(RuntimeError):
 class RunFolder:
     """Folder `<run.dir>`: config.yaml, data_order.jsonl, metrics.jsonl, train.log, checkpoints/, result.json.
 
-    The constructor leaves nothing behind, and raises ConfigError if training here would mix two runs; nothing is
-    written before `opened`. `resume_from` is the checkpoint that training starts from, or None.
+    The constructor raises ConfigError if training here would mix two runs. Nothing is written before `opened`.
+    `resume_from` is the checkpoint from which training starts, or None.
 
     All ranks create it, and call `restore`, `opened`, `write_config` and `save` together. Rank 0 makes decisions and
     writes files; its errors are raised on all ranks. Other ranks only print their log lines and write their tensors.
@@ -57,7 +57,7 @@ class RunFolder:
     def __init__(self, config: Config, mesh: Mesh) -> None:
         self.path = Path(config.run.dir).expanduser()
         self.config, self.mesh = config, mesh
-        self._early: list[str] = []  # lines said before there was a log
+        self._early: list[str] = []  # lines logged before train.log was opened
         self._log_file: TextIO | None = None
         self._console = Console()
         self.tokenizer: Tokenizer | None = None
@@ -69,7 +69,7 @@ class RunFolder:
             from_main(mesh, lambda: self._refuse(from_yaml(read_config(found), found), f"checkpoint {found}"))
 
     def restore(self, state: TrainState) -> None:
-        """Load the checkpoint, if any, into `state`. Raises ConfigError for other data or a step past the end."""
+        """Load the checkpoint, if any, into `state`. Raises ConfigError for other data, or a step past the last one."""
         if self.resume_from is None:
             return
         meta, changes = from_main(self.mesh, lambda: self._accepted(state))
@@ -82,11 +82,12 @@ class RunFolder:
             for line in state.load_meta(meta):
                 self.log(line)
             if not self.resume_from.resolve().is_relative_to(self.path.resolve()):
-                state.wandb_id = None  # that tracker's run belongs to the folder it was started in
-        batch = ", and by more if data.micro_batch_size times the data ranks changes: batch norm's mean is over these"
+                state.wandb_id = None  # the tracker's run belongs to the folder in which it began
+        batch = ", and by more if data.micro_batch_size x data-parallel ranks changes, over which batch norm averages"
         rounding = f"by rounding{batch if any(map(has_batch_norm, state.parts)) else ''}"
-        for change in changes * (not weights_only):  # a new run has no curve to go on with
-            self.log(f"resuming with a change: {change}; losses may differ from an uninterrupted run's {rounding}")
+        for change in changes * (not weights_only):  # with weights only, there is no loss curve to continue
+            words = f"losses may differ from those of an uninterrupted run {rounding}"
+            self.log(f"resuming with a change: {change}; {words}")
         self.log(f"{'weights' if weights_only else 'resuming'} from {self.resume_from}")
 
     def complete(self, state: TrainState) -> bool:
@@ -102,7 +103,7 @@ class RunFolder:
 
     @contextmanager
     def opened(self, config: Config, tokenizer: Tokenizer | None) -> Iterator[None]:
-        """Create the folder, open the log, and lock it during the block against other processes that train in it."""
+        """Create the folder, open the log, and lock the folder for the block: no other process can train in it."""
         with ExitStack() as held:
             held.callback(self.checkpointer.close, self.log)
             from_main(self.mesh, lambda: self._open_log(config, held))
@@ -128,11 +129,11 @@ class RunFolder:
         from_main(self.mesh, lambda: note_order(self.path, row))
 
     def log(self, text: str) -> None:
-        """Write lines to the terminal and to train.log, which gets earlier lines when it is opened."""
+        """Write lines to the terminal and to train.log, which also receives earlier lines when it is opened."""
         self.record(text)
         try:
             self._console.print(text)
-        except OSError:  # a pipe's reader has gone, as tee does at Ctrl-C: the run is worth more than its echo
+        except OSError:  # the reader of a pipe has exited, e.g. tee at Ctrl-C: continue without it
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
     def error(self, text: str) -> None:
@@ -147,7 +148,7 @@ class RunFolder:
         if self._log_file is None:
             self._early.append(text)
         elif not self._log_file.closed:
-            with suppress(OSError):  # a full disk: the terminal has the line, and a save will say what it means
+            with suppress(OSError):  # e.g. a full disk: the terminal has the line, and the next save fails
                 self._log_file.write(text + "\n")
                 self._log_file.flush()
 
@@ -161,7 +162,8 @@ class RunFolder:
             raise ConfigError(f"{words}; free some, or give another run.dir")
         held = len(step_folders(self.path / "checkpoints")) if self.mesh.is_main else 0
         if self.mesh.is_main and free < (needed := max(1, keep + 1 - held)) * size:
-            self.log(f"warning: {words}: too little for the {needed} that checkpoint.keep={keep} needs")
+            wanted = counted(needed, "checkpoint")
+            self.log(f"warning: {words}: too little for the {wanted} that checkpoint.keep={keep} needs")
 
     def save(self, state: TrainState) -> Path:
         """Save a checkpoint of the state, or start an asynchronous save. Return its folder. Raises SaveFailed."""
@@ -169,7 +171,7 @@ class RunFolder:
             return self.checkpointer.save(state.tensors(), state.meta(), to_yaml(self.config), self.tokenizer, self.log)
 
     def rewind(self, state: TrainState, spike: Spike) -> Path | None:
-        """Load the last good checkpoint before the spike's samples, and make the state skip those from now on.
+        """Load the newest intact checkpoint from before the spike's samples, and make the state skip these samples.
 
         Returns the checkpoint; None if there is none. Later checkpoints are renamed. Raises SaveFailed if the save in
         progress failed.
@@ -184,7 +186,7 @@ class RunFolder:
         load_tensors(found, tensors, verified=True, log=self.log, mesh=self.mesh)
         state.take(tensors)
         state.load_meta(from_main(self.mesh, lambda: read_manifest(found).meta))
-        # What the checkpoint does not know stays: the ranges skipped since it was saved.
+        # Keep what the checkpoint may lack: the tracker's run, and the ranges skipped since it was saved.
         state.wandb_id, state.loader.schedule = tracker, schedule.skipping([(spike.first, spike.stop)])
         skipped = spike.first, spike.stop
         from_main(self.mesh, lambda: note_spike(self.path, state.step, spike.step, skipped))
@@ -208,23 +210,23 @@ class RunFolder:
 
     @contextmanager
     def _failing_in_words(self, what: str) -> Iterator[None]:
-        """Convert an OSError to SaveFailed, with one line on the error and the remaining checkpoints."""
+        """Convert an OSError to SaveFailed, with one line on the error and the newest existing checkpoint."""
         try:
             yield
         except OSError as error:
             held = step_folders(self.checkpointer.root)
-            left = f"the last one, {held[0]}, is intact" if held else "there is none yet"
+            left = f"the last one, {held[0]}, is intact" if held else "there is no earlier one"
             raise SaveFailed(
-                f"{what} was not saved: {error}; {left}; fix that, and run the same command again"
+                f"{what} was not saved: {error}; {left}; fix the problem, and run the same command again"
             ) from error
 
     def write_result(self, result: dict[str, Any]) -> None:
-        """Write result.json, for scripts and sweeps. Rank 0 does not wait for other ranks, which may be gone."""
+        """Write result.json, for scripts and sweeps. Rank 0 does not wait for other ranks, which may have exited."""
         if self.mesh.is_main:
             write_whole(self.path / RESULT, json.dumps(result, indent=2) + "\n")
 
     def _refuse_folder(self) -> None:
-        """Raise ConfigError for a folder that cannot be written, or holds another run."""
+        """Raise ConfigError for a folder that cannot be written, is in use, or contains another run."""
         self._refuse_unwritable()
         self._refuse_busy()
         saved = self.path / "config.yaml"
@@ -232,8 +234,8 @@ class RunFolder:
             self._refuse(read_saved(saved), f"run.dir={self.config.run.dir}")
 
     def _accepted(self, state: TrainState) -> tuple[dict[str, Any], list[str]]:
-        """Return the `meta` of the checkpoint, and the changes of environment since it was written. Raises ConfigError
-        if it does not fit this state."""
+        """Return the checkpoint's `meta`, and the changes of the environment since it was written. Raises ConfigError
+        if the checkpoint does not fit this state."""
         assert self.resume_from is not None
         manifest, load = read_manifest(self.resume_from), self.config.checkpoint.load
         old, new = ({"data_identity": each} for each in (manifest.meta["data_identity"], state.data_identity))
@@ -269,13 +271,13 @@ class RunFolder:
 
     def _close_log(self) -> None:
         assert self._log_file is not None
-        with suppress(OSError):  # lines that a full disk has refused before
+        with suppress(OSError):  # the disk may still be too full for buffered lines
             self._log_file.close()
 
     def _lock(self, held: ExitStack) -> None:
-        """Lock the log until this process ends, and write a note of the owner. Without file locks, do neither.
+        """Lock the log until this process ends, and write a note that names it. Without file locks, do neither.
 
-        The kernel releases the lock when the process ends in any way. The note may then be stale.
+        However the process ends, the kernel releases the lock. The note may be left behind.
         """
         assert self._log_file is not None
         note = self.path / OWNER
@@ -285,8 +287,8 @@ class RunFolder:
         held.callback(note.unlink, missing_ok=True)
 
     def _try_lock(self, file: TextIO) -> bool:
-        """Return True if the lock was taken, False without lock support. Raises ConfigError if another process has
-        it."""
+        """Return True if the lock was taken, False if locks are not supported. Raises ConfigError if another process
+        holds the lock."""
         locked = try_lock(file)
         if locked is False:
             owner = "another process"
@@ -297,8 +299,8 @@ class RunFolder:
         return bool(locked)
 
     def _refuse_busy(self) -> None:
-        """Raise ConfigError if a process trains in the folder, before reading its checkpoints, which may be deleted
-        meanwhile."""
+        """Raise ConfigError if another process trains in the folder. Called before its checkpoints are read, as that
+        process may delete them."""
         with suppress(OSError), open(self.path / LOG, "r+", encoding="utf-8") as log:
             self._try_lock(log)
 
@@ -327,18 +329,18 @@ class RunFolder:
             raise ConfigError(f"run.dir={self.config.run.dir}: {reason}")
 
     def _refuse(self, old: Config, where: str) -> None:
-        """Raise ConfigError to prevent resuming with another model, data or seed; log other differences."""
+        """Raise ConfigError if the model, the data or the seed differs from that in `old`; log other differences."""
         new = self.config
         spec, known = spec_of(new.model), spec_of(old.model).vocab_size(old.model)
-        if known is not None:  # the tokenizer's, where it is left open; that it is the same is seen once there is one
+        if known is not None:  # replaces a size left open; tokenizers are compared later
             new = replace(new, model=spec.with_vocabulary(new.model, known))
-        if new.trainer.max_epochs is not None:  # the steps follow from it once the data is open
+        if new.trainer.max_epochs is not None:  # max_steps is computed from it once the data is open
             new = replace(new, trainer=replace(new.trainer, max_steps=old.trainer.max_steps))
         differences = compare_configs(to_dict(old), to_dict(new), self.config.checkpoint.load)
         if refusal := differences.refusal(self.config.checkpoint.load):
             raise ConfigError(f"{where}: {refusal}")
         for notice in (differences.notice(), differences.resharding()):
-            if notice and notice not in self._early:  # the folder and its checkpoint may both say it
+            if notice and notice not in self._early:  # config.yaml and the checkpoint may give the same notice
                 self.log(notice)
         if (harmless := differences.harmless()) and harmless not in self._early:
             self.record(harmless)

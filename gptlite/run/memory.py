@@ -1,4 +1,4 @@
-"""Banner's line on the memory that the planner predicts for a run."""
+"""The banner's line on the memory that the planner predicts for a run."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from gptlite.run.build import Run
 
 
 def profile_ahead(config: Config, world: int) -> None:
-    """Record the profiles that `predicted` needs, on rank 0 before it joins the process group.
+    """Record the profiles that `predicted` needs. Runs on rank 0, before it joins the process group.
 
-    The planner simulates tensor-, context- and expert-parallel ranks in a process group of its own, and a process has
-    one at a time.
+    The planner simulates tensor-, context- and expert-parallel ranks in a process group of its own, and a process can
+    have only one default process group at a time.
     """
     with suppress(Exception):  # the run itself reports what is wrong with its configuration
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -40,9 +40,9 @@ def profile_ahead(config: Config, world: int) -> None:
 
 
 def predicted(run: Run) -> list[tuple[str, str]]:
-    """Return the banner's line on predicted memory: of rank 0, and of the rank with the most.
+    """Return the banner's line on the predicted memory of rank 0, and of the rank that needs the most.
 
-    A model that the planner cannot profile trains without a prediction.
+    If the planner cannot profile the model, the line has the reason instead, and the run continues.
     """
     mesh, size = run.mesh, run.state.loader.micro_batch_size
     try:
@@ -53,7 +53,7 @@ def predicted(run: Run) -> list[tuple[str, str]]:
 
 
 def planned(config: Config, layout: Layout, device: torch.device, policy: Policy, attention: Attention) -> Workload:
-    """Return the step of a configuration as the planner's workload. The vocabulary size is known."""
+    """Return the planner's workload for a step of a configuration, whose vocabulary size must be set."""
     work = workload_of(config, layout, ClusterConfig(device=device.type))
     return replace(running(work, config, policy), attention=attention)
 
@@ -73,9 +73,9 @@ def _words(work: Workload) -> str:
 
 
 def _listed(memory: RankBytes) -> list[str]:
-    """Return `parameters 16.3 MiB`, ... With one micro-batch per step, gradients are freed block by block."""
+    """Return the parts of a rank's memory, e.g. `parameters 16.3 MiB`, with a remark if gradients take 0 bytes."""
     names = ("parameters", "gradients", "optimizer", "activations")
     sizes = [f"{name} {format_bytes(getattr(memory, name))}" for name in names]
     if memory.gradients == 0:
-        sizes[1] += " (each block's are reduced and freed in turn)"
+        sizes[1] += " (reduced and freed after each block)"
     return sizes

@@ -27,8 +27,8 @@ from gptlite.trainer.state import model_tensors
 
 
 class Restored(NamedTuple):
-    """A model, its parts on this rank in evaluation mode, its tokenizer, its run's configuration, and the step folder
-    that it was read from."""
+    """Trained model with the runner of its parts on this rank (in evaluation mode), its tokenizer, the configuration of
+    its run, and the step folder from which it was loaded."""
 
     model: Model
     runner: StageRunner
@@ -44,11 +44,12 @@ def restore(
     layout: ParallelismConfig | None = None,
     tokenizer: str | None = None,
 ) -> Restored:
-    """Return a trained model, in one part on one device or in the parts of a `layout` on its ranks. Collective.
+    """Return a trained model, on one device or divided among the ranks of a `layout`. Collective.
 
-    `checkpoint` is a step folder, or a run folder for its newest one. `plugins` are imported first; they must include
-    the checkpoint's. `tokenizer`, as in tokenizer=SPEC, is for a checkpoint that has none. Raises ConfigError if the
-    plugins do not suffice, if the checkpoint does not exist or has no tokenizer, and for an unknown `precision`.
+    `checkpoint` is a step folder, or a run folder, whose newest intact checkpoint is used. `plugins` are imported
+    first; they must include those of the checkpoint. `tokenizer` is the value of tokenizer=, for a checkpoint that has
+    none. Raises ConfigError if plugins are missing, if the checkpoint does not exist or has no tokenizer, and for an
+    unknown `precision`.
     """
     layout = layout or ParallelismConfig()
     import_plugins(plugins)
@@ -56,7 +57,9 @@ def restore(
     path = from_main(mesh, lambda: find_checkpoint(checkpoint, "checkpoint"))
     config = from_yaml(read_config(path), checkpoint)
     if (spec := spec_of(config.model)).reads == "samples":
-        raise ConfigError(f"checkpoint={checkpoint}: the {spec.name} model reads samples; this needs a model of tokens")
+        raise ConfigError(
+            f"checkpoint={checkpoint}: the {spec.name} model reads samples, but this command needs a model of tokens"
+        )
     found = _tokenizer(path, checkpoint, tokenizer, config)
     if precision not in Precision.__members__:
         hint = did_you_mean(precision, Precision.__members__)
@@ -76,7 +79,7 @@ def _tokenizer(path: Path, checkpoint: str, given: str | None, config: Config) -
     if (path / "tokenizer").is_dir():
         if given is not None:
             raise ConfigError(
-                f"tokenizer={given}: the checkpoint has the tokenizer that it was trained with; leave it out"
+                f"tokenizer={given}: the checkpoint has the tokenizer that it was trained with; leave out tokenizer"
             )
         return load_tokenizer(path / "tokenizer")
     if given is None:
@@ -88,6 +91,7 @@ def _tokenizer(path: Path, checkpoint: str, given: str | None, config: Config) -
     rows = spec_of(config.model).vocab_size(config.model)
     if rows is not None and found.vocab_size > rows:
         raise ConfigError(
-            f"tokenizer={given} has {found.vocab_size} ids, and the model {rows}; give the model's tokenizer"
+            f"tokenizer={given} has a vocabulary size of {found.vocab_size}, above the model's {rows}; "
+            f"give the tokenizer of the model"
         )
     return found

@@ -30,18 +30,18 @@ class Picture:
 
 @dataclass(frozen=True)
 class Result:
-    """End of a run: how it ended, its figures and its files, as absolute paths.
+    """Result of a run: how it ended, its metrics, and the absolute paths of its files.
 
-    `outcome` is `done`, or begins with `stopped`, `diverged`, `spiked` or `failed`. `metrics` are the figures of
+    `outcome` is `done`, or begins with `stopped`, `diverged`, `spiked` or `failed`. `metrics` has the values of
     result.json: `loss`, `val_loss`, `step`, `tokens_per_second` and others.
     """
 
     folder: Path
-    exit_code: int  # as the command's: 0 done, 1 failed, 128 + signal stopped
+    exit_code: int  # 0: done or stopped by a limit; 1: failed; 128 + n: stopped by signal n
     outcome: str
     metrics: dict[str, Any] = field(repr=False)
-    checkpoint: Path | None  # the last one
-    curves: Picture | None  # loss, learning rate, gradient norm and speed
+    checkpoint: Path | None  # the last checkpoint
+    curves: Picture | None  # plots of loss, learning rate, gradient norm and speed
 
     @classmethod
     def of(cls, folder: Path, exit_code: int, values: Mapping[str, Any]) -> Result:
@@ -60,7 +60,7 @@ class Result:
 
     @classmethod
     def read(cls, folder: Path, exit_code: int) -> Result:
-        """Return the result of the run that other processes left in `folder`."""
+        """Return the result of a run that other processes have written to `folder`."""
         values: dict[str, Any] = {}
         with suppress(OSError, ValueError):
             values = json.loads((folder / RESULT).read_text(encoding="utf-8"))

@@ -37,14 +37,14 @@ from gptlite.trainer.spike import Spiked
 from gptlite.trainer.state import TrainState
 from gptlite.trainer.step import Diverged
 
-# Addition to the error message, by the error: the state of the checkpoints, and advice.
+# Text appended to the message of an error, by its type: the state of the checkpoints, and advice.
 ADVICE: dict[type[Exception], str] = {
-    Diverged: ". Stopped with the parameters of the step before; earlier checkpoints are intact. "
-    "Try a lower optimizer.lr (now {lr:g}), more schedule.warmup_steps, optimizer.clip_norm=1",
-    Spiked: ". Nothing was saved since, and earlier checkpoints are intact. "
-    "Try a lower optimizer.lr (now {lr:g}), or skip more at once: trainer.spike.margin",
-    ReplicasDiffer: ". Nothing was saved, and earlier checkpoints are intact. Resume from one before "
-    "the last check that passed, on other hardware if it happens again",
+    Diverged: ". Stopped with the parameters of the previous step; earlier checkpoints are intact. "
+    "Try a lower optimizer.lr (now {lr:g}), more schedule.warmup_steps, or optimizer.clip_norm=1",
+    Spiked: ". Nothing was saved after the spike began, and earlier checkpoints are intact. "
+    "Try a lower optimizer.lr (now {lr:g}), or a larger trainer.spike.margin, which skips more samples at once",
+    ReplicasDiffer: ". Nothing was saved, and earlier checkpoints are intact. Resume from one that was saved "
+    "before the last check that passed; if the error happens again, use other hardware",
     OffloadFailed: "; once that is fixed, the same command resumes from the last checkpoint",
     SaveFailed: "",
 }
@@ -52,7 +52,7 @@ ADVICE: dict[type[Exception], str] = {
 
 @dataclass
 class Conclusion:
-    """Outcome reported to `conclude`, and what follows from it: the exit code and the content of result.json."""
+    """Outcome of the run, set in the block of `conclude`, and the exit code and content of result.json that follow."""
 
     outcome: Outcome | None = None
     exit_code: int = 0
@@ -63,15 +63,16 @@ class Conclusion:
 def conclude(
     config: Config, run: RunFolder, state: TrainState, reporter: Reporter, started: float, watch: Watch
 ) -> Iterator[Conclusion]:
-    """Close the trackers and write result.json when the block ends or raises; report the results of a completed run.
+    """Context manager that closes the trackers and writes result.json when the block ends or raises.
 
-    Rank 0 writes. If the block fails, no rank waits for another, which may be gone.
+    If the run completed, it also reports the results. Rank 0 writes. If the block raises, no rank waits for another, as
+    that rank may have exited.
     """
     conclusion = Conclusion()
     status = "failed"
     result = partial(_result, config, run, state, reporter, started)
 
-    def note(error: RankStuck) -> None:  # this process is about to end, from another thread
+    def note(error: RankStuck) -> None:  # called in the watchdog's thread, which then ends this process
         run.record(f"error: {error}")
         run.write_result(result(f"failed: {error}"))
 
@@ -83,7 +84,8 @@ def conclude(
     except tuple(ADVICE) as error:
         word = {Diverged: "diverged", Spiked: "spiked"}.get(type(error), "failed")
         status, conclusion.exit_code = f"{word}: {error}", 1
-        if isinstance(error, OffloadFailed) and run.mesh.world_size > 1:  # the others wait for this rank: it ends all
+        # The other ranks wait for this one, and end only if it fails.
+        if isinstance(error, OffloadFailed) and run.mesh.world_size > 1:
             raise
         run.error(f"error: {error}{ADVICE[type(error)].format(lr=config.optimizer.lr)}")
     except BaseException as error:
@@ -100,12 +102,13 @@ def conclude(
             except OSError as error:
                 if conclusion.outcome is not None:
                     raise
-                print(f"warning: no result.json: {error}")  # a full disk: what ended the run has been told
+                # E.g. a full disk. The error that ended the run has been reported already.
+                print(f"warning: result.json was not written: {error}")
     if conclusion.outcome is not None:
         try:
             _close(config, run, state, reporter, started, conclusion.outcome)
-        except Exception as error:  # the run is trained and saved: a picture that fails does not make it a failure
-            run.log(f"warning: no closing report: {type(error).__name__}: {error}")
+        except Exception as error:  # training is complete and saved, so a failed plot is only a warning
+            run.log(f"warning: the closing report failed: {type(error).__name__}: {error}")
 
 
 def _result(
@@ -117,13 +120,13 @@ def _result(
     status: str,
     outcome: Outcome | None = None,
 ) -> dict[str, Any]:
-    """Return the content of result.json: the run's status, and the figures that sweeps compare (docs/sweeps.md)."""
+    """Return the content of result.json: the run's status, and the metrics that sweeps compare (docs/sweeps.md)."""
     evaluation = outcome.evaluation if outcome else None
     return {
         "status": status,
         "step": state.step,
         "tokens": state.tokens,
-        "unit": config.data.unit,  # of `tokens` and `tokens_per_second`
+        "unit": config.data.unit,  # unit of `tokens` and `tokens_per_second`
         "best_val_loss": state.meta()["best_val_loss"],
         "val_loss": evaluation.loss if evaluation else None,
         "val_bits_per_byte": evaluation.bits_per_byte if evaluation else None,
@@ -141,7 +144,7 @@ def _result(
 def _pipeline(config: Config, state: TrainState) -> dict[str, Any] | None:
     """Return the data for a timeline of the pipeline; None without a pipeline.
 
-    `stage_flops` has the FLOPs per token, forward and backward, of each stage's layers, and of the head in the last.
+    `stage_flops` has the FLOPs per token, forward and backward, of each stage. The last stage includes the head.
     """
     parallelism, model = config.parallelism, state.model
     if parallelism.pipeline == 1:
@@ -163,7 +166,7 @@ def _pipeline(config: Config, state: TrainState) -> dict[str, Any] | None:
 def _close(
     config: Config, run: RunFolder, state: TrainState, reporter: Reporter, started: float, outcome: Outcome
 ) -> None:
-    """Generate the sample, on all ranks, plot the curves and print the next commands."""
+    """Generate the sample on all ranks; on rank 0, plot the curves, and print the results and the next commands."""
     if outcome.ending is Ending.done:
         _sample(config, run, state)
     if not run.mesh.is_main:
@@ -202,7 +205,7 @@ def _close(
     if outcome.ending is Ending.stop_step:
         more.append("trainer.stop_step=null")
     run.log(banner(lines, title="results"))
-    # Not in the banner: a command that wraps cannot be copied.
+    # Not in the banner, which wraps long lines: a wrapped command cannot be copied.
     resume = f"{command('train')} {shlex.join([f'run.dir={hydra_value(str(run.path))}', *more])}"
     run.log(f"resume:    {resume}")
     if outcome.ending is Ending.done and (rise := _rise(config, state.step)):
@@ -218,7 +221,9 @@ def _rise(config: Config, step: int) -> str:
     """Return a remark if the learning rate would rise when max_steps doubles, else ""."""
     steps, lr = config.trainer.max_steps, config.optimizer.lr
     now, then = (lr * Schedule(config.schedule, each).factor(at) for each, at in ((steps, step - 1), (2 * steps, step)))
-    return f"(this stretches the schedule: the rate rises from {now:.1e} to {then:.1e})" if then > 1.1 * now else ""
+    if then <= 1.1 * now:
+        return ""
+    return f"(this stretches the schedule: the learning rate rises from {now:.1e} to {then:.1e})"
 
 
 def _sample(config: Config, run: RunFolder, state: TrainState) -> None:
@@ -230,7 +235,7 @@ def _sample(config: Config, run: RunFolder, state: TrainState) -> None:
     sampling = Sampling(seed=config.seed)
     if run.mesh.is_main:
         run.log(banner([], title="sample").splitlines()[0])
-    # Compiled blocks would be compiled again for every length of the cache.
+    # Otherwise compiled blocks would be recompiled for every length of the KV cache.
     with torch.compiler.set_stance("force_eager"):
         spec, count = state.model.spec, trainer.sample_tokens
         tokens = spec.generate(state.runner, prompt, count, sampling, stop=tokenizer.eod, cache=True)

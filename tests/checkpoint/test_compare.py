@@ -102,10 +102,13 @@ def test_a_notice_is_one_line_with_both_values_and_the_fix():
     new["parallelism"] = {"tensor": 2}
     new["data"]["micro_batch_size"] = 4
     differences = compare_configs(CONFIG, new)
-    fix = "the model or the data differs; set it back, or start anew with checkpoint.resume=never in another run.dir"
+    fix = (
+        "the model or the data differs; restore the old value, or start anew with checkpoint.resume=never in another "
+        "run.dir"
+    )
     assert differences.refusal() == f"seed=2 (was 1), model.num_layers=6 (was 4): {fix}"
     moved = "data.micro_batch_size=4 (was absent), parallelism.tensor=2 (was 1)"
-    assert differences.resharding() == f"reshards: {moved}: the same run up to rounding"
+    assert differences.resharding() == f"resuming with {moved}: the results stay the same up to rounding"
 
 
 @pytest.mark.parametrize("key", ["schedule.decay_steps", "schedule.warmup_steps"])

@@ -47,7 +47,7 @@ def test_nothing_yet_is_a_fresh_start(checkpointer):
 def test_all_damaged_is_for_a_person_to_decide(save, checkpointer):
     for step in (100, 200):
         (save(step) / "config.yaml").unlink()
-    with pytest.raises(ConfigError, match=r"none of the 2 checkpoints is intact \(step-00000200: config.yaml is"):
+    with pytest.raises(ConfigError, match=r"2 checkpoints found, but none is intact \(step-00000200: config.yaml is"):
         checkpointer.find("auto")
 
 
@@ -65,7 +65,7 @@ def test_a_step_a_checkpoints_folder_or_a_run_can_be_resumed(save, checkpointer,
 def test_a_path_without_a_checkpoint_is_refused(checkpointer, tmp_path):
     with pytest.raises(ConfigError, match="holds no checkpoint"):
         checkpointer.find(str(tmp_path))
-    with pytest.raises(ConfigError, match="nowhere does not exist; give auto, never, or"):
+    with pytest.raises(ConfigError, match="nowhere does not exist; give auto, never, a run folder or a"):
         checkpointer.find(str(tmp_path / "nowhere"))
     with pytest.raises(ConfigError, match="resume=Auto does not exist; did you mean auto"):
         checkpointer.find("Auto")
@@ -101,12 +101,12 @@ def test_a_tools_checkpoint_is_found_and_its_own_key_is_named(save, checkpointer
     assert find_checkpoint(str(checkpointer.root), "checkpoint", lines.append) == older
     assert "config.yaml is missing" in lines[0]
     (older / "config.yaml").unlink()
-    fix = "give a run folder or a checkpoint in one"
+    fix = "give a run folder or a checkpoint folder"
     for path, message in {
         tmp_path / "foo": rf"^checkpoint=.*foo does not exist; {fix}$",
         tmp_path: rf"^checkpoint=.* holds no checkpoint; {fix}$",
         older / "MANIFEST.json": "MANIFEST.json holds no checkpoint",
-        checkpointer.root: "^checkpoint=.*: none of the 2 checkpoints is intact .*; give checkpoint another path$",
+        checkpointer.root: "^checkpoint=.*: 2 checkpoints found, but none is intact.*; set checkpoint to another path$",
     }.items():
         with pytest.raises(ConfigError, match=message):
             find_checkpoint(str(path), "checkpoint", lines.append)

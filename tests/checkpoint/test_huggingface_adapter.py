@@ -132,7 +132,7 @@ def test_what_is_not_quite_it_is_refused(step: Path, tmp_path: Path, monkeypatch
     path = tmp_path / "out" / "model.safetensors"
     intact = safetensors.torch.load_file(path)
     for change, words in (
-        ({"net.embed.bias": torch.ones(24)}, "net.embed.bias is not zero, and the model here has no such parameter"),
+        ({"net.embed.bias": torch.ones(24)}, "net.embed.bias is not zero, but gptlite's model has no such parameter"),
         ({"more": torch.ones(1)}, "more is not a tensor of the ConvNet in its config.json"),
         ({"embed.weight": torch.ones(61, 24)}, "is also stored as"),
     ):
@@ -141,7 +141,7 @@ def test_what_is_not_quite_it_is_refused(step: Path, tmp_path: Path, monkeypatch
             import_(tmp_path / "out", tmp_path / "run")
     safetensors.torch.save_file(intact, path)
     monkeypatch.setattr(ConvSpec, "vocab_size", lambda self, config: None)
-    with pytest.raises(ConfigError, match="the conv model has no number of token ids; add `vocab_size` to its spec"):
+    with pytest.raises(ConfigError, match="conv model has no known vocabulary size; define `vocab_size` in its spec"):
         import_(tmp_path / "out", tmp_path / "run")
     assert not (tmp_path / "run").exists()
 

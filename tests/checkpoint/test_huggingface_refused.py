@@ -88,9 +88,9 @@ TENSORS: dict[str, tuple[Callable[[dict[str, Tensor]], dict[str, Tensor]], str]]
     "twice": (lambda t: t | {"wte.weight": t[W].clone()}, "is also stored as"),
     "NaN": (
         lambda t: t | {LN: t[LN].index_fill(0, torch.tensor(3), torch.nan)},
-        "h.1.ln_1.weight holds 1 numbers that are NaN or infinite, the first at [3]",
+        "h.1.ln_1.weight has 1 NaN or infinite element, the first at [3]",
     ),
-    "infinite": (lambda t: t | {W: t[W].index_fill(0, torch.tensor(5), torch.inf)}, "wte.weight holds 24 numbers"),
+    "infinite": (lambda t: t | {W: t[W].index_fill(0, torch.tensor(5), torch.inf)}, "wte.weight has 24 NaN or"),
     "another head": (lambda t: t | {"lm_head.weight": t[W] + 1}, "lm_head.weight differs from wte.weight"),
     "integers": (lambda t: t | {W: t[W].to(torch.int8)}, "wte.weight is torch.int8; save it in float32 first"),
     "doubles": (lambda t: t | {W: t[W].double()}, "wte.weight is torch.float64; save it in float32 first"),

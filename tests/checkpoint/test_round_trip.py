@@ -115,7 +115,7 @@ def test_metadata_of_python_3_11_2_is_read(save, tensors, monkeypatch):
 def test_ranks_that_mean_different_tensors_by_a_key_are_refused(tensor, words):
     parts = Parts({"w": torch.zeros(4)})
     with pytest.raises(
-        ValueError, match=re.escape(f"checkpoint key w is {words} on rank 1, float32 [4] on an earlier rank")
+        ValueError, match=re.escape(f"checkpoint key w is {words} on rank 1, but float32 [4] on a lower rank")
     ):
         parts.share([parts.offers, Parts({"w": tensor}).offers], 0)
 

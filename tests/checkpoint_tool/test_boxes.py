@@ -36,8 +36,8 @@ def test_boxes_are_found_with_their_bytes():
             "box at [6, 0] is in no file",
         ),
         (lambda entry, storage: entry.chunks.__setitem__(slice(None), OVERLAPPING), "at [0, 0] and [3, 0] overlap"),
-        (lambda entry, storage: setattr(next(iter(storage.values())), "offset", 10**6), "does not hold its box"),
-        (lambda entry, storage: setattr(next(iter(storage.values())), "relative_path", "../x"), "does not hold its"),
+        (lambda entry, storage: setattr(next(iter(storage.values())), "offset", 10**6), "does not contain its box"),
+        (lambda entry, storage: setattr(next(iter(storage.values())), "relative_path", "../x"), "does not contain its"),
     ],
 )
 def test_verify_wants_each_element_in_exactly_one_box(monkeypatch, harm, reason):

@@ -111,7 +111,7 @@ REFUSED = {
     "+run.foo=1": "run.foo is not a key",
     "run.dir=": "run.dir is empty",
     "trainer.max_time=nan": "trainer.max_time=nan must be above 0",
-    "~optimizer": "optimizer has no preset; choose optimizer=adafactor, adam, adamw, adamw_8bit, apex_adam",
+    "~optimizer": "optimizer has no preset; choose optimizer=adafactor, adam, adamw, adamw_8bit, ap",
     "model.d_model=${nope}": "model.d_model: Interpolation key 'nope' not found",
     "trainer.profile_steps=[5000,5001]": "trainer.profile_steps=[5000, 5001] begins after",
     "a=b=c": "a=b=c cannot be read; quote a value",
@@ -190,7 +190,7 @@ def test_flags_may_stand_anywhere() -> None:
     assert overrides == ["run.dir=a", "seed=1,2", "+x.y=1", "~z"]
     with pytest.raises(
         ConfigError,
-        match="optimizer=null: a run needs one; choose optimizer=adafactor, adam, adamw, adamw_8bit, apex_adam",
+        match="optimizer=null: every run needs this section; choose optimizer=adafactor, adam, adamw, adamw_8bit, ap",
     ):
         sort_arguments(["optimizer=null"])
 

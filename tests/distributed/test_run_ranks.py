@@ -33,7 +33,7 @@ def test_resuming_on_the_same_layout_is_bit_exact(four, tiny, tmp_path):
 
     log = " ".join((tmp_path / "whole" / "train.log").read_text().split())
     layout = "layout 4 ranks on CPU (gloo): pipeline 2 x data 2 (zero 3), 1f1b over 2 micro-batches"
-    assert f"{layout} (ranks idle 33% of a step by the schedule); layers 0 | 1;" in log
+    assert f"{layout} (pipeline bubble: 33% of a step); layers 0 | 1;" in log
     size = sum(
         tensor.numel() for key, tensor in checkpoint(tmp_path / "whole", 4)[0].items() if key.startswith("model.")
     )
@@ -45,4 +45,4 @@ def test_resuming_on_the_same_layout_is_bit_exact(four, tiny, tmp_path):
     train(four, [*run, "trainer.max_steps=6", f"run.dir={tmp_path / 'cut'}", "parallelism.zero=1"])
     log = (tmp_path / "cut" / "train.log").read_text()
     words = "layout: pipeline 2 x data 2 (zero 3), 1f1b then, pipeline 2 x data 2 (zero 1), 1f1b now"
-    assert f"resuming with a change: {words}; losses may differ from an uninterrupted run's by rounding" in log
+    assert f"resuming with a change: {words}; losses may differ from those of an uninterrupted run by rounding" in log

@@ -24,7 +24,7 @@ WRONG = [
         "error: pipeline stage 0 returns a tensor [2, 8], and the model declares [2, 9]; correct `activations`",
     ),
     ("data.fault=empty", 2, "error: data=rows: the training dataset has length 0; it needs at least one sample"),
-    ("data.fault=text", 2, "error: data=rows: a sample holds str 'a row'; return tensors or numbers"),
+    ("data.fault=text", 2, "error: data=rows: a sample contains str 'a row'; return tensors or numbers"),
     ("data.fault=raises data.workers=2", 2, "raises OSError: the disk is gone"),
     ("data.fault=rank1", 2, "raises OSError: the disk is gone"),
     ("data.fault=rank1 data.workers=2", 2, "raises OSError: the disk is gone"),

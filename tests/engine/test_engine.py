@@ -215,7 +215,7 @@ def test_a_wrong_argument_is_one_line(arguments, words):
     ("batch", "words"),
     [
         (torch.ones(2, 5), "batch: a sample is Tensor"),
-        ({"x": torch.ones(2, 5)}, "batch: a sample has the keys x, none of labels"),
+        ({"x": torch.ones(2, 5)}, "batch: a sample has the keys x, but none of labels"),
         ((torch.ones(2, 5), torch.ones(3, dtype=torch.int64)), "batch: the tensors have 2, 3 samples"),
         ((torch.ones(2, 5), torch.tensor(1)), "batch: the tensors have 0, 2 samples"),
         ([], "batch: an empty list"),

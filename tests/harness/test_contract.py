@@ -85,8 +85,8 @@ def test_a_model_without_logits_is_refused_by_name():
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"limit": 3}, "limit=3 is for tasks; give tasks=NAME,NAME"),
-        ({"tasks": "a", "samples": 3}, "samples=3 is for texts"),
+        ({"limit": 3}, "limit=3 requires tasks; give tasks=NAME,NAME"),
+        ({"tasks": "a", "samples": 3}, "samples=3 is for texts only"),
         ({"tasks": " , "}, "give names of tasks"),
         ({"tasks": "a", "limit": 0}, "limit=0"),
         ({"tasks": "a", "num_fewshot": -1}, "num_fewshot=-1"),

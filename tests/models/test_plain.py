@@ -165,12 +165,12 @@ register_data("points", PointsConfig, open_points)
 @pytest.mark.parametrize(
     ("fault", "refusal"),
     [
-        ("missing", "data=points: FileNotFoundError while it was opened: no folder"),
-        ("iterable", "data=points: list_iterator (training) is not a map-style dataset with __len__"),
+        ("missing", "data=points: opening it raised FileNotFoundError: no folder"),
+        ("iterable", "data=points: the training dataset, list_iterator, lacks __getitem__ or __len__"),
         ("empty", "data=points: the training dataset has length 0; it needs at least one sample"),
-        ("text", "data=points: a sample holds str 'words'; return tensors or numbers"),
+        ("text", "data=points: a sample contains str 'words'; return tensors or numbers"),
         ("alone", "data=points: a sample is Tensor; return (input, target) or a dict of tensors"),
-        ("keys", "data=points: a sample has the keys x, none of labels, label, targets, target"),
+        ("keys", "data=points: a sample has the keys x, but none of labels, label, targets, target"),
     ],
 )
 def test_a_wrong_dataset_is_one_line(fault, refusal):
@@ -195,7 +195,7 @@ def steps(loader: SampleLoader, *consumed: int) -> list[torch.Tensor]:
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_wrong_sample_is_one_line(tmp_path, fault, workers):
     loader = loader_of(tmp_path, f"data.fault={fault}", f"data.workers={workers}")
-    words = {"raises": "sample 3 raises KeyError: 'no such file'", "ragged": "samples cannot be collated"}[fault]
+    words = {"raises": "sample 3 raised KeyError: 'no such file'", "ragged": "samples cannot be collated"}[fault]
     with pytest.raises(ConfigError, match=f"data=points: {words}") as refused:
         steps(loader, 0, 4, 8)
     assert "\n" not in str(refused.value)
@@ -265,7 +265,7 @@ def test_what_an_opened_dataset_has_to_be(monkeypatch):
     monkeypatch.setitem(
         registry.SOURCES, "points", registry.DataSource("points", PointsConfig, lambda config: {"train": 1})
     )
-    with pytest.raises(ConfigError, match=r"data=points: opening it returns dict; return \(training, validation\)"):
+    with pytest.raises(ConfigError, match=r"data=points: opening it returned dict; return \(training, validation\)"):
         open_samples(PointsConfig())
 
 

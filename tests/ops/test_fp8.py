@@ -156,5 +156,5 @@ def test_what_is_refused(tiny, monkeypatch):
         raise NotImplementedError("no such kernel")
 
     monkeypatch.setattr(torch.nn.functional, "scaled_mm", missing)
-    with pytest.raises(ConfigError, match=r"has no fp8 product for cpu \(no such kernel\)"):
+    with pytest.raises(ConfigError, match=r"has no fp8 GEMM for cpu \(no such kernel\)"):
         resolve_precision(config, CPU)

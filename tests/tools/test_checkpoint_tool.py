@@ -167,14 +167,14 @@ def test_inspect_is_json_for_scripts_and_says_damage(tool, steps):
     assert len(row["tensors"]) == 18
     cut(steps / "step-00000004")
     passed_over = tool("inspect", steps)
-    assert (passed_over.code, "passing over" in passed_over.err) == (0, True)
+    assert (passed_over.code, "skipped" in passed_over.err) == (0, True)
     code, out, _ = tool("inspect", steps / "step-00000004")
     assert (code, "DAMAGED: data/__1_0.distcp has" in out) == (1, True)
 
 
 def test_verify_names_each_damage(tool, steps):
     code, out, _ = tool("verify", steps.parent)
-    assert (code, out.count("ok  "), "18 tensors whole in 28 boxes" in out) == (0, 4, True)
+    assert (code, out.count("ok  "), "18 tensors, complete in 28 boxes" in out) == (0, 4, True)
     flip_in(steps / "step-00000002")
     cut(steps / "step-00000003")
     (steps / "step-00000001" / "MANIFEST.json").unlink()
@@ -195,7 +195,7 @@ def test_verify_and_export_name_weights_that_are_not_finite(tool, tmp_path):
     tensors = model_tensors(Model.of(config.model), [GPT(config.model)])
     tensors["model.final_norm.weight"].detach()[5] = torch.nan
     step = Checkpointer(CheckpointConfig(), tmp_path / "run").save(tensors, {"step": 1}, to_yaml(config), None, print)
-    problem = "model.final_norm.weight holds 1 numbers that are NaN or infinite, the first at [5]"
+    problem = "model.final_norm.weight has 1 NaN or infinite element, the first at [5]"
     code, out, _ = tool("verify", step)
     assert (code, problem in out) == (1, True), out
     code, _, errors = tool("export", step, tmp_path / "out")
@@ -247,7 +247,7 @@ def test_diff_of_checkpoints_names_tensors_and_with_values_how_far(tool, tmp_pat
     lines = [" ".join(line.split()) for line in out.splitlines()]
     assert "model.y float32 [3] float32 [4]" in lines
     assert "model.only absent float32 [1]" in lines
-    assert "values: the files of tensors differ" in out
+    assert "values: the tensor files differ" in out
     lines = [" ".join(line.split()) for line in tool("diff", *folders, "values=true").out.splitlines()]
     assert "values: 1 of 2 tensors differ" in lines
     assert "model.x 6 0.5 0.165" in lines  # sqrt(6 * 0.25 / 55)
@@ -283,7 +283,7 @@ def test_prune_removes_nothing_if_nothing_is_intact(tool, steps):
     before = snapshot(steps)
     code, _, err = tool("prune", steps, "keep=1", "damaged=true", "yes=true")
     assert (code, snapshot(steps)) == (2, before)
-    assert "none of the 4 checkpoints is intact" in err
+    assert "4 checkpoints found, but none is intact" in err
 
 
 def test_prune_leaves_a_living_writers_folder(tool, steps):

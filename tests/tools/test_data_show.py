@@ -188,9 +188,9 @@ def test_what_there_is_not_is_refused_in_a_line(show: Show, fed: Callable, tmp_p
         (folder, "step=one"): "step=one: ",
         (folder, "stpe=1"): "stpe is not a key of this tool; did you mean step?",
         (prepared, "step=1"): f"step=1 needs a run folder, and {prepared} has no config.yaml; give sample=N",
-        (prepared,): "give sample=N and a sequence_length above 0 (now 256)",
-        (prepared, "sample=0", "sequence_length=0"): "give sample=N and a sequence_length above 0 (now 0)",
-        (prepared, "sample=0", "split=vla"): f"split=vla: {prepared} holds train, val",
+        (prepared,): "sample is not set; give sample=N",
+        (prepared, "sample=0", "sequence_length=0"): "sequence_length=0 must be at least 1",
+        (prepared, "sample=0", "split=vla"): f"split=vla: {prepared} has train, val",
         (tmp_path / "nowhere", "sample=0"): f"{tmp_path / 'nowhere'} does not exist; give a prepared folder",
     }.items():
         code, output, errors = show(*arguments)

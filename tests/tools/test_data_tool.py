@@ -73,7 +73,7 @@ def test_inspect_draws_the_lengths(tool, folder, tmp_path):
     assert result.code == 0
     assert (tmp_path / "new" / "lengths.png").read_bytes().startswith(b"\x89PNG")
     refused = tool("inspect", folder, "plot=lengths.doc")
-    assert (refused.code, "plot=lengths.doc is not a picture" in refused.err) == (2, True)
+    assert (refused.code, "plot=lengths.doc is not an image file" in refused.err) == (2, True)
 
 
 def test_inspect_says_what_is_damaged_and_shows_the_rest(tool, folder):
@@ -132,9 +132,9 @@ def change(name, offset, value):
         (change("train.bin", 1, 7), "token 0 is 1889, outside the vocabulary of 257", 1),
         (change("train.idx", 0, 7), "train.idx is damaged: it does not begin with", 1),
         (lambda folder: (folder / "val.bin").unlink(), "val.bin is damaged: it cannot be opened", 1),
-        (other_tokenizer, "but tokenizer/ is", 0),
+        (other_tokenizer, "but tokenizer/ has", 0),
         (lambda folder: (folder / "tokenizer" / "definition.json").write_text("{"), "has no readable tokenizer", 0),
-        (other_dtype, "val.bin holds int32", 1),
+        (other_dtype, "val.bin has dtype int32", 1),
     ],
     ids=["hash", "vocabulary", "magic", "missing", "tokenizer", "no tokenizer", "dtypes"],
 )
@@ -149,7 +149,7 @@ def test_verify_names_the_damage_and_returns_1(tool, folder, damage, message, in
 
 def test_verify_of_megatrons_own_files_says_what_it_cannot_know(tool, tmp_path):
     write_megatron(tmp_path / "m", [[[1, 70_000]]], np.int32)
-    assert "no .meta.json: neither hash nor vocabulary" in tool("verify", tmp_path / "m").out
+    assert "no .meta.json: hash and vocabulary not checked" in tool("verify", tmp_path / "m").out
     result = tool("verify", tmp_path / "m.bin", "vocab_size=65536")
     assert (result.code, "token 1 is 70000, outside the vocabulary of 65536" in result.out) == (1, True)
 

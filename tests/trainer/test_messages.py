@@ -44,7 +44,7 @@ def test_a_finished_run_is_left_as_it_is(run, tmp_path: Path, capsys) -> None:
 def test_the_hint_says_that_the_rate_rises_again(run, capsys) -> None:
     run("a", "schedule=wsd", "trainer.max_steps=10")
     told = capsys.readouterr().out
-    assert "trainer.max_steps=20\n           (this stretches the schedule: the rate rises from " in told
+    assert "trainer.max_steps=20\n           (this stretches the schedule: the learning rate rises from " in told
     run("b", "schedule=constant", "trainer.max_steps=2")
     assert "stretches" not in capsys.readouterr().out
 

@@ -56,7 +56,7 @@ def test_a_full_disk_ends_the_run_in_one_line(
     assert list(left.parent.glob(".tmp*")) == []
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert "No space left on device" in line
-    assert f"the last one, {left}, is intact; fix that, and run the same command again" in line
+    assert f"the last one, {left}, is intact; fix the problem, and run the same command again" in line
     result = json.loads((tmp_path / "a" / "result.json").read_text())
     assert result["status"] == "failed: " + line.removeprefix("error: ")
     last = max(row["step"] for row in read_metrics(tmp_path / "a") if "loss" in row)
@@ -81,4 +81,4 @@ def test_little_room_is_said(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     size = 600_000
     monkeypatch.setattr(shutil, "disk_usage", lambda _: type("usage", (), {"free": 3 * size}))
     assert run("a", "trainer.max_steps=2", "checkpoint.keep=5")[0] == 0
-    assert "too little for the 6 that checkpoint.keep=5 needs" in (tmp_path / "a" / "train.log").read_text()
+    assert "too little for the 6 checkpoints that checkpoint.keep=5 needs" in (tmp_path / "a" / "train.log").read_text()
