@@ -1,4 +1,4 @@
-"""Batches that a program hands over: their split into micro-batches, and the loader that passes them on to the step."""
+"""Batches that a program passes to an engine: the split into micro-batches, and the loader that a step reads from."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ from gptlite.parallelism.mesh import Mesh
 
 
 class HandedOver(BatchLoader):
-    """Loader of one step's micro-batches, without validation. The sizes of the global batches are those given to
-    `take`."""
+    """Loader of one step's micro-batches, without validation data. `take` sets the size of the global batch."""
 
     def __init__(self, seed: int, device: torch.device) -> None:
         nothing = SampleStream.begin(seed, 1, {"batches": ("", np.zeros(2, np.uint8), 1.0)})
@@ -30,7 +29,7 @@ class HandedOver(BatchLoader):
         self._batches: Sequence[SampleBatch] = ()
 
     def take(self, batches: Sequence[SampleBatch], samples: int) -> None:
-        """Set this rank's micro-batches of the next step, and the number of samples of all ranks."""
+        """Set this rank's micro-batches of the next step, and the number of samples in the global batch."""
         self._batches, self.schedule = batches, replace(self.schedule, global_batch_size=samples)
 
     def micro_batches(self, consumed_samples: int) -> int:
@@ -47,7 +46,7 @@ class HandedOver(BatchLoader):
 
     @property
     def validation_sets(self) -> list[str]:
-        """No data sets."""
+        """Names of the validation sets: none."""
         return []
 
     def validation_batches(self, limit: int | None = None, name: str | None = None) -> Iterator[Batch]:
@@ -59,10 +58,11 @@ class HandedOver(BatchLoader):
 
 
 def micro_batches(batch: Any, size: int | None) -> list[SampleBatch]:
-    """Return a batch in micro-batches of `size` samples, the last of which may have fewer; None: in one.
+    """Split a batch into micro-batches of `size` samples, of which the last may have fewer. If `size` is None, do not
+    split it.
 
-    A list of tuples, lists or dicts is a list of batches. Raises ConfigError if there is no target, or if the first
-    dims of the tensors differ.
+    A list of tuples, lists or dicts is a list of batches, each of which is split. Raises ConfigError if there is no
+    target, or if the first dims of the tensors differ.
     """
     several = isinstance(batch, list) and not any(isinstance(each, Tensor) for each in batch)
     found: list[SampleBatch] = []
@@ -71,8 +71,8 @@ def micro_batches(batch: Any, size: int | None) -> list[SampleBatch]:
         sizes = {leaf.shape[0] if leaf.dim() else 0 for leaf in tree_leaves((x, targets))}
         if len(sizes) != 1 or 0 in sizes:
             raise ConfigError(
-                f"batch: the tensors have {', '.join(map(str, sorted(sizes)))} samples; all need the same first dim, "
-                "at least 1"
+                f"batch: the first dims of the tensors are {', '.join(map(str, sorted(sizes)))}; "
+                "all tensors need the same first dim, the number of samples, which is at least 1"
             )
         (total,) = sizes
         for start in range(0, total, size or total):
@@ -80,26 +80,27 @@ def micro_batches(batch: Any, size: int | None) -> list[SampleBatch]:
             mine, theirs = tree_map(lambda leaf, rows=rows: leaf[rows], (x, targets))
             found.append(SampleBatch(mine, theirs, torch.arange(len(theirs))))
     if not found:
-        raise ConfigError("batch: an empty list; give (input, target), a dict of tensors, or a list of those")
+        raise ConfigError("batch: the list is empty; give (input, target), a dict of tensors, or a list of these")
     return found
 
 
 def agreed_samples(batches: Sequence[SampleBatch], mesh: Mesh) -> int:
-    """Return the number of samples of all data ranks. Raises ConfigError, on all ranks, if their numbers of
-    micro-batches differ. Collective."""
+    """Return the total number of samples over all data ranks. Raises ConfigError, on all ranks, if the ranks have
+    different numbers of micro-batches. Collective."""
     count, samples = len(batches), sum(len(batch.targets) for batch in batches)
     sums = torch.tensor([count, count**2, samples], dtype=torch.int64, device=mesh.device)
     counts, squares, total = all_reduce(sums, mesh).tolist()
-    if mesh.world_size * squares != counts**2:  # equal only without variance
-        raise ConfigError(f"batch: {count} micro-batches on rank {mesh.rank}, and others elsewhere; "
-                          "give every rank the same number")  # fmt: skip
+    if mesh.world_size * squares != counts**2:  # the variance of the counts is not 0
+        raise ConfigError(f"batch: rank {mesh.rank} has {count} micro-batch{'es' * (count != 1)}, but the ranks do not "
+                          "all have the same number; give every rank the same number")  # fmt: skip
     return total * mesh.data_size // mesh.world_size
 
 
 def in_step(batches: Iterable[SampleBatch], mesh: Mesh) -> Iterator[Batch]:
-    """Yield this rank's batches on its device, then its last one, not counted, until all ranks are through.
+    """Yield this rank's batches on its device. After the last one, repeat it, marked as not counted, until every rank
+    has yielded all of its batches.
 
-    Raises ConfigError on a rank that has none while others have. Collective.
+    Raises ConfigError on a rank that has no batch while other ranks have some. Collective.
     """
     last: Batch | None = None
     iterator = iter(batches)
@@ -112,5 +113,7 @@ def in_step(batches: Iterable[SampleBatch], mesh: Mesh) -> Iterator[Batch]:
         elif last is not None:
             last = replace(last, counted=False)
         else:
-            raise ConfigError(f"batches: rank {mesh.rank} has none, and other ranks have; give each at least one")
+            raise ConfigError(
+                f"batches: rank {mesh.rank} has no batch, but other ranks have; give every rank at least one"
+            )
         yield last

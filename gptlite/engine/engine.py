@@ -47,7 +47,8 @@ from gptlite.trainer.signals import Stopping, StopSignal
 from gptlite.trainer.state import TrainState
 from gptlite.trainer.step import Step, StepResult
 
-IDENTITY = {"corpus": "batches", "tokenizer": "none", "sequence_length": "1"}  # the order of the data is the caller's
+# Identity of the data in a checkpoint. The caller determines the order of the data.
+IDENTITY = {"corpus": "batches", "tokenizer": "none", "sequence_length": "1"}
 
 
 def initialize(
@@ -58,21 +59,22 @@ def initialize(
 ) -> Engine:
     """Prepare a module for training on the ranks of this program, and return its engine.
 
-    Every rank calls this. Under torchrun or srun it joins the process group, unless the program has; otherwise this
-    process is the only rank. Every layout starts from the values of rank 0's module; other ranks may build theirs on
-    the meta device. The module itself is not changed: `Engine.module` is the one that is trained.
+    Every rank calls this. Under torchrun or srun it joins the process group, unless the program has already joined it;
+    without a launcher, this process is the only rank. Training starts from the values of rank 0's module; other ranks
+    may build the module on the meta device. The module itself is not changed: `Engine.module` is the one that is
+    trained.
 
     Args:
-        model: module whose output `loss` takes. Children of an nn.Sequential, or the elements of nn.ModuleLists,
-            are the units of ZeRO, recomputation and pipeline stages.
+        model: module whose output is the first argument of `loss`. Children of an nn.Sequential, or the elements of
+            nn.ModuleLists, are the units of ZeRO, activation checkpointing and pipeline stages.
         optimizer: name of a preset.
         config: overrides as on the command line, of `parallelism`, `precision`, `optimizer`, `schedule`, `ops`,
             `checkpoint` and a few other keys. By default the learning rate is constant.
-        loss: function (output, target) that returns the mean over the targets. By default the cross entropy of logits
-            [B, ..., classes], without targets of -100.
+        loss: function (output, target) that returns the mean over the targets. By default it is the cross entropy of
+            logits [B, ..., classes], where targets of -100 are ignored.
 
     Raises:
-        ConfigError: the configuration cannot run here.
+        ConfigError: if an argument is invalid, or if the configuration cannot run on these ranks.
     """
     settings = compose(model, optimizer, config)
     outer = starter()
@@ -84,7 +86,8 @@ def initialize(
             held.callback(leave)
         world = dist.get_world_size() if dist.is_initialized() else 1
         if world > 1:
-            settings = from_yaml(broadcast_text(to_yaml(settings)))  # the run folder's name contains the time
+            # All ranks use rank 0's configuration, as the run folder's name contains the time.
+            settings = from_yaml(broadcast_text(to_yaml(settings)))
         check_world(settings, world)
         check_device(settings, "cuda" if torch.cuda.is_available() else "cpu")
         mesh = build_mesh(settings.parallelism)
@@ -116,7 +119,7 @@ class Loaded(NamedTuple):
 class Engine:
     """Trainer of one module, step by step, from `gptlite.initialize`. All ranks call its methods together.
 
-    `config` is the complete configuration. As a context manager it is closed at the end of the block.
+    `config` is the complete configuration. An engine is also a context manager, which closes it on exit.
     """
 
     def __init__(
@@ -126,9 +129,9 @@ class Engine:
         self._mesh, self._state, self._checkpointer, self._held = mesh, state, checkpointer, held
         self._log = print if mesh.is_main else lambda _: None
         self._own: set[Path] = set()  # checkpoints that this engine has saved or loaded
-        self._stopping = Stopping(mesh, StopSignal())  # handles no signals, and so never stops
+        self._stopping = Stopping(mesh, StopSignal())  # no signal handler is installed, so it never stops
         self._passes: OnePart | Pipeline | None = None
-        self._shape: torch.Size | None = None  # of the micro-batches that a pipeline was built for
+        self._shape: torch.Size | None = None  # input shape of the micro-batches for which the pipeline was built
 
     @property
     def module(self) -> nn.Module:
@@ -147,12 +150,12 @@ class Engine:
 
     @property
     def data_rank(self) -> int:
-        """Index of the share of a global batch that this rank reads, for torch's DistributedSampler."""
+        """Index of this rank's share of a global batch: `rank` of torch's DistributedSampler."""
         return self._mesh.data_rank
 
     @property
     def data_size(self) -> int:
-        """Number of shares of a global batch."""
+        """Number of shares of a global batch: `num_replicas` of torch's DistributedSampler."""
         return self._mesh.data_size
 
     def step(self, batch: Any) -> StepResult:
@@ -160,11 +163,11 @@ class Engine:
 
         `batch` is this rank's share of the global batch: (input, target), (argument, ..., target), or a dict with the
         key `labels` or `target`, on any device. A list of batches accumulates their gradients, and so does a batch with
-        more samples than data.micro_batch_size. The loss is the mean over the targets of all ranks. Ranks of one
-        pipeline take the same batch.
+        more samples than data.micro_batch_size. The loss is the mean over the targets of all ranks. Ranks with the same
+        `data_rank`, such as the ranks of a pipeline, must pass the same batch.
 
-        Raises ConfigError for a batch without a target. Raises RuntimeError for a loss that is not finite, before the
-        parameters change.
+        Raises ConfigError for a batch without a target. If the loss is not finite, raises RuntimeError without changing
+        the parameters.
         """
         batches = micro_batches(batch, self.config.data.micro_batch_size)
         samples = agreed_samples(batches, self._mesh)
@@ -176,10 +179,11 @@ class Engine:
         return take(self._state)
 
     def evaluate(self, batches: Iterable[Any]) -> Evaluation:
-        """Return the mean loss over batches of all ranks, as `loss`, and means of metrics by name, as `means`.
+        """Evaluate batches on all ranks. In the result, `loss` is the mean loss, and `means` maps metrics to their
+        means.
 
-        Batches are as in `step`; ranks may have different numbers of them. The default loss has the metric `accuracy`.
-        Raises ConfigError if there are no targets.
+        Batches are as in `step`, but ranks may have different numbers of them. With the default loss, the metric
+        `accuracy` is computed. Raises ConfigError if there are no targets.
         """
         size = self.config.data.micro_batch_size
         each = in_step((part for batch in batches for part in micro_batches(batch, size)), self._mesh)
@@ -195,7 +199,8 @@ class Engine:
         """
         if (stages := self.config.parallelism.pipeline) > 1:
             raise ConfigError(
-                f"parallelism.pipeline={stages}: no rank can compute an output; use parallelism.pipeline=1"
+                f"parallelism.pipeline={stages}: no rank holds the whole module, so it cannot be called; "
+                "use parallelism.pipeline=1"
             )
         device, dtype = self._mesh.device, self._state.model.autocast
         x = tree_map_only(torch.Tensor, lambda leaf: leaf.to(device), x)
@@ -203,14 +208,14 @@ class Engine:
             return call(self.module, x)
 
     def save(self, folder: str | Path | None = None, extra: Mapping[str, Any] | None = None) -> Path:
-        """Commit a checkpoint below `folder`, by default run.dir, and return its path.
+        """Save a checkpoint below `folder`, by default run.dir, and return its path.
 
         `extra` is returned by `load`, and must be serializable as JSON. Older checkpoints beyond checkpoint.keep are
-        removed. Raises ConfigError if the folder holds checkpoints of another training, and OSError if the disk is
-        full, which leaves existing ones unchanged.
+        removed. Raises ConfigError if the newest checkpoint in the folder is not from this engine's training. Raises
+        OSError if the disk is full; existing checkpoints are then unchanged.
         """
         checkpointer, state = self._checkpointer, self._state
-        checkpointer.finish()  # a save in progress uses the folder before
+        checkpointer.finish()  # a save in progress still uses the previous folder
         checkpointer.root = Path(folder or self.config.run.dir).expanduser() / "checkpoints"
         from_main(self._mesh, self._refuse_others)
         meta = {**state.meta(), "extra": dict(extra or {})}
@@ -219,10 +224,11 @@ class Engine:
         return saved
 
     def load(self, folder: str | Path | None = None) -> Loaded:
-        """Restore weights, optimizer, step and loss scale, and return the step and the saved `extra`.
+        """Restore weights, optimizer state, step and loss scale, and return the step and the saved `extra`.
 
-        `folder` is a checkpoint, or a run folder for its newest intact one; by default run.dir. The layout may differ
-        from the one that saved it. Raises ConfigError if there is none, or if it does not fit the module.
+        `folder` is a checkpoint, or a run folder, by default run.dir, whose newest intact checkpoint is loaded. It may
+        have been saved on another layout. Raises ConfigError if there is no intact checkpoint, or if it does not fit
+        the module.
         """
         self._checkpointer.finish()
         mesh, state, path = self._mesh, self._state, str(folder or self.config.run.dir)
@@ -237,7 +243,7 @@ class Engine:
         return Loaded(state.step, meta.get("extra", {}))
 
     def close(self) -> None:
-        """Wait for a save in progress, and leave the process group if `initialize` has joined it."""
+        """Wait for a save in progress, and leave the process group if `initialize` joined it."""
         self._checkpointer.close(self._log)
         self._state.loader.close()
         self._held.close()
@@ -246,18 +252,23 @@ class Engine:
         return self
 
     def __exit__(self, kind: type | None, *_: object) -> None:
-        if kind is None or self._mesh.world_size == 1:  # else other ranks may be gone, and closing would wait for them
+        # After an exception other ranks may be gone, and closing would wait for them.
+        if kind is None or self._mesh.world_size == 1:
             self.close()
 
     def _passes_for(self, batches: list[SampleBatch]) -> OnePart | Pipeline:
-        """Return the object that runs these micro-batches, which in a pipeline need one shape. Raises ConfigError."""
+        """Return the object that runs these micro-batches. In a pipeline, they need the same shape, and the schedule
+        must be able to run their number; otherwise raises ConfigError."""
         layout, shape = self.config.parallelism, None
         example = single_input(batches[0].tokens, layout.pipeline)
         if layout.pipeline > 1:
             check_micro_batches(layout, len(batches))
             shape, *others = {each.tokens.shape for each in batches}
             if others:
-                raise ConfigError(f"batch: a pipeline needs equal micro-batches, not {[*shape]} and {[*others[0]]}")
+                raise ConfigError(
+                    f"batch: a pipeline needs micro-batches of equal shapes, but there are inputs of shapes {[*shape]} "
+                    f"and {[*others[0]]}"
+                )
         if self._passes is None or self._shape != shape:
             self._shape = shape
             self._passes = build_passes(

@@ -1,6 +1,6 @@
-"""Model and data of an engine, as the configuration sees them. A checkpoint's config.yaml imports this module.
+"""Entries of the model and data registries for an engine. A checkpoint's config.yaml imports this module as a plugin.
 
-No torch at import time.
+It does not import torch at import time.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class ModuleConfig(ModelConfig):
 
 
 class ModuleSpec(ModelSpec[ModuleConfig]):
-    """A given module, on the meta device, and `mean_loss(output, target)`, or None for the cross entropy of logits."""
+    """Spec of a given module, which is on the meta device. `mean_loss(output, target)` returns its loss; None means the
+    cross entropy of logits."""
 
     name = "module"
     schema = ModuleConfig
@@ -53,13 +54,13 @@ class ModuleSpec(ModelSpec[ModuleConfig]):
         """Return a copy of the module."""
         if self.module is None:
             raise ConfigError(
-                f"the model of this checkpoint, {config.name}, is a module of the program that trained it; "
-                "build it, and load the checkpoint with gptlite.initialize(...).load(folder)"
+                f"the model of this checkpoint, {config.name}, is defined in the program that trained it; "
+                "build it there, and load the checkpoint with gptlite.initialize(...).load(folder)"
             )
         return copy.deepcopy(self.module)
 
     def tied(self, config: ModuleConfig) -> dict[str, str]:
-        """Return `{other name: first name}` of parameters that the module holds under several names."""
+        """Return `{other name: first name}` for parameters that the module holds under several names."""
         if self.module is None:
             return {}
         first = {id(parameter): name for name, parameter in self.module.named_parameters()}
@@ -67,33 +68,37 @@ class ModuleSpec(ModelSpec[ModuleConfig]):
         return {name: first[id(parameter)] for name, parameter in every if first[id(parameter)] != name}
 
     def loss(self, out: Any, inputs: Inputs) -> Tensor:
-        """Return the sum of the losses: the given mean times the number of targets. Raises TypeError if the mean is not
-        one number."""
+        """Return the sum of the losses: the mean loss times the number of targets. Raises TypeError if the mean loss is
+        not a scalar tensor."""
         if self.mean_loss is None:
             return super().loss(out, inputs)
         mean = self.mean_loss(out, inputs.targets)
         if getattr(mean, "shape", None) != ():
-            found = list(mean.shape) if hasattr(mean, "shape") else type(mean).__name__
-            raise TypeError(f"loss(output, target) returned {found}; return a tensor of one number, the mean")
+            found = f"shape {list(mean.shape)}" if hasattr(mean, "shape") else type(mean).__name__
+            raise TypeError(f"loss(output, target) returned {found}; return a scalar tensor (shape []): the mean loss")
         return mean.float() * self.count(inputs.targets)
 
     def count(self, targets: Tensor) -> Tensor | int:
-        """Return the number of targets: all of floating-point ones, else those other than -100."""
+        """Return the number of targets to average over: for floating-point targets, all elements except NaN; for
+        others, all elements except -100."""
         return (targets == targets).sum() if targets.is_floating_point() else super().count(targets)
 
 
 @dataclass
 class BatchesConfig(DatasetConfig):
-    """Batches that a program hands over. `micro_batch_size` splits them; null: each is one micro-batch."""
+    """Batches that a program passes to an engine. They are split into micro-batches of `micro_batch_size`; if it is
+    null, each batch is one micro-batch."""
 
     @property
     def handed_over(self) -> bool:
-        """True: the sizes of the batches are those that the program gives."""
+        """True, as the program determines the sizes of the batches."""
         return True
 
 
 def _open(config: BatchesConfig) -> NoReturn:
-    raise ConfigError("data=batches is for gptlite.initialize, whose caller hands over the batches; give another data=")
+    raise ConfigError(
+        "data=batches works only in gptlite.initialize, whose caller passes the batches; set another data="
+    )
 
 
 register_model(ModuleSpec())

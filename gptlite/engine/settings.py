@@ -13,27 +13,28 @@ from gptlite.config.plugins import named_in
 from gptlite.errors import ConfigError
 
 PLUGIN = "gptlite.engine.module"
-# Keys and sections that have an effect without the training loop of `pretrain`.
+# Keys and sections that have an effect outside the training loop of `pretrain`.
 TAKEN = """
 parallelism precision optimizer schedule ops seed plugins deepspeed run data.micro_batch_size
 trainer.max_steps trainer.compile checkpoint.async_save checkpoint.keep checkpoint.keep_every checkpoint.timeout_seconds
 """.split()
-LOOP = ("checkpoint", "cluster", "data", "experiment", "logger", "model", "trainer")  # sections with other keys
+# Sections whose other keys have no effect.
+LOOP = ("checkpoint", "cluster", "data", "experiment", "logger", "model", "trainer")
 
 
 def compose(model: Any, optimizer: str, config: Iterable[str]) -> Config:
-    """Return the complete configuration. Raises ConfigError for a model that is no module, and for invalid keys."""
+    """Return the complete configuration. Raises ConfigError if the model is not an nn.Module, and for invalid keys."""
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model={model!r:.60} is {type(model).__name__}; give an nn.Module")
     if not isinstance(optimizer, str):
-        raise ConfigError(f"optimizer={optimizer!r:.60} is {type(optimizer).__name__}; give a preset's name, as adamw")
+        raise ConfigError(f"optimizer={optimizer!r:.60} is {type(optimizer).__name__}; give a preset's name (adamw)")
     given = list(config)
     if isinstance(config, str) or not all(isinstance(each, str) for each in given):
-        raise ConfigError(f"config={config!r:.60} is not a list of strings; give, say, config=['parallelism=zero2']")
+        raise ConfigError(f"config={config!r:.60} is not a list of strings; give, e.g., config=['parallelism=zero2']")
     for key in (_key(each) for each in given):
         if key.split(".")[0] in LOOP and key not in TAKEN:
             raise ConfigError(
-                f"config: {key} has no effect in a loop of one's own; initialize takes {', '.join(TAKEN)}"
+                f"config: {key} has no effect outside gptlite's own training loop; initialize takes {', '.join(TAKEN)}"
             )
     plugins = [PLUGIN, *named_in(given)]
     base = ["model=module", "data=batches", "schedule=constant", f"plugins=[{','.join(plugins)}]"]
@@ -45,7 +46,7 @@ def compose(model: Any, optimizer: str, config: Iterable[str]) -> Config:
         base.append("schedule.warmup_steps=0")
     settings = load([*base, *given])
     if settings.parallelism.auto:
-        raise ConfigError("parallelism=auto: the planner needs a model that reads tokens; give a preset, as zero2")
+        raise ConfigError("parallelism=auto: the planner needs a model that reads tokens; give a preset, such as zero2")
     return settings
 
 

@@ -1,4 +1,4 @@
-"""Weights of a given module: a copy of the module without them, and their distribution over the ranks."""
+"""Weights of a given module: a copy of the module on the meta device, and their distribution over the ranks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ def on_meta(module: nn.Module) -> nn.Module:
 
 
 def check_module(module: nn.Module, mesh: Mesh) -> None:
-    """Raise ConfigError, on all ranks, if ranks have different modules, or rank 0's has no values. Collective."""
+    """Raise ConfigError, on all ranks, if ranks have different modules, or if rank 0's module has tensors without
+    values. Collective."""
 
     def described() -> list[tuple[str, tuple[int, ...], torch.dtype]]:
         for name, tensor in _values(module):
@@ -41,7 +42,8 @@ def check_module(module: nn.Module, mesh: Mesh) -> None:
     for rank, theirs in enumerate(found):
         if theirs != found[0]:
             raise ConfigError(
-                f"model: rank {rank}'s module has other parameters or buffers than rank 0's; build the same on all"
+                f"model: the parameters or buffers of rank {rank}'s module differ from rank 0's in name, shape or "
+                "dtype; build the same module on all ranks"
             )
 
 
@@ -59,8 +61,10 @@ def refuse_ties(spec: ModuleSpec, config: Any, layout: ParallelismConfig, mesh: 
         if layout.pipeline > 1:
             raise ConfigError(f"parallelism.pipeline={layout.pipeline}: {words}; use parallelism.pipeline=1")
         if unit(first) != unit(other) and (mesh.fsdp_size > 1 or layout.offload is not Offload.none):
-            raise ConfigError(f"parallelism: {words}, in different blocks, which are gathered separately; hold both in "
-                              "one block or outside of them, or train on one rank without offload")  # fmt: skip
+            raise ConfigError(
+                f"parallelism: {words}, in different blocks, which are gathered separately; move both into one block, "
+                "or both out of the blocks, or train on one rank without offload"
+            )
 
 
 @torch.no_grad()
@@ -76,7 +80,7 @@ def fill_from(module: nn.Module, model: Model, parts: Sequence[nn.Module], mesh:
         else:
             value = torch.empty(tensor.shape, dtype=tensor.dtype, device=mesh.device)
         if mesh.world_size > 1 and value.numel():
-            dist.broadcast(value.view(-1).view(torch.uint8), 0)  # as bytes: gloo does not take every dtype
+            dist.broadcast(value.view(-1).view(torch.uint8), 0)  # as bytes, since gloo does not support every dtype
         for target in held.get(name, ()):
             shape, offset = local_box(target)
             box = tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
@@ -84,5 +88,6 @@ def fill_from(module: nn.Module, model: Model, parts: Sequence[nn.Module], mesh:
 
 
 def _values(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """Return parameters by their first names, and buffers by all of theirs."""
+    """Return the names and values of all parameters and buffers. A parameter appears once, under its first name; a
+    buffer appears under all of its names."""
     return [*module.named_parameters(), *module.named_buffers(remove_duplicate=False)]

@@ -1,4 +1,4 @@
-"""Adapter of a model to lm-eval's `LM` interface."""
+"""Adapter from a gptlite model to lm-eval's `LM` interface."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from gptlite.harness.scorer import Prompt, Scored
 from gptlite.models.sampling import Sampling
 from gptlite.models.spec import ModelSpec
 
-MAX_TOKENS = 256  # of a generated text, if the task gives none, as in lm-eval's HFLM
-LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # names that tasks use, first wins
+MAX_TOKENS = 256  # limit of a generated text if the task sets none, as in lm-eval's HFLM
+# Names that tasks use for the limit. The first one that is set is used.
+LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 
 
 class GptliteLM(TemplateLM):
-    """A model of gptlite. Requests beyond the context lose tokens on the left, and an empty context is the
-    end-of-document token, as with lm-eval's HFLM."""
+    """gptlite model as an LM of lm-eval. As in lm-eval's HFLM, requests that exceed the model's context are truncated
+    on the left, and an empty context is replaced by the end-of-document token."""
 
     def __init__(self, scorer: SharedScorer, spec: ModelSpec, tokenizer: Tokenizer, max_length: int) -> None:
         super().__init__()
@@ -34,7 +35,7 @@ class GptliteLM(TemplateLM):
         return self._tokens.eod
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **options: Any) -> list[int]:
-        """Return the ids of a text. No special tokens are added."""
+        """Return the token ids of a text. No special tokens are added."""
         return self._tokens.encode(string)
 
     def _loglikelihood_tokens(
@@ -44,8 +45,8 @@ class GptliteLM(TemplateLM):
         for _, context, continuation in requests:
             if len(continuation) > self.max_length:
                 raise ConfigError(
-                    f"tasks: an answer of {len(continuation)} tokens is longer than the model's context of "
-                    f"{self.max_length}; give other tasks"
+                    f"tasks: an answer has {len(continuation)} tokens, more than the model's context of "
+                    f"{self.max_length}; choose other tasks"
                 )
             scored.append(Scored((context + continuation)[-self.max_length - 1 :], len(continuation)))
         answers: list[tuple[float, bool]] = self._scorer.call("score", scored)
@@ -55,7 +56,8 @@ class GptliteLM(TemplateLM):
         return answers
 
     def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Return the log probability of each text: every token once, in windows of the context's length."""
+        """Return the log probability of each text. Texts are split into windows of at most the context length, so that
+        every token is scored once."""
         windows, owners = [], []
         for owner, request in enumerate(requests):
             given = (self.tok_encode(request.args[0]), self.prefix_token_id, self.max_length, 1)
@@ -70,9 +72,10 @@ class GptliteLM(TemplateLM):
         return sums
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Return the text that continues each context, greedily unless the task asks for sampling."""
+        """Return a continuation of each context, generated greedily unless the task requests sampling."""
         if not self._spec.writes_text:
-            raise ConfigError(f"tasks: a {self._spec.name} model does not generate text, which one of them needs")
+            raise ConfigError(f"tasks: one of the tasks generates text, which a {self._spec.name} model cannot do; "
+                              "choose other tasks")  # fmt: skip
         texts = self._scorer.call(
             "generate", [self._prompt(each.args[0], each.args[1], seed) for seed, each in enumerate(requests)]
         )
@@ -82,7 +85,8 @@ class GptliteLM(TemplateLM):
 
     def _prompt(self, context: str, options: Mapping[str, Any], seed: int) -> Prompt:
         most = next((int(options[name]) for name in LIMITS if options.get(name) is not None), MAX_TOKENS)
-        # Room for the text, as in HFLM; a longer text than the context drops the older half as it goes.
+        # Leave room for the generated text, as in HFLM. If the text alone exceeds the context, generation drops the
+        # older half of the context whenever it is full.
         room = self.max_length - most if most < self.max_length else self.max_length // 2 or 1
         until = options.get("until") or []
         ends = tuple(end for end in ([until] if isinstance(until, str) else until) if end)
@@ -94,4 +98,4 @@ def _sampling(options: Mapping[str, Any], seed: int) -> Sampling:
     if not options.get("do_sample", temperature > 0) or temperature == 0:
         return Sampling(temperature=0.0)
     top_k, top_p = int(options.get("top_k") or 0), float(options.get("top_p") or 1.0)
-    return Sampling(temperature, top_k, top_p, seed)  # seeds differ: a task may ask for several texts
+    return Sampling(temperature, top_k, top_p, seed)  # seeds differ, as a task may request several texts of a context

@@ -1,4 +1,4 @@
-"""Calls of rank 0 that all ranks take part in: rank 0 talks to lm-eval, the others wait for its calls."""
+"""Calls that rank 0 makes on all ranks. Only rank 0 runs lm-eval; the other ranks wait for its calls."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ WAIT = timedelta(days=7)  # rank 0 may download data sets between two calls
 
 
 class SharedScorer:
-    """A Scorer whose methods rank 0 calls, on all ranks."""
+    """Scorer whose methods run on all ranks when rank 0 calls them."""
 
     def __init__(self, scorer: Scorer, mesh: Mesh) -> None:
         self._scorer, self._mesh = scorer, mesh
-        # gloo, also with GPUs: waiting in NCCL would keep them busy.
+        # gloo even with GPUs, as waiting in NCCL would keep the GPUs busy.
         self._group: Any = dist.new_group(backend="gloo", timeout=WAIT) if mesh.world_size > 1 else None
         self._calling = False
 
     def call(self, method: str, requests: list[Any]) -> list[Any]:
-        """Call a method on every rank, and return its result. On rank 0."""
+        """Call a method on every rank, and return its result. Only rank 0 may call this."""
         self._calling = True
         self._exchange((method, requests))
         result = getattr(self._scorer, method)(requests)
@@ -34,12 +34,13 @@ class SharedScorer:
 
     @contextmanager
     def serving(self) -> Iterator[bool]:
-        """Context for rank 0, where the value is True. The other ranks run its calls first, and enter at its end."""
+        """Context manager with the value True on rank 0. The other ranks run the calls that rank 0 makes in its block,
+        and enter their own block, with the value False, when rank 0 leaves it."""
         if self._mesh.is_main:
             try:
                 yield True
             finally:
-                if not self._calling:  # after a failed call the others wait in its collectives, until this rank ends
+                if not self._calling:  # after a failed call, the others wait in its collectives until this rank exits
                     self._exchange(None)
             return
         while (asked := self._exchange(None)) is not None:

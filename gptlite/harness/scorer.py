@@ -1,4 +1,4 @@
-"""Scores of given texts and generated texts, as token ids, on one rank or many. No lm-eval here."""
+"""Scoring and generation of texts, given as token ids, on one rank or many. Independent of lm-eval."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ PROGRESS_SECONDS = 5.0
 
 
 class Scored(NamedTuple):
-    """Tokens of which the last `count` are scored, given all tokens before each."""
+    """Tokens of which the last `count` are scored, each conditioned on all tokens before it."""
 
     tokens: list[int]
     count: int
 
 
 class Prompt(NamedTuple):
-    """Tokens to continue by at most `max_tokens`, until one of the texts `until` is written."""
+    """Tokens to continue, by at most `max_tokens` tokens or until one of the strings `until` is generated."""
 
     tokens: list[int]
     max_tokens: int
@@ -41,7 +41,7 @@ class Prompt(NamedTuple):
 
 @dataclass(frozen=True)
 class Scorer:
-    """A model that scores and continues texts. All ranks call its methods, with the same arguments.
+    """Scores and continues texts with a model. All ranks call its methods, with the same arguments.
 
     `batch_size` sequences are scored at a time on each data-parallel rank.
     """
@@ -53,11 +53,11 @@ class Scorer:
     log: Log
 
     def score(self, requests: Sequence[Scored]) -> list[tuple[float, bool]]:
-        """Return for each request the sum of the log probabilities of the scored tokens, and True if each of them is
-        the most likely one.
+        """Return for each request the sum of the log probabilities of the scored tokens, and True if every scored token
+        is the most likely one.
 
-        Sequences of similar lengths share a batch, the longest first. They are padded on the right, where causal
-        attention does not look.
+        Sequences of similar lengths share a batch, the longest first. They are padded on the right, which does not
+        change the results of causal attention.
         """
         mesh = self.runner.mesh
         order = sorted(range(len(requests)), key=lambda index: -len(requests[index].tokens))
@@ -77,7 +77,8 @@ class Scorer:
         return [(nats, wrong == 0) for nats, wrong in all_reduce(found, mesh).tolist()]
 
     def generate(self, prompts: Sequence[Prompt]) -> list[str]:
-        """Return the text that continues each prompt, up to the first of its `until` or the end of the document."""
+        """Return the text that continues each prompt, up to the first string of its `until` or the end of the
+        document."""
         progress = Progress("generating", len(prompts), self.log, PROGRESS_SECONDS, unit="requests")
         texts = []
         for prompt in prompts:
@@ -113,7 +114,7 @@ class Scorer:
         )
         for token in tokens:
             text += decoder.push(token)
-            if any(end in text for end in prompt.until):  # every rank has the same tokens, and ends here
+            if any(end in text for end in prompt.until):  # all ranks have the same tokens, so all of them stop here
                 break
         text += decoder.flush()
         return text[: min((text.find(end) for end in prompt.until if end in text), default=len(text))]

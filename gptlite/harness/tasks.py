@@ -1,4 +1,4 @@
-"""Run of lm-eval's tasks: their table, and a file of results."""
+"""Evaluation with lm-eval's tasks, with a table and a file of the results."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from gptlite.harness.lm import GptliteLM
 
 @dataclass(frozen=True)
 class Tasks:
-    """Names of tasks, and options of lm-eval. `folder` has YAML files of further tasks."""
+    """Names of tasks, and options for lm-eval. `folder` has YAML files of additional tasks."""
 
     names: tuple[str, ...]
     limit: int | None = None
@@ -30,7 +30,7 @@ class Tasks:
 
 
 def run_tasks(lm: GptliteLM, tasks: Tasks) -> dict[str, Any]:
-    """Return lm-eval's results. Raises ConfigError for an unknown task, and for one whose data cannot be loaded."""
+    """Return lm-eval's results. Raises ConfigError for an unknown task, and for a task whose data cannot be loaded."""
     manager = TaskManager(include_path=tasks.folder, include_defaults=tasks.folder is None)
     if not set(tasks.names) <= set(manager.all_tasks):
         manager = TaskManager(include_path=tasks.folder)  # reads the thousands of files of lm-eval's own tasks
@@ -42,7 +42,7 @@ def run_tasks(lm: GptliteLM, tasks: Tasks) -> dict[str, Any]:
     try:
         # Before the model runs: a task without data would otherwise end the evaluation of the others.
         loaded = [item for name in tasks.names for item in _load(manager, name)]
-    except Exception as error:  # lm-eval and its readers of data sets raise anything
+    except Exception as error:  # lm-eval and its dataset loaders may raise any exception
         raise ConfigError(f"tasks={','.join(tasks.names)}: the data cannot be loaded: {one_line(error)}") from error
     results = simple_evaluate(
         lm,
@@ -57,13 +57,13 @@ def run_tasks(lm: GptliteLM, tasks: Tasks) -> dict[str, Any]:
 
 
 def _load(manager: TaskManager, name: str) -> list[Any]:
-    """Return a task, a group, or the tasks of a tag."""
+    """Load a task, a group, or all tasks of a tag, as a list."""
     found: Any = manager.load(name)
     return [found["groups"][name]] if name in found["groups"] else list(found["tasks"].values())
 
 
 def table(results: dict[str, Any]) -> str:
-    """Return lm-eval's table of tasks and, if there are any, of groups."""
+    """Return lm-eval's table of tasks, followed by its table of groups if there are any."""
     parts = [make_table(results)]
     if results.get("groups"):
         parts.append(make_table(results, "groups"))
@@ -83,14 +83,14 @@ def figures(results: dict[str, Any]) -> dict[str, dict[str, float]]:
 
 
 def write_results(results: dict[str, Any], path: Path, more: dict[str, Any]) -> None:
-    """Write the results and `more` as JSON to a new file. Raises OSError."""
+    """Write the results, and the additional entries `more`, as JSON to a new file. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(results | more, indent=2, default=handle_non_serializable, ensure_ascii=False)
     write_whole(path, text + "\n")
 
 
 def results_file(step: Path, names: Sequence[str]) -> Path:
-    """Return a new path for the results of a step folder, beside the checkpoints of its run."""
+    """Return an unused path for the results of a checkpoint, in the folder `lm_eval` of its run."""
     run = step.parent.parent if step.parent.name == "checkpoints" else step.parent
     started = time.strftime("%Y%m%d-%H%M%S")
     stem = f"{step.name}-{'-'.join(names)[:60]}-{started}"

@@ -1,8 +1,9 @@
 """Offload of activations to host memory between a block's forward and backward pass, instead of recomputation.
 
-On a GPU the copies run on a second stream and overlap with computation: to pinned memory while the next block runs, and
-back during the backward pass of the following block. At most two blocks' activations are on the device at a time. On a
-CPU the copies are made too. They save no memory there, but let tests check that results are bit-identical.
+On a GPU the copies run on a second stream and overlap with computation: a block's activations are copied to pinned
+memory while the next block runs forward, and back while the next block runs backward. At most two blocks' activations
+are on the device at a time. On a CPU the copies are made too. They save no memory there, but let tests check that
+results are bit-identical.
 """
 
 from __future__ import annotations
@@ -25,23 +26,26 @@ class Moved:
 
     host: Tensor
     device: torch.device
-    there: Tensor | None = None  # the copy back on the device
+    there: Tensor | None = None  # the copy on the device, from `fetch` to `take`
     event: torch.Event | None = None  # recorded after the last copy
 
     def fetch(self, stream: torch.cuda.Stream) -> None:
-        """Start the copy back to the device."""
+        """Start the copy back to the device, if it has not been started."""
         if self.there is None:
             with torch.cuda.stream(stream):
                 self.there = self.host.to(self.device, non_blocking=True)
                 self.event = stream.record_event()
 
     def take(self) -> Tensor:
-        """Return the tensor on the device, ready for the current stream. A split backward pass calls this twice."""
+        """Return the tensor on the device, ready for the current stream.
+
+        A split backward pass calls this twice, in its input-gradient and its weight-gradient pass.
+        """
         if self.event is None:
             return self.host
         current, there = torch.cuda.current_stream(self.device), self.there
         current.wait_event(self.event)  # orders the streams on the device, without blocking the host
-        if there is None:  # already taken by the first half of a split backward pass
+        if there is None:  # already taken by the input-gradient pass of a split backward pass
             return self.host.to(self.device, non_blocking=True)
         there.record_stream(current)
         self.there = None
@@ -50,7 +54,7 @@ class Moved:
 
 @dataclass
 class Saved:
-    """Tensors saved by a block's forward pass, and a link to those of the block before it in this part."""
+    """Tensors saved by a block's forward pass. `before` is the same for the previous block of the model part."""
 
     before: Saved | None
     tensors: list[Moved] = field(default_factory=list)
@@ -58,14 +62,15 @@ class Saved:
 
 
 class ActivationOffload:
-    """Offload for the blocks of a model part. Call `wrap` on each block, in execution order."""
+    """Activation offload for the blocks of a model part. Call `wrap` on each block, in execution order."""
 
     def __init__(self) -> None:
         self._last: Saved | None = None
         self._stream: torch.cuda.Stream | None = None
 
     def wrap(self, block: nn.Module, first: bool) -> None:
-        """Offload a block's saved tensors, by replacing its forward method. `first` marks the part's first block."""
+        """Replace a block's forward method with one that offloads its saved tensors. `first` marks the part's first
+        block."""
         forward = block.forward
 
         def offloaded(*args: object, **kwargs: object) -> object:

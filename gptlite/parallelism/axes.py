@@ -1,7 +1,7 @@
 """Table of parallelism axes, one row per axis, used by all code that iterates over axes. Does not import torch.
 
-Most axes are dimensions of the device mesh. A folded axis has no dimension of its own: its ranks are neighbours on
-other axes.
+Most axes are dimensions of the device mesh. A folded axis has no dimension of its own: each of its groups consists of
+neighbouring ranks on other axes.
 """
 
 from dataclasses import dataclass
@@ -19,9 +19,9 @@ class Axis:
     """Parallelism axis: its name in the mesh and in messages, the config key of its degree, and what it divides.
 
     `label` is the name shown in layout descriptions; empty if another axis's label covers it. `kind` is its name in
-    metrics and hang reports. `over` lists the axes it is folded over, neighbours in the mesh, slowest first; a run of
-    their consecutive ranks is one group of this axis. `factor` is True if its degree multiplies the world size, which
-    for a folded axis means that its ranks share samples; otherwise it regroups existing ranks.
+    metrics and hang reports. `over` lists the axes that this one is folded over, slowest first. They are adjacent in
+    the mesh, and each group of this axis is a run of consecutive ranks along them. `factor` is True if the degree is a
+    factor of the world size; the ranks of such a folded axis share samples. Otherwise the axis regroups existing ranks.
     """
 
     name: str
@@ -31,8 +31,8 @@ class Axis:
     kind: str
     over: tuple[str, ...] = ()
     factor: bool = True
-    alike: Alike = ""  # parameters replicated over its ranks: all, those that tensor.py leaves whole, or tied ones
-    files: tuple[str, ...] = ()  # files or folders; a thread that waits in one of them waits for ranks of this axis
+    alike: Alike = ""  # parameters replicated over its ranks: none, all, those not sharded by tensor.py, or tied ones
+    files: tuple[str, ...] = ()  # source files or folders; a thread that waits in them waits for ranks of this axis
     waits: str = "a collective"  # the operation to report if the thread's stack does not name it
 
 
@@ -59,8 +59,8 @@ TABLE: tuple[Axis, ...] = (
 )
 AXES = tuple(axis.name for axis in TABLE if not axis.over)  # the dimensions of the mesh
 DATA_AXES = tuple(axis.name for axis in TABLE if axis.kind == DATA)
-# Dimensions of a second mesh over the same ranks, for the parameters of experts. The data ranks that are left to an
-# expert replicate or shard it, as the data axes do with other parameters.
+# Dimensions of a second mesh over the same ranks, for the parameters of experts. The data ranks that hold the same
+# experts replicate or shard them, as the data axes do with other parameters.
 EXPERT_DATA_AXES = "edp_replicate", "edp_shard"
 EXPERT_AXES = ("pp", *EXPERT_DATA_AXES, EXPERT, "tp")
 
@@ -76,12 +76,12 @@ def folded() -> tuple[Axis, ...]:
 
 
 def kinds() -> dict[str, tuple[str, ...]]:
-    """Return `{kind of collective: axes}`. The fastest kind comes first, the data axes and the world last."""
+    """Return `{kind of collective: axes}`, in reverse order of the table, but with the data axes and the world last."""
     # A stable sort on a boolean: it keeps the order of the other kinds and moves the data axes to the end.
     order = sorted(dict.fromkeys(axis.kind for axis in reversed(TABLE)), key=lambda kind: kind == DATA)
     return {kind: tuple(axis.name for axis in TABLE if axis.kind == kind) for kind in order} | {WORLD: AXES}
 
 
 def alike(parameters: Alike) -> tuple[str, ...]:
-    """Return the names of the axes over whose ranks those parameters are replicated."""
+    """Return the names of the axes over whose ranks this kind of parameters is replicated."""
     return tuple(axis.name for axis in TABLE if axis.alike == parameters)

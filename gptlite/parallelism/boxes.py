@@ -13,8 +13,8 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Cut:
-    """Sharding of one tensor dimension over one mesh axis, split as by torch.chunk: axis name, size and this rank's
-    index. `dim` is -1 for an axis whose ranks hold copies."""
+    """Sharding of one tensor dimension over one mesh axis, split as by torch.chunk. `size` is the number of ranks along
+    the axis, and `rank` is this rank's index. `dim` is -1 for an axis whose ranks hold copies."""
 
     axis: str
     dim: int
@@ -29,31 +29,34 @@ class Cut:
 
     @property
     def device(self) -> torch.device:
-        """Device on which the axis's ranks communicate. Offloaded tensors are on another one."""
+        """Device of the tensors that the axis's ranks communicate. Offloaded tensors are on another device."""
         return torch.device(self.mesh.device_type)
 
     def lengths(self, length: int) -> list[int]:
-        """Return the length of each rank's chunk of a dimension of that length."""
+        """Return the length of each rank's chunk of a dimension of length `length`."""
         longest = -(-length // self.size)  # torch.chunk rounds up, so the last ranks may have less, or nothing
         return [min(longest, max(0, length - rank * longest)) for rank in range(self.size)]
 
 
 def cuts(tensor: Tensor) -> list[Cut]:
-    """Return the shardings of a tensor over more than one rank, in the order they apply; none for a plain tensor.
+    """Return the shardings of a tensor over more than one rank, in the order in which they apply. The list is empty for
+    a plain tensor.
 
-    FSDP2 shards what the tensor axis has already sharded, and marks this by a placement with a `split_factor`.
+    FSDP2 shards tensor-parallel shards further, and marks this by a placement with a `split_factor`.
     """
     # Placements with a split_factor apply last, though their mesh axis comes first.
     return [cut for _, cut in sorted(_axes(tensor), key=lambda pair: pair[0]) if cut.dim >= 0]
 
 
 def copies(tensor: Tensor) -> list[Cut]:
-    """Return the axes along which several ranks hold the same elements of a tensor; none for a plain tensor."""
+    """Return the axes along which several ranks hold the same elements of a tensor. The list is empty for a plain
+    tensor."""
     return [cut for _, cut in _axes(tensor) if cut.dim < 0]
 
 
 def _axes(tensor: Tensor) -> list[tuple[bool, Cut]]:
-    """Return the axes of a tensor's mesh with more than one rank, each with True if its placement applies last."""
+    """Return the axes of a tensor's mesh with more than one rank, each paired with True if its placement applies
+    last."""
     if not isinstance(tensor, DTensor):
         return []
     mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
@@ -68,10 +71,11 @@ def _axes(tensor: Tensor) -> list[tuple[bool, Cut]]:
 
 
 def local_box(tensor: Tensor) -> Box:
-    """Return shape and global offset of this rank's shard, its box. A plain tensor is one box at offset 0.
+    """Return the box of this rank's shard: its shape, and its offset in the whole tensor. A plain tensor is one box at
+    offset 0.
 
-    An empty box has its offset at the end. torch's own computation is wrong where the tensor axis shards unevenly (seen
-    in 2.11 and 2.13: 50,257 rows over 2 x 8 ranks).
+    Along an empty dimension, the offset is the length of the whole tensor. torch's own computation is wrong if the
+    tensor axis shards unevenly (seen in 2.11 and 2.13: 50,257 rows over 2 x 8 ranks).
     """
     shape, offset = list(tensor.shape), [0] * tensor.dim()
     for cut in cuts(tensor):
@@ -99,5 +103,5 @@ def cut_like(parameter: Tensor, local: Tensor) -> Tensor:
 
 
 def num_local_elements(tensor: Tensor) -> int:
-    """Number of elements on this rank."""
+    """Return the number of elements of a tensor on this rank."""
     return torch.Size(local_box(tensor)[0]).numel()

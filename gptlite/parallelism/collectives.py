@@ -30,10 +30,11 @@ def all_reduce(tensor: Tensor, mesh: Mesh, axes: Sequence[str] | None = None, op
 
 
 def sum_over_cuts(tensors: Sequence[Tensor], cuts: Sequence[Sequence[Cut]]) -> list[Tensor]:
-    """Sum each tensor over its shardings, in one collective per axis. All tensors must have the same dtype.
+    """Sum each tensor over the ranks of the mesh axes in its `cuts`, all tensors of an axis together. All tensors must
+    have the same dtype.
 
-    The sum of a tensor does not depend, to the bit, on the other tensors in the call. So the copies of a tied embedding
-    on the first and the last pipeline stage get equal sums, although each is summed with other parameters.
+    The bits of a tensor's sum do not depend on the other tensors in the call. So the copies of a tied embedding on the
+    first and the last pipeline stage get equal sums, although each is summed together with different parameters.
     """
     found = list(tensors)
     by_axis: dict[str, tuple[Cut, list[int]]] = {}
@@ -50,7 +51,7 @@ def sum_over_cuts(tensors: Sequence[Tensor], cuts: Sequence[Sequence[Cut]]) -> l
 
 
 def _ordered_sum(flat: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Sum over ranks, each element in rank order. With all_reduce the order depends on the element's position."""
+    """Sum over ranks, each element in rank order. With all_reduce, the order would depend on the element's position."""
     size = group.size()
     sent = F.pad(flat, (0, -len(flat) % size))  # all_to_all_single and the gather need equal parts
     received, out = torch.empty_like(sent), torch.empty_like(sent)

@@ -17,16 +17,17 @@ from gptlite.parallelism.axes import WORLD, kinds
 from gptlite.parallelism.flight_recorder import RecordedTime
 from gptlite.parallelism.mesh import Mesh
 
-WINDOW_SECONDS = 20.0  # averaging window of the shares if rows are more frequent: 400 samples
-NOTABLE = 0.1  # share of a step: a rank is slow only if its compute time exceeds the mean by more
+WINDOW_SECONDS = 20.0  # half-life of a sample's weight in the moving average of the shares
+NOTABLE = 0.1  # share of a step by which a rank's compute time must exceed the mean to be reported as slowest
 
 
 class CommunicationTime:
-    """Shares of the training time, smoothed over WINDOW_SECONDS. `add` and `row` are called from different threads."""
+    """Shares of the training time spent in collectives of each axis. On a CPU they are moving averages with a half-life
+    of WINDOW_SECONDS. `add` and `row` are called from different threads."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
-        # Seconds by axis, with None for computation: since the last row, and over the window.
+        # Seconds by axis, with None for computation: since the last row, and in the moving average.
         self._new: Counter[str | None] = Counter()
         self._seconds: dict[str | None, float] = dict.fromkeys([*kinds(), None], 0.0)
         self._rows = 0
@@ -38,12 +39,12 @@ class CommunicationTime:
         self._new[axis] += seconds  # type: ignore[assignment]
 
     def row(self, step_seconds: float) -> dict[str, Any]:
-        """Return the keys of a metrics row, the same on all ranks. All ranks must call it after the same step.
+        """Return entries for a metrics row, the same on all ranks. All ranks must call this after the same step.
 
-        `comm_seconds_<axis>`: seconds of a step in collectives along each kind of axis, such as tp, cp, pp and dp (both
-        data axes, including cp's ranks), and of all ranks (world), averaged over the ranks. `slowest_rank`: the world
-        rank that the others waited for, None if all computed for about as long. `slowest_rank_<axis>`: the same along
-        an axis, as an index on it.
+        `comm_seconds_<axis>`: seconds per step in collectives along an axis, averaged over the ranks. The axis is a
+        kind, such as tp, cp, pp or dp (both data axes, including context-parallel ranks), or world for collectives of
+        all ranks. `slowest_rank`: the rank that the others waited for; None if no rank computed notably longer than the
+        mean. `slowest_rank_<axis>`: the same along an axis, as an index on that axis.
         """
         shares = self._shares()
         own = torch.tensor(shares, dtype=torch.float64, device=self._mesh.device)
@@ -56,7 +57,7 @@ class CommunicationTime:
             recorded = self._recorded.shares()
             return [recorded.get(kind, 0.0) for kind in kinds()]
         new, self._new = self._new, Counter()  # replaced, not cleared, as the other thread keeps adding
-        # The first row covers steps that connect, allocate and compile; drop them at the second row.
+        # The first row covers steps in which ranks connect, allocate and compile; the second row drops its samples.
         keep = 0.5 ** (new.total() / WINDOW_SECONDS) if self._rows != 1 else 0.0
         self._rows += 1
         self._seconds = {axis: keep * seconds + new[axis] for axis, seconds in self._seconds.items()}
@@ -65,7 +66,7 @@ class CommunicationTime:
 
 
 def summary(shares: torch.Tensor, mesh: Mesh, step_seconds: float) -> dict[str, Any]:
-    """Return the keys of a metrics row, computed from every rank's shares of a step [world, kinds()]."""
+    """Return entries for a metrics row, computed from all ranks' shares of a step [world size, number of kinds]."""
     sizes = {kind: mesh.layout.size(*axes) for kind, axes in kinds().items()}
     seconds = (shares.mean(0) * step_seconds).tolist()
     row: dict[str, Any] = {

@@ -5,9 +5,10 @@ from enum import Enum
 
 
 class ActivationCheckpointing(Enum):
-    """Recomputation in the backward pass: none, whole blocks, or all but the matmuls and attention.
+    """Recomputation in the backward pass: nothing (`none`), whole blocks (`full`), or everything except matmuls and
+    attention (`selective`).
 
-    `offload` recomputes nothing; activations saved for the backward pass are kept in host memory.
+    `offload` recomputes nothing, and keeps the activations saved for the backward pass in host memory.
     """
 
     none = "none"
@@ -17,7 +18,7 @@ class ActivationCheckpointing(Enum):
 
     @property
     def recomputes(self) -> bool:
-        """True if blocks run forward again."""
+        """True if the backward pass recomputes activations."""
         return self in (ActivationCheckpointing.full, ActivationCheckpointing.selective)
 
 
@@ -32,24 +33,24 @@ class Offload(Enum):
 
 @dataclass
 class ParallelismConfig:
-    """Degree and options of each mesh axis. `data: null` takes the ranks that the other axes leave."""
+    """Degree and options of each parallelism axis. `data: null` is the world size / (tensor x pipeline x context)."""
 
-    auto: bool = False  # the planner sets all keys not given here: the fastest layout that fits
+    auto: bool = False  # the planner chooses the fastest layout that fits, by setting all keys not given here
     tensor: int = 1
     pipeline: int = 1
     context: int = 1
-    expert: int = 1  # data ranks that share the experts of a layer; each keeps its own tokens
+    expert: int = 1  # number of data ranks that the experts of a layer are divided among; each has its own samples
     data: int | None = None
-    dp_replicate: int = 1  # copies of the shards; the other data / dp_replicate ranks shard (HSDP)
-    zero: int = 0  # what data ranks shard: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters
-    offload: Offload = Offload.none  # where parameters, gradients and optimizer state are kept: docs/offload.md
+    dp_replicate: int = 1  # number of replicas of the model state, each sharded over data / dp_replicate ranks (HSDP)
+    zero: int = 0  # ZeRO stage: data ranks shard optimizer state (1), also gradients (2), also parameters (3)
+    offload: Offload = Offload.none  # place of parameters, gradients and optimizer state: docs/offload.md
     offload_path: str | None = None  # folder for offload=nvme, on a local disk of each machine
     offload_buffer_mib: int = 64  # size of each of the two buffers between files and the update
-    sequence: bool = False  # cut the activations between tensor-parallel layers along the sequence
+    sequence: bool = False  # shard the activations between tensor-parallel layers along the sequence
     schedule: str = "1f1b"  # gpipe, 1f1b, interleaved_1f1b, zero_bubble or zbv
-    virtual_stages: int | None = None  # stages per pipeline rank; null: 1 for gpipe and 1f1b, else 2
-    spread: bool = False  # if train.py starts the ranks, data: null takes every GPU, or 2 ranks on a CPU
-    bucket_layers: int = 1  # blocks whose parameters are gathered, and gradients reduced, together
-    prefetch: int = 1  # buckets gathered ahead
+    virtual_stages: int | None = None  # stages per pipeline rank; null: 1 for gpipe and 1f1b, otherwise 2
+    spread: bool = False  # if train.py starts the ranks, data: null uses every GPU, or data=2 on a CPU
+    bucket_layers: int = 1  # number of blocks whose parameters are gathered, and gradients reduced, together
+    prefetch: int = 1  # number of buckets whose parameters ZeRO 3 gathers ahead of their use
     timeout_seconds: float = 300.0  # a collective that takes longer ends the run
     activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing.none

@@ -7,7 +7,7 @@ attention work on each position independently. Attention keeps its queries local
 positions; the backward pass reduce-scatters their gradients. Gathered keys and values are freed after the forward pass
 and gathered again before the backward pass, so that saved activations are split as well.
 
-Shapes: B sequences of S positions, s = S / C on each of C ranks, H heads of keys with G queries each, of width D.
+Shapes: B sequences of length S, s = S / C on each of C ranks, H key-value heads with G query heads each, head size D.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class ContextAxis:
     """Context-parallel ranks, which share each sequence. All layers of a model hold the same object.
 
     `refill`: free gathered keys and values after the forward pass and gather them again for the backward pass. It is
-    off for blocks that are recomputed, which free everything at once. `whole`: sequences are temporarily not split.
+    off if blocks are recomputed, as their activations are freed anyway. `whole`: sequences are temporarily not split.
     """
 
     group: dist.ProcessGroup
@@ -46,7 +46,7 @@ class ContextAxis:
 
     @contextmanager
     def whole_sequence(self) -> Iterator[None]:
-        """Disable splitting while entered: every rank has the whole sequence, as in generation."""
+        """Disable splitting inside the `with` block: every rank has the whole sequence, as in generation."""
         self.whole = True
         try:
             yield
@@ -54,13 +54,15 @@ class ContextAxis:
             self.whole = False
 
     def starts(self, length: int) -> tuple[int, int]:
-        """Return the start of this rank's two chunks in the whole sequence; `length` is the number of local
-        positions."""
+        """Return the starts of this rank's two chunks in the whole sequence. `length` is the local sequence length."""
         return chunk_starts(self.size * length, self.size, self.rank)
 
     def positions(self, first: int, count: int, length: int) -> tuple[int, int]:
-        """Map `count` of this rank's `length` positions, from `first` on, to the whole sequence. Return the global
-        position of the first, and the additional offset of the second half; 0 if all are contiguous."""
+        """Map a slice of this rank's `length` positions, `count` positions from `first` on, to the whole sequence.
+
+        Return the global position of the slice's start, and the gap in the whole sequence between the slice's two
+        halves, which is 0 if the slice is contiguous.
+        """
         early, late = self.starts(length)
         gap, chunk = late - early - length // 2, length // 2
         if first >= chunk:
@@ -69,9 +71,10 @@ class ContextAxis:
         return early + first, gap if first + count > chunk else 0
 
     def keys_and_values(self, qkv: Tensor) -> tuple[KeysAndValues, list[Tensor]]:
-        """Gather the keys and values visible to each of this rank's chunks: [B, H, end of the chunk, D].
+        """Gather keys and values. Return those visible to each of this rank's two chunks: [B, H, end of the chunk, D].
 
-        qkv is [B, s, H, G + 2, D]. The returned list holds the tensor that owns their memory, if it is to be freed.
+        qkv is [B, s, H, G + 2, D]. With `refill`, the returned list holds the tensor that owns the memory of the keys
+        and values; otherwise it is empty.
         """
         memory: list[Tensor] = []
         k0, v0, k1, v1 = _Gather.apply(qkv, self, memory)
@@ -118,7 +121,7 @@ class _Gather(torch.autograd.Function):
         ranks = grads[0].new_zeros(axis.size, 2, batch, heads, 2, chunk, width)
         for index, (rank, half) in enumerate(_owners(axis.size)):
             start, end = index * chunk, (index + 1) * chunk
-            for which, grad in enumerate(grads):  # of the early chunk's keys and values, of the late one's
+            for which, grad in enumerate(grads):  # of the early chunk's keys and values, then of the late chunk's
                 if grad.shape[2] >= end:  # queries of the early chunk see no keys after it
                     ranks[rank, which % 2, :, :, half] += grad[:, :, start:end]
         own = ranks.new_empty(ranks.shape[1:])
@@ -145,7 +148,7 @@ class _GiveBack(torch.autograd.Function):
         (qkv,) = ctx.saved_tensors
         for whole in ctx.memory:
             whole.untyped_storage().resize_(ctx.bytes)
-            _fill(whole.data, qkv, ctx.axis)  # `.data`: do not count as an in-place change for autograd
+            _fill(whole.data, qkv, ctx.axis)  # `.data`: autograd must not count this as an in-place change
         return grad, None, None, None
 
 

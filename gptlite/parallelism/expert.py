@@ -1,9 +1,9 @@
 """Expert parallelism: data ranks share the experts of a layer, and exchange tokens instead of weights.
 
-Each rank routes its own tokens, sends the rows of each to the rank with its expert, and gets the results back
-(GShard, arXiv:2006.16668). No capacity limits an expert, so the numbers of rows are exchanged first. Parameters are
-DTensors on a second mesh over the same ranks (torchtitan's design): the gradient of an expert is whole on the rank that
-holds it, and is summed only over the data ranks that hold the same expert.
+Each rank routes its own tokens, sends each token's activations to the ranks that hold its experts, and receives the
+results (GShard, arXiv:2006.16668). Experts have no capacity limit, so the ranks first exchange the numbers of rows.
+Parameters are DTensors on a second mesh over the same ranks (torchtitan's design). An expert's gradient covers the
+tokens of all ranks that share the experts, and is summed only over the data ranks that hold the same expert.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from gptlite.parallelism.mesh import Mesh
 
 @dataclass
 class ExpertAxis:
-    """Ranks that share experts, and the experts' mesh."""
+    """Expert-parallel ranks, which share the experts of each layer. `mesh` is the experts' mesh."""
 
     mesh: DeviceMesh
 
@@ -33,23 +33,23 @@ class ExpertAxis:
         self.size = self.mesh[EXPERT].size()
 
     def cut(self, parameter: Tensor, tensor_dim: int | None) -> nn.Parameter:
-        """Return the parameter [E, ...], on the meta device, with this rank's experts, and if `tensor_dim` is given
-        with its tensor-parallel shard of that dim."""
+        """Return a parameter [E, ...] on the meta device, sharded along its first dim over the expert axis and, if
+        `tensor_dim` is given, along that dim over the tensor axis."""
         axes: Any = EXPERT if tensor_dim is None else (EXPERT, "tp")
         placements = [Shard(0)] if tensor_dim is None else [Shard(0), Shard(tensor_dim)]
         whole = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
         return nn.Parameter(distribute_tensor(whole, self.mesh[axes], placements, src_data_rank=None))
 
     def counts(self, sent: Tensor) -> Tensor:
-        """Exchange the numbers of rows: int64 [R, e], for each rank and each of its experts. Returns those that arrive
-        here, from each rank."""
+        """Exchange the numbers of rows. `sent`, int64 [R, e], has the number of rows for each of the e experts of each
+        of the R ranks. Return the numbers that this rank receives from each rank for its own experts [R, e]."""
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent.contiguous(), group=self.group)
         return received
 
     def exchange(self, rows: Tensor, sent: list[int], received: list[int]) -> tuple[Tensor, list[dist.Work]]:
-        """Send the first `sent[0]` rows [N, d] to the first rank, the next to the second. Return the rows that arrive,
-        valid once the returned work has been waited for."""
+        """Start an all-to-all of rows [N, d]: the first `sent[0]` go to the first rank, the next `sent[1]` to the
+        second, and so on. Return the received rows, which are valid after waiting for the returned work handles."""
         pending: list[dist.Work] = []
         return _Exchange.apply(rows, self, sent, received, pending), pending
 

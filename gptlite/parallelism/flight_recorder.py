@@ -13,7 +13,7 @@ READ_SECONDS = 30.0
 
 
 def counts(groups: Sequence[Any]) -> tuple[int, ...]:
-    """Return the number of collectives that each group has started on this rank. If no count changes, the rank makes no
+    """Return the number of collectives that each group has started on this rank. A change shows that the rank makes
     progress."""
     return tuple(group._get_sequence_number_for_group() for group in groups)
 
@@ -21,7 +21,8 @@ def counts(groups: Sequence[Any]) -> tuple[int, ...]:
 class RecordedTime:
     """Share of time that GPUs spend in collectives, by mesh axis, whether or not overlapped with computation.
 
-    Read from the recorder's buffer of the last 2,000 collectives. If there were more, this is a sample.
+    It is read from the recorder's buffer of the last 2,000 collectives. If there were more since the previous read, it
+    is an estimate from those in the buffer.
     """
 
     def __init__(self, groups: Iterable[Any]) -> None:
@@ -31,7 +32,8 @@ class RecordedTime:
         self._shares: dict[str, float] = {}
 
     def shares(self) -> dict[str, float]:
-        """Shares since the last read. A read costs up to 0.1 s, so it happens at most every READ_SECONDS."""
+        """Return the shares between the last two reads of the buffer. A read costs up to 0.1 s, so its result is kept
+        for READ_SECONDS, unless it is empty."""
         now = time.time()
         if not self._shares or now - self._since >= READ_SECONDS:
             self._shares, self._since = shares_of(_entries(active=False), self._since, now), now
@@ -39,7 +41,8 @@ class RecordedTime:
 
 
 def shares_of(entries: Sequence[dict[str, Any]], since: float, now: float) -> dict[str, float]:
-    """Return `{axis: share}` of the time from `since` to `now`, in epoch seconds, that recorded collectives took."""
+    """Return `{axis: share}`: the share of the time from `since` to `now`, in seconds since 1970, that the recorded
+    collectives took."""
     done = [entry for entry in entries if entry.get("duration_ms") and entry["time_created_ns"] / 1e9 >= since]
     if not done:
         return {}
@@ -53,7 +56,8 @@ def shares_of(entries: Sequence[dict[str, Any]], since: float, now: float) -> di
 
 
 def oldest_under_way() -> tuple[str, str] | None:
-    """Return name and mesh axis of the longest-running collective on this rank, e.g. `("all_reduce", "tp")`, or None.
+    """Return the name and the mesh axis of the longest-running collective on this rank, e.g. `("all_reduce", "tp")`;
+    None if none is in progress.
 
     The axis is "world" for a group of all ranks. Point-to-point messages over gloo are not recorded.
     """

@@ -10,7 +10,7 @@ class HostCopy:
     def __init__(self, tensor: Tensor) -> None:
         self._event: torch.cuda.Event | None = None
         if tensor.device.type == "cuda":
-            # unpinned, the copy would block
+            # a copy to unpinned memory would block
             self._values = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
             self._values.copy_(tensor, non_blocking=True)
             self._event = torch.cuda.Event()

@@ -19,13 +19,13 @@ from gptlite.parallelism.axes import (
 )
 from gptlite.parallelism.config import ParallelismConfig
 
-ONE_RANK = "one rank"  # the description of its layout
+ONE_RANK = "one rank"  # description of the layout of a single rank
 MAX_MICRO_BATCH = 16  # sequences; upper limit for a micro-batch size that is chosen automatically
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of the mesh dimensions, slowest first, in the order of AXES, and the degrees of the folded axes.
+    """Sizes of the mesh dimensions, in the order of AXES (slowest first), and degrees of the folded axes.
 
     For parameters, context-parallel ranks act as data-parallel ranks: they hold replicas or shards, and their gradients
     are summed. They are therefore neighbours on the data axes.
@@ -36,13 +36,13 @@ class Layout:
 
     def __post_init__(self) -> None:
         if len(self.sizes) != len(AXES):
-            raise ValueError(f"{len(self.sizes)} sizes, but the axes are {', '.join(AXES)}")
-        # Degrees of folded axes that are left out are 1.
+            raise ValueError(f"got {len(self.sizes)} sizes for the {len(AXES)} axes {', '.join(AXES)}")
+        # Degrees that are not given are 1.
         object.__setattr__(self, "folded", (*self.folded, *[1] * (len(folded()) - len(self.folded))))
 
     @cached_property
     def degrees(self) -> dict[str, int]:
-        """Degree of each axis, by its name, those of the experts' data axes included."""
+        """Degree of each axis by name, including the data axes of the experts' mesh."""
         found = dict(zip((*AXES, *(axis.name for axis in folded())), (*self.sizes, *self.folded), strict=True))
         (copies, shards), among = (found[axis] for axis in DATA_AXES), found[EXPERT]
         data = (copies, shards // among) if shards > 1 else (copies // among, 1)
@@ -55,7 +55,7 @@ class Layout:
 
     @cached_property
     def fsdp_size(self) -> int:
-        """Number of ranks whose gradients are summed, each over different tokens: dp_replicate * dp_shard."""
+        """Number of ranks that process different tokens, and whose gradients are summed: dp_replicate * dp_shard."""
         return self.size(*DATA_AXES)
 
     @cached_property
@@ -79,27 +79,28 @@ class Layout:
         return self.degrees[CONTEXT]
 
     def size(self, *axes: str) -> int:
-        """Degree of an axis, by its name, or the product of several. Raises KeyError for an unknown axis."""
+        """Return the degree of an axis, or the product of the degrees of several. Raises KeyError for an unknown
+        axis."""
         return self.degrees[axes[0]] if len(axes) == 1 else math.prod([self.degrees[axis] for axis in axes])
 
     def stride(self, axis: str) -> int:
-        """Difference between the rank numbers of neighbours along an axis."""
+        """Return the difference between the rank numbers of neighbours along an axis."""
         if axis in EXPERT_DATA_AXES:
             return math.prod(self.expert_sizes[EXPERT_AXES.index(axis) + 1 :])
-        # A folded axis takes the fastest part of the axes under it.
+        # A group of a folded axis is consecutive along the fastest of the axes that it is folded over.
         last = next((each.over[-1] for each in folded() if each.name == axis), axis)
         return math.prod(self.sizes[AXES.index(last) + 1 :])
 
     def coordinate(self, rank: int, *axes: str) -> int:
-        """A rank's index along an axis, or along several that are neighbours in the mesh, slowest first."""
+        """Return a rank's index along an axis, or along several adjacent axes of the mesh, given slowest first."""
         return rank // self.stride(axes[-1]) % self.size(*axes)
 
     def data_rank(self, rank: int) -> int:
-        """Index of the part of the global batch that a rank reads."""
+        """Return the index of the part of the global batch that a rank reads."""
         return self.coordinate(rank, *DATA_AXES) // self.sharing  # ranks that share samples are neighbours
 
     def describe(self, config: ParallelismConfig) -> str:
-        """Return e.g. `pipeline 2 x data 2 (zero 1) x tensor 2, 1f1b`: everything in a layout that affects rounding."""
+        """Describe all that affects rounding in a layout, e.g. `pipeline 2 x data 2 (zero 1) x tensor 2, 1f1b`."""
         if self.world_size == 1:
             return ONE_RANK
         parts, data = [], f" ({', '.join(self._data_words(config))})"
@@ -109,7 +110,7 @@ class Layout:
                 continue
             words = " (sequence)" if axis.key == "tensor" and config.sequence else ""
             if axis.key == "data" or axis.over:
-                words, data = data, ""  # shown with the first axis of data ranks only
+                words, data = data, ""  # shown only once, with the first data or folded axis
             parts.append(f"{axis.label} {size}{words}")
         words = " x ".join(parts)
         if self.size("pp") > 1:
@@ -130,16 +131,16 @@ class Layout:
 class ScheduleRule:
     """Constraints of a torch.distributed.pipelining schedule."""
 
-    # Read by config checks and the planner; torch raises for a violation only after the ranks have started.
+    # Used by config checks and the planner, as torch raises for a violation only after the ranks have started.
     virtual: int  # default number of stages per rank
     fixed: bool = False  # the number of stages cannot be changed
     fill: bool = False  # needs at least as many micro-batches as the pipeline has ranks
-    even_rounds: bool = False  # runs in as many rounds as whole pipelines fit in the micro-batches, all equally long
-    splits_backward: bool = False  # computes weight gradients separately from, and later than, those of activations
+    even_rounds: bool = False  # runs max(1, micro-batches // ranks) rounds, which must have equally many micro-batches
+    splits_backward: bool = False  # computes weight gradients separately from, and later than, input gradients
     v_shape: bool = False  # a rank's second stage mirrors its first, so that rank 0 holds the first and the last
 
     def runs(self, pipeline: int, micro_batches: int) -> bool:
-        """Return True if a pipeline of that many ranks can run that many micro-batches per step."""
+        """Return True if a pipeline of `pipeline` ranks can run `micro_batches` micro-batches per step."""
         rounds = max(1, micro_batches // pipeline)
         return not (self.fill and micro_batches < pipeline) and not (self.even_rounds and micro_batches % rounds)
 
@@ -162,16 +163,16 @@ def rule(config: ParallelismConfig) -> ScheduleRule:
 
 
 def splits_backward(config: ParallelismConfig) -> bool:
-    """Return True if a pipeline splits backward passes into an input-gradient and a weight-gradient half."""
+    """Return True if there is a pipeline that splits backward passes into an input- and a weight-gradient pass."""
     return config.pipeline > 1 and rule(config).splits_backward
 
 
 def resolve(config: ParallelismConfig, world: int) -> Layout:
-    """Return the layout on `world` ranks. `data: null` takes the ranks that the other axes leave.
+    """Return the layout on `world` ranks. `data: null` is `world` / (tensor x pipeline x context).
 
-    Without ZeRO, data-parallel ranks hold replicas; with ZeRO they shard, in `dp_replicate` replicas. Context-parallel
-    ranks do the same. Raises ConfigError if the degrees do not multiply to `world`, or if `dp_replicate` or a folded
-    axis does not divide its ranks.
+    Without ZeRO, data-parallel ranks hold replicas of the model state. With ZeRO, each of `dp_replicate` replicas is
+    sharded. Context-parallel ranks do the same. Raises ConfigError if the product of the degrees is not `world`, or if
+    `dp_replicate` or the degree of a folded axis does not divide the number of ranks that it applies to.
     """
     inner = _inner(config)
     data = world // inner if config.data is None else config.data
@@ -185,15 +186,15 @@ def resolve(config: ParallelismConfig, world: int) -> Layout:
         )
     if config.zero == 0 and replicate not in (1, data):
         raise ConfigError(
-            f"parallelism.dp_replicate={replicate} of {data} data-parallel ranks: with parallelism.zero=0 each of "
-            f"them holds a copy; use parallelism.dp_replicate=1, or shard with parallelism.zero=1, 2 or 3"
+            f"parallelism.dp_replicate={replicate} has no meaning with parallelism.zero=0, which replicates the model "
+            f"on all {data} data-parallel ranks; use parallelism.dp_replicate=1, or parallelism.zero=1, 2 or 3"
         )
     degrees = {axis.name: getattr(config, axis.key) for axis in every_axis()}
     ranks = data * math.prod(degrees[axis.name] for axis in folded() if axis.factor)
     degrees["dp_replicate"], degrees["dp_shard"] = (ranks, 1) if config.zero == 0 else (replicate, ranks // replicate)
     layout = Layout(tuple(degrees[name] for name in AXES), tuple(degrees[axis.name] for axis in folded()))
     for axis in folded():
-        # Experts are shared by ranks that would shard them, so that each copy of the shards has them all.
+        # With dp_shard > 1, only its ranks share the experts, so that each replica of the model state has all experts.
         shared = axis.over[-1:] if axis.name == EXPERT and layout.size("dp_shard") > 1 else axis.over
         ranks, degree = layout.size(*shared), layout.size(axis.name)
         if ranks % degree:
@@ -205,17 +206,18 @@ def resolve(config: ParallelismConfig, world: int) -> Layout:
 
 
 def _degrees(config: ParallelismConfig) -> dict[str, int | None]:
-    """Return `{key: degree}` of the degrees whose product is the world size."""
+    """Return `{key: degree}` for the axes whose degrees multiply to the world size."""
     return {axis.key: getattr(config, axis.key) for axis in every_axis() if axis.factor}
 
 
 def _inner(config: ParallelismConfig) -> int:
-    """Return the product of all degrees but data: the number of ranks per data-parallel replica."""
+    """Return the product of all degrees except data: the number of ranks per data-parallel part of a batch."""
     return math.prod(degree or 1 for key, degree in _degrees(config).items() if key != "data")
 
 
 def _unequal(config: ParallelismConfig, world: int) -> str:
-    """Return the message `world size 8 = parallelism.pipeline=2 x data x ... has no whole number for data; try ...`."""
+    """Return a message such as `world size 6 = parallelism.pipeline=4 x data x ... has no integer solution for data;
+    try ...`."""
     degrees = _degrees(config)
     equation = " x ".join("data" if value is None else f"parallelism.{key}={value}" for key, value in degrees.items())
     product = math.prod(value or 1 for value in degrees.values())
@@ -229,21 +231,21 @@ def _unequal(config: ParallelismConfig, world: int) -> str:
     if config.data is None:
         counts = [count for count in (world // product * product, world // product * product + product) if count]
         tries.append(f"{listed(counts, 'or')} ranks")
-        return f"world size {world} = {equation} has no whole number for data; try {', or '.join(tries)}"
+        return f"world size {world} = {equation} has no integer solution for data; try {', or '.join(tries)}"
     tries.append(f"{product} ranks")
     return f"world size {world} is not {equation} = {product}; try {', or '.join(tries)}"
 
 
 def wanted_world(config: ParallelismConfig, gpus: int) -> int:
-    """Return the number of ranks that train.py starts on a machine with that many GPUs; 0 GPUs means the CPU.
+    """Return the number of ranks that train.py starts on a machine with `gpus` GPUs; 0 means the CPU.
 
-    If `data` is null and the layout shards (zero > 0) or has `spread` set, use every GPU that completes a replica, or a
-    data degree of 2 on a CPU.
+    If `data` is null, and the layout shards (zero > 0) or sets `spread`, use the largest data degree that fits on the
+    GPUs, or 2 on a CPU.
     """
     inner, replicate = _inner(config), config.dp_replicate
     if config.data is not None:
         return inner * config.data
-    sharing = config.expert // math.gcd(config.expert, config.context)  # data ranks of one set of experts
+    sharing = config.expert // math.gcd(config.expert, config.context)  # the data degree must be a multiple of this
     if config.zero == 0 and (replicate > 1 or not config.spread):
         return inner * math.lcm(replicate, sharing)
     shards = gpus // (inner * replicate) if gpus else 2
@@ -261,7 +263,7 @@ def chunk_starts(length: int, size: int, rank: int) -> tuple[int, int]:
 
 
 def stages_per_rank(config: ParallelismConfig) -> int:
-    """Return the number of stages on each pipeline rank; 1 without a pipeline, the whole model."""
+    """Return the number of stages on each pipeline rank; 1 without a pipeline."""
     return 1 if config.pipeline == 1 else config.virtual_stages or rule(config).virtual
 
 
@@ -271,16 +273,17 @@ def num_stages(config: ParallelismConfig) -> int:
 
 
 def stages_of_rank(config: ParallelismConfig, pp_rank: int) -> list[int]:
-    """Return the stages of one pipeline rank, first to last: r, r + pp, ... or, in a V, r and 2 * pp - 1 - r."""
+    """Return the stages of pipeline rank r, first to last: r, r + pp, ... or, in a V schedule, r and 2 * pp - 1 - r."""
     if config.pipeline > 1 and rule(config).v_shape:
         return [pp_rank, 2 * config.pipeline - 1 - pp_rank]
     return list(range(pp_rank, num_stages(config), config.pipeline))
 
 
 def split_layers(num_layers: int, num_stages: int, layer_cost: float, head_cost: float) -> list[range]:
-    """Assign layers to stages, contiguous and at least one each, minimising the cost of the most expensive stage.
+    """Split the layers into contiguous stages of at least one layer, minimising the cost of the most expensive stage.
 
-    Costs are in any unit. The last stage also has the head; the embedding on the first is a lookup and costs nothing.
+    Costs are in any unit. The last stage also has the output head. The first stage also has the embedding, a lookup
+    that is taken to cost nothing.
     """
     others = num_stages - 1
     if not others:
@@ -289,10 +292,10 @@ def split_layers(num_layers: int, num_stages: int, layer_cost: float, head_cost:
     def most(last: int) -> float:
         return max(-(-(num_layers - last) // others) * layer_cost, last * layer_cost + head_cost)
 
-    # Ties go to the longest last stage, which leaves the fewest layers to the others.
+    # Among equal costs, take the longest last stage, which leaves the fewest layers to the others.
     last = min(range(1, num_layers - others + 1), key=lambda count: (most(count), -count))
     each, longer = divmod(num_layers - last, others)
-    # The later stages are the longer ones: the earlier ones hold more micro-batches at a time.
+    # The later stages get the extra layers, as earlier stages hold the activations of more micro-batches.
     sizes = [each] * (others - longer) + [each + 1] * longer + [last]
     ends = [sum(sizes[: stage + 1]) for stage in range(num_stages)]
     return [range(end - size, end) for end, size in zip(ends, sizes, strict=True)]
@@ -304,13 +307,13 @@ def accumulation(global_batch: int, micro_batch: int, data_size: int) -> int:
 
 
 def check_micro_batches(config: ParallelismConfig, accumulation: int) -> None:
-    """Raise ConfigError if the schedule cannot run that many micro-batches per step."""
+    """Raise ConfigError if the schedule cannot run `accumulation` micro-batches per step."""
     if reason := schedule_refuses(config, accumulation):
         raise ConfigError(reason)
 
 
 def schedule_refuses(config: ParallelismConfig, accumulation: int) -> str:
-    """Return the reason why the schedule cannot run that many micro-batches per step; empty if it can."""
+    """Return the reason why the schedule cannot run `accumulation` micro-batches per step; empty if it can."""
     its, ranks = rule(config), config.pipeline
     if ranks == 1 or its.runs(ranks, accumulation):
         return ""
@@ -320,20 +323,20 @@ def schedule_refuses(config: ParallelismConfig, accumulation: int) -> str:
     below = next(count for count in range(accumulation, 0, -1) if its.runs(ranks, count))
     above = next(count for count in itertools.count(accumulation) if its.runs(ranks, count))
     return (
-        f"{words} runs {below} or {above} micro-batches per step, in equal rounds of {ranks} or more, "
-        f"not {accumulation}"
+        f"{words} can run {below} or {above} micro-batches per step, in equal rounds of {ranks} or more, "
+        f"but not {accumulation}"
     )
 
 
 def runs_batch(config: ParallelismConfig, global_batch: int, micro_batch: int, data_size: int) -> bool:
-    """Return True if the layout can run a global batch in micro-batches of that size."""
+    """Return True if the layout can run a global batch in micro-batches of `micro_batch` samples."""
     whole = global_batch % (micro_batch * data_size) == 0
     return whole and not schedule_refuses(config, accumulation(global_batch, micro_batch, data_size))
 
 
 def largest_micro_batch(config: ParallelismConfig, global_batches: Sequence[int], data_size: int) -> int | None:
-    """Return the largest micro-batch up to MAX_MICRO_BATCH that the layout can run for each of these global batches;
-    None if there is none."""
+    """Return the largest micro-batch size up to MAX_MICRO_BATCH with which the layout can run each of these global
+    batches; None if there is none."""
     for size in range(MAX_MICRO_BATCH, 0, -1):
         if all(runs_batch(config, batch, size, data_size) for batch in global_batches):
             return size
@@ -348,6 +351,6 @@ def divisors(number: int) -> list[int]:
 
 
 def listed(values: list[int], word: str = "") -> str:
-    """Format as `1, 2, 4`, or with a word as `1, 2 or 4`."""
+    """Format numbers as `1, 2, 4` or, with the word `or`, as `1, 2 or 4`."""
     *most, last = map(str, values)
     return f"{', '.join(most)} {word} {last}" if word and most else ", ".join([*most, last])

@@ -1,7 +1,8 @@
-"""Gather of whole tensors from shards: each tensor goes to one rank, which changes it and scatters the shards back.
+"""Updates of whole tensors that are sharded: one rank gathers a tensor, changes it, and scatters the shards back.
 
-Used by code that needs whole matrices. Ranks that hold shards of a tensor, or copies of them, share the work: each
-changes an equal number of whole tensors at a time, as many as fit in `BATCH` elements, and at least one.
+Used by optimizers that work on whole matrices. The ranks that hold shards or copies of tensors divide the tensors among
+them. They work in rounds, in which each rank changes as many whole tensors as fit in `BATCH` elements, and at least
+one.
 """
 
 from __future__ import annotations
@@ -15,23 +16,24 @@ from torch import Tensor
 
 from gptlite.parallelism.boxes import Cut, copies, cuts, local_part
 
-BATCH = 2**24  # elements that a rank changes together: 64 MiB in fp32
+BATCH = 2**24  # elements that a rank changes in a round: 64 MiB in fp32
 
-Change = Callable[[dict[int, Tensor]], Mapping[int, Tensor]]  # of whole tensors by number, to others of their shapes
-Level = tuple[Cut, tuple[int, ...]]  # a cut, and the shape of what it has cut
+Change = Callable[[dict[int, Tensor]], Mapping[int, Tensor]]  # from {index: tensor} to new values of the same shapes
+Level = tuple[Cut, tuple[int, ...]]  # a sharding, and the shape of the tensor before it
 
 
 def change_whole(tensors: Sequence[Tensor], change: Change) -> None:
-    """Replace each tensor by the result of `change` on the whole tensor, in place. Collective over the ranks that hold
+    """Replace each tensor in place by the result of `change` on the whole tensor. Collective over the ranks that hold
     shards or copies.
 
-    The whole tensor has the same bits however it was sharded. Only one rank computes the change.
+    The bits of the whole tensor do not depend on how it is sharded, and only one rank computes its change.
     """
     alike: dict[tuple[str, ...], list[int]] = {}
     for index, tensor in enumerate(tensors):
         alike.setdefault(tuple(cut.axis for cut in _held_along(tensor)), []).append(index)
     for _, places in sorted(alike.items()):  # sorted: all ranks must run the rounds in the same order
-        places.sort(key=lambda index: -tensors[index].numel())  # equal sizes per round: the largest sets its duration
+        # Similar sizes go in one round, as the largest tensor determines its duration.
+        places.sort(key=lambda index: -tensors[index].numel())
         ranks = prod(cut.size for cut in _held_along(tensors[places[0]]))
         while places:
             several = ranks * max(1, BATCH // max(1, tensors[places[0]].numel()))
@@ -40,15 +42,16 @@ def change_whole(tensors: Sequence[Tensor], change: Change) -> None:
 
 
 def _held_along(tensor: Tensor) -> list[Cut]:
-    """Return the axes whose ranks share the work of a tensor."""
+    """Return the axes along which ranks hold copies or shards of a tensor."""
     return [*copies(tensor), *cuts(tensor)]
 
 
 def _round(tensors: Mapping[int, Tensor], change: Change) -> None:
-    """Process an equal number of tensors per rank: gather along one axis after the other, then scatter back in reverse
-    order.
+    """Gather tensors on their owners, one axis after the other, change them, and scatter them back along the axes in
+    reverse order.
 
-    A tensor's owner is given by a coordinate on each axis. Along each axis, ranks exchange the tensors that they hold.
+    Every rank owns about the same number of tensors. An owner is identified by its coordinate on each axis. Along an
+    axis, each rank sends what it holds of a tensor to the rank with the owner's coordinate.
     """
     levels = {index: _levels(tensor) for index, tensor in tensors.items()}
     held = {index: local_part(tensor) for index, tensor in tensors.items()}
@@ -57,11 +60,12 @@ def _round(tensors: Mapping[int, Tensor], change: Change) -> None:
         held[index] = held[index].to(each[0][0].device) if each else held[index]
     like, way, stride = next(iter(held.values())), [], 1
     for level in range(len(next(iter(levels.values())))):
-        if not held:  # nor have the ranks it would exchange with, which have its coordinates on the earlier axes
+        # The ranks along this axis hold nothing either: they have the same coordinates on the earlier axes.
+        if not held:
             break
         at = {index: levels[index][level] for index in held}
         size = next(iter(at.values()))[0].size
-        # The owners' coordinates are the digits of `place`, in a base of the axes' sizes.
+        # The coordinates of an owner are the digits of `place` in the mixed radix of the axes' sizes.
         owners = {index: place // stride % size for place, index in enumerate(tensors) if index in held}
         held = _collect(held, owners, at, like)
         way.append((owners, at))
@@ -74,7 +78,7 @@ def _round(tensors: Mapping[int, Tensor], change: Change) -> None:
 
 
 def _levels(tensor: Tensor) -> list[Level]:
-    """Axes with copies of a tensor, then its shardings from the last applied to the first."""
+    """Return the axes with copies of a tensor, then its shardings, the last applied first."""
     shape, found = list(tensor.shape), []
     for cut in cuts(tensor):
         found.append((cut, tuple(shape)))
@@ -85,8 +89,8 @@ def _levels(tensor: Tensor) -> list[Level]:
 def _collect(
     held: Mapping[int, Tensor], owners: dict[int, int], at: dict[int, Level], like: Tensor
 ) -> dict[int, Tensor]:
-    """Exchange shards along an axis and concatenate those of the tensors that this rank owns. Copies need no exchange,
-    only a choice."""
+    """Exchange shards along an axis, and concatenate those of the tensors that this rank owns. Along an axis with
+    copies, nothing is exchanged, and each rank keeps the tensors that it owns."""
     ((cut, _), *_) = at.values()
     if cut.dim < 0:
         return {index: held[index] for index in owners if owners[index] == cut.rank}
@@ -100,7 +104,8 @@ def _collect(
 def _give_back(
     held: Mapping[int, Tensor], owners: dict[int, int], at: dict[int, Level], like: Tensor
 ) -> dict[int, Tensor]:
-    """Return this rank's shards along an axis, received from the owners of the concatenated tensors."""
+    """Split the tensors that this rank owns along an axis, send the shards to their ranks, and return the shards
+    received."""
     ((cut, _), *_) = at.values()
     theirs = [[index for index in owners if owners[index] == rank] for rank in range(cut.size)]
     cut_up = [_pieces(held[index], at[index]) for index in theirs[cut.rank]]
@@ -122,7 +127,7 @@ def _pieces(whole: Tensor, level: Level) -> Sequence[Tensor]:
 
 
 def _piece(level: Level, rank: int) -> tuple[int, ...]:
-    """Return the shape of a rank's shard at that level."""
+    """Return the shape of a rank's shard after this sharding."""
     cut, shape = level
     if cut.dim < 0:
         return shape
@@ -135,8 +140,9 @@ def _exchange(
     like: Tensor,
     group: dist.ProcessGroup,
 ) -> list[list[Tensor]]:
-    """Send each rank of a group its tensors, and return the tensors received from each, of known shapes."""
-    # torch.cat refuses an empty list: a rank may have nothing to send.
+    """Send `sent[rank]` to each rank of a group, and return the tensors received from each rank, which have the given
+    shapes."""
+    # The empty tensor is there because torch.cat refuses an empty list, and a rank may have nothing to send.
     flat = torch.cat([like.new_empty(0), *(tensor.flatten() for tensors in sent for tensor in tensors)])
     into = [sum(map(prod, each)) for each in shapes]
     received = like.new_empty(sum(into))

@@ -1,8 +1,9 @@
 """Model state of a rank, by category.
 
-Model state is parameters (a rank's shards, and the whole ones that FSDP2 has gathered), gradients (accumulated in full,
-or reduced to shards) and optimizer state. FSDP2 keeps the shards in addition to gathered parameters, even if a shard is
-the whole parameter. So with N data ranks, Adam, and more than one micro-batch per step, the bytes per parameter are
+Model state is parameters (a rank's shards, and the whole parameters that FSDP2 has gathered), gradients (accumulated in
+full, or reduced to shards) and optimizer state. FSDP2 keeps the shards in addition to gathered parameters, even if a
+shard is the whole parameter. The table has the bytes per parameter with N data ranks, Adam, and more than one
+micro-batch per step.
 
 | stage | bf16     | the paper's | fp32     | the paper's |
 |-------|----------|-------------|----------|-------------|
@@ -11,11 +12,12 @@ the whole parameter. So with N data ranks, Adam, and more than one micro-batch p
 | 2     | 2 + 16/N | 2 + 14/N    | 4 + 16/N | 4 + 12/N    |
 | 3     | 16/N     | 16/N        | 16/N     | 16/N        |
 
-at their peak, which is inside the step's last backward pass (the paper: ZeRO, arXiv:1910.02054, section 3, which has
-only bf16; its fp32 column is computed here by the same rules). Parameters without an fp32 copy take 2/N less. Without
-data parallelism there is no FSDP2: 16 in both, 14 in bf16 without master weights. Everything else counts as activations
-here: tensors saved by autograd (on one data rank including bf16 copies of the weights), temporary buffers of ops and
-collectives, the block that stage 3 has gathered, and the gradients of a block before they are reduced.
+These are peaks, reached in the step's last backward pass. The paper is ZeRO, arXiv:1910.02054, section 3, which covers
+only 16-bit training; its fp32 column is computed here by the same rules. Without an fp32 copy, bf16 parameters take 2/N
+bytes less (2 in stage 0). Without data parallelism, FSDP2 is not used: a parameter takes 16 bytes, or 14 in bf16
+without an fp32 copy. Everything else counts as activations here: tensors saved by autograd (on one data rank including
+bf16 copies of the weights), temporary buffers of ops and collectives, the block that stage 3 has gathered, and the
+gradients of a block before they are reduced.
 """
 
 from __future__ import annotations
@@ -47,20 +49,20 @@ class StateBytes:
 
 
 def paper_bytes_a_parameter(zero: int, shards: int, itemsize: int) -> float:
-    """Return the paper's value in the table above: parameters and gradients in the compute dtype, with an fp32 copy of
-    16-bit parameters."""
+    """Return the paper's value in the table above. Parameters and gradients have the compute dtype, with `itemsize`
+    bytes, and 16-bit parameters also have an fp32 copy."""
     moments = 8 + (MASTER if itemsize < MASTER else 0)
     divided = {0: 0, 1: moments, 2: moments + itemsize, 3: moments + 2 * itemsize}[zero]
     return moments + 2 * itemsize - divided + divided / shards
 
 
 def shards_of(optimizer: Optimizer) -> Iterable[Tensor]:
-    """Return an optimizer's parameters, which are shards even while FSDP2 has gathered them."""
+    """Return an optimizer's parameters, which are the shards even while FSDP2 has gathered the parameters."""
     return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
 def state_of(optimizer: Optimizer) -> list[Tensor]:
-    """Return the local tensors of the optimizer's state; of state in files, only those in memory."""
+    """Return the local tensors of the optimizer's state. If it is kept in files, return only the tensors in memory."""
     if isinstance(optimizer, InFiles):
         return optimizer.resident()
     values = (value for state in optimizer.state.values() for value in state.values())

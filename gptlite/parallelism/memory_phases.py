@@ -1,4 +1,4 @@
-"""Peak memory of each phase of a training step, over model state, activations and everything else."""
+"""Peak memory of each phase of a training step, including model state, activations and all other allocations."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ AFTER: str = ""  # pseudo-phase after the step
 
 
 class Phases:
-    """Start times of a step's phases, which alternate between micro-batches. On a GPU, each start resets the peak
-    statistics."""
+    """Start times of a step's phases. Forward and backward phases alternate from micro-batch to micro-batch. On a GPU,
+    each start resets the allocator's peak statistics."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._marks: list[tuple[int, str]] = []  # nanoseconds since 1970, the phase that begins
-        self._peaks = dict.fromkeys((*PHASES, AFTER), 0)  # on a GPU
+        self._peaks = dict.fromkeys((*PHASES, AFTER), 0)  # bytes; set only on a GPU
 
     def begin(self, phase: str) -> None:
         """Mark the start of a phase."""
@@ -28,13 +28,13 @@ class Phases:
         self._marks.append((time.time_ns(), phase))
 
     def highest(self) -> int:
-        """Peak bytes allocated on a GPU since the first phase began."""
+        """Return the peak bytes allocated on a GPU since the first phase began."""
         self._settle()
         return max(self._peaks.values())
 
     def peaks(self, allocations: Iterable[tuple[int, int, int]], base: int) -> dict[str, int]:
-        """Peak bytes in each phase. On a CPU, computed from `allocations` (see recorded_allocations) on top of
-        `base`."""
+        """Return the peak bytes of each phase. On a CPU they are computed from `allocations` (see
+        recorded_allocations), which are added to the `base` bytes allocated before."""
         if self._device.type == "cuda":
             self._settle()
             return {phase: self._peaks[phase] for phase in PHASES}
@@ -47,7 +47,8 @@ class Phases:
 
 
 def phase_peaks(allocations: Iterable[tuple[int, int, int]], marks: list[tuple[int, str]], base: int) -> dict[str, int]:
-    """Return the peak bytes of each phase, from the allocations alive at its start and those made during it."""
+    """Return the peak bytes of each phase. They include the `base` bytes, allocations that are alive when the phase
+    begins, and allocations made during it."""
     live: dict[int, int] = {}
     peaks = dict.fromkeys((*PHASES, AFTER), 0)
     now, at, phase = base, 0, AFTER
@@ -55,7 +56,7 @@ def phase_peaks(allocations: Iterable[tuple[int, int, int]], marks: list[tuple[i
         while at < len(marks) and marks[at][0] <= when:
             phase, at = marks[at][1], at + 1
             peaks[phase] = max(peaks[phase], now)
-        now -= live.pop(address, 0)  # freed, now or earlier without a record: the address has been reused
+        now -= live.pop(address, 0)  # freed now, or earlier without a record if the address is being reused
         if size > 0:
             live[address] = size
             now += size

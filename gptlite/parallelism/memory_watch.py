@@ -1,4 +1,4 @@
-"""Measured memory of a rank's part of the model during a training step. See `memory.py` for the categories."""
+"""Measurement of the memory of a rank's model part during a training step. See `memory.py` for the categories."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ Allocation = tuple[int, int, int]  # nanoseconds since 1970, address, bytes (neg
 
 @dataclass(frozen=True)
 class StepBytes:
-    """Model state of a step at its peak, and the peak of everything else.
+    """Peak bytes of a step: the model state when its total is largest, and the peak of everything else (`activations`),
+    which may occur at a different time.
 
     `phases` has the peak of the total in each of memory_phases.PHASES.
     """
@@ -38,7 +39,7 @@ class StepBytes:
 class Sample:
     """Snapshot of the model state: `held` is `{category of StateBytes: {address: bytes}}`.
 
-    `allocated` is the total allocated on a GPU.
+    `allocated` is the total number of bytes allocated on a GPU.
     """
 
     time: int  # nanoseconds since 1970
@@ -47,19 +48,20 @@ class Sample:
 
     @property
     def state(self) -> StateBytes:
-        """Sum of each category."""
+        """Bytes of each category."""
         return StateBytes(**{category: sum(sizes.values()) for category, sizes in self.held.items()})
 
     def has(self, address: int, start: float, end: float) -> bool:
-        """Return True if memory allocated from `start` to `end` was model state at the time of this sample."""
+        """Return True if the memory at `address`, allocated at `start` and freed at `end`, was model state at the time
+        of this sample."""
         return start <= self.time < end and any(address in sizes for sizes in self.held.values())
 
 
 class MemoryWatch:
-    """Context manager that measures one step of `micro_batches`; `found` then returns the result.
+    """Context manager that measures one step of `micro_batches` micro-batches. Call `found` afterwards for the result.
 
-    On a CPU it records tensor allocations, at about 10 us each, so torch.profiler must not run. On a GPU it reads the
-    allocator's statistics and resets its peak.
+    On a CPU it records tensor allocations with torch.profiler's recorder, which costs about 10 us each; torch.profiler
+    must not run at the same time. On a GPU it reads the allocator's statistics and resets its peak.
     """
 
     def __init__(
@@ -73,7 +75,7 @@ class MemoryWatch:
 
     def __enter__(self) -> MemoryWatch:
         for part in self.parts:
-            # Model state peaks in the last micro-batch's backward pass, when the gradients of all others exist. That
+            # Model state peaks in the last micro-batch's backward pass, when the gradients of earlier ones exist. That
             # pass begins at a part's output.
             self._open.callback(part.register_forward_pre_hook(lambda *_: self.phases.begin("forward")).remove)
             self._open.callback(part.register_forward_hook(_LastBackward(self)).remove)
@@ -99,7 +101,7 @@ class MemoryWatch:
         self.samples.append(Sample(time.time_ns(), held(self.parts, self.optimizer), allocated))
 
     def found(self) -> StepBytes:
-        """Return the memory of the step. Raises ValueError if there was none."""
+        """Return the memory of the step. Raises ValueError if no step was run."""
         state = max((sample.state for sample in self.samples), key=lambda state: state.total)
         if self.device.type == "cuda":
             # A lower bound: the two peaks may be at different times.
@@ -111,8 +113,8 @@ class MemoryWatch:
 
 
 def where_backward_begins(out: Any, call: Callable[[], None]) -> None:
-    """Call `call` once, when the backward pass from a part's output begins: a tensor, or an object that holds several.
-    In a split pass, the weight-gradient half does not call it again."""
+    """Call `call` once, when the backward pass from `out` begins. `out` is a part's output: a tensor, or a pytree of
+    tensors. If the backward pass is split, its weight-gradient pass does not call it again."""
 
     def begins(gradient: Tensor) -> None:
         hook.remove()
@@ -158,8 +160,8 @@ def state_tensors(parts: Iterable[nn.Module], optimizer: Optimizer) -> dict[str,
 def most_beside(allocations: Iterable[Allocation], samples: Sequence[Sample]) -> int:
     """Return the peak bytes of the allocations that are not model state in any sample.
 
-    Allocations that are never freed are left out, as no activation outlives its step. The free of a buffer that a
-    collective's thread releases last is not recorded. It is detected at the latest when the address is reused.
+    Allocations that are never freed are left out, as no activation outlives its step. If a collective's thread releases
+    a buffer, its free is not recorded, and the buffer counts as freed when its address is reused.
     """
     live: dict[int, tuple[int, int]] = {}
     changes: list[tuple[int, int]] = []

@@ -1,4 +1,4 @@
-"""Device mesh of a run. All code that communicates with other ranks receives this object."""
+"""Device mesh of a run. All code that communicates with other ranks receives a `Mesh`."""
 
 from __future__ import annotations
 
@@ -19,62 +19,62 @@ from gptlite.parallelism.torch_private import forget_meshes, set_timeout
 class Mesh:
     """Axis degrees, this rank's coordinates, and the process groups along the axes.
 
-    With one rank there is nothing to communicate, so no process group exists and `device_mesh` is None, unless FSDP2
-    offloads. `folded_groups` maps the name of each folded axis with more than one rank to its group. `expert_mesh` has
-    the dimensions EXPERT_AXES; None if the expert degree is 1.
+    With one rank, no process group exists and `device_mesh` is None, unless model state is offloaded, for which FSDP2
+    needs a group. `folded_groups` maps the name of each folded axis with more than one rank to its group. `expert_mesh`
+    has the dimensions EXPERT_AXES; it is None if the expert degree is 1.
     """
 
     device: torch.device
     layout: Layout = field(default_factory=Layout)
     rank: int = 0
     device_mesh: DeviceMesh | None = None
-    # A dict has no hash.
+    # A dict is not hashable.
     folded_groups: dict[str, dist.ProcessGroup] = field(default_factory=dict, hash=False)
     expert_mesh: DeviceMesh | None = None
 
     @property
     def world_size(self) -> int:
-        """Number of ranks: the product of the axes."""
+        """Number of ranks: the product of the axes' sizes."""
         return self.layout.world_size
 
     def size(self, axis: str) -> int:
-        """Degree of one axis, by its name."""
+        """Return the degree of an axis."""
         return self.layout.size(axis)
 
     def coordinate(self, axis: str) -> int:
-        """This rank's index along an axis."""
+        """Return this rank's index along an axis."""
         return self.layout.coordinate(self.rank, axis)
 
     def is_first(self, parameters: Alike) -> bool:
-        """Return True if this rank is the first along every axis over which those parameters are replicated.
+        """Return True if this rank is the first along every axis over which this kind of parameters is replicated.
 
-        A loss or a gradient that all replicas compute is counted only on this rank.
+        If all replicas compute a loss or a gradient, it is counted only where this is True.
         """
         return all(self.coordinate(axis) == 0 for axis in alike(parameters))
 
     def group(self, axis: str) -> dist.ProcessGroup:
-        """Process group of this rank along an axis. Raises ValueError on one device, which has none."""
+        """Return the process group of this rank along an axis. Raises ValueError on one device, which has none."""
         return self.folded_groups[axis] if axis in self.folded_groups else self.along(axis).get_group()
 
     def groups(self) -> dict[str, dist.ProcessGroup]:
-        """The process groups of the axes that have more than one rank, the folded ones last."""
+        """Return the process groups of the axes that have more than one rank, the folded axes last."""
         return {axis: self.group(axis) for axis in AXES if self.size(axis) > 1} | self.folded_groups
 
     def expert_groups(self) -> dict[str, dist.ProcessGroup]:
-        """The process groups of the data axes of the experts' mesh that have more than one rank."""
+        """Return the process groups of those data axes of the experts' mesh that have more than one rank."""
         if self.expert_mesh is None:
             return {}
         return {axis: self.expert_mesh.get_group(axis) for axis in EXPERT_DATA_AXES if self.size(axis) > 1}
 
     def all_groups(self) -> list[dist.ProcessGroup]:
-        """Every process group of the mesh, of one rank or several. Raises ValueError on one device."""
+        """Return all process groups of the mesh, including groups of one rank. Raises ValueError on one device."""
         experts = [] if self.expert_mesh is None else [self.expert_mesh.get_group(axis) for axis in EXPERT_AXES]
         return [*map(self.group, AXES), *self.folded_groups.values(), *experts]
 
     def along(self, *axes: str) -> DeviceMesh:
-        """This rank's sub-mesh of some axes. Raises ValueError on one device."""
+        """Return this rank's sub-mesh along some axes. Raises ValueError on one device."""
         if self.device_mesh is None:
-            raise ValueError(f"one device has no mesh along {', '.join(axes)}")
+            raise ValueError(f"a single device has no mesh along {', '.join(axes)}")
         if len(axes) == 1:
             (axis,) = axes
             return self.device_mesh[axis]
@@ -97,12 +97,12 @@ class Mesh:
 
     @property
     def is_main(self) -> bool:
-        """True if this rank writes files and owns the terminal."""
+        """True if this rank writes files and prints to the terminal."""
         return self.rank == 0
 
     def close(self) -> None:
-        """Destroy the mesh's process groups, which hold file descriptors, but not the world group if there are several
-        ranks."""
+        """Destroy the mesh's process groups, which hold file descriptors. The world group is destroyed only if there is
+        just one rank."""
         if self.device_mesh is None:
             return
         groups = {id(group): group for group in self.all_groups()}
@@ -115,9 +115,10 @@ class Mesh:
 
 
 def build_mesh(config: ParallelismConfig) -> Mesh:
-    """Build the mesh: one device if no process group has been joined, else the axes over the world. Raises ConfigError.
+    """Build the mesh over the ranks of the process group, or over one device if no process group has been joined.
 
-    If a single device offloads, this joins a process group of one rank, which `close` leaves.
+    With offload on a single device, this joins a process group of one rank, which `close` leaves. Raises ConfigError if
+    the degrees do not fit the number of ranks.
     """
     cuda = torch.cuda.is_available()
     if not dist.is_initialized() and config.offload is not Offload.none:
@@ -128,7 +129,7 @@ def build_mesh(config: ParallelismConfig) -> Mesh:
     rank, layout = dist.get_rank(), resolve(config, dist.get_world_size())
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
     mesh = mesh_over_world(device, layout, rank)
-    for group in mesh.all_groups():  # torch's default is half an hour
+    for group in mesh.all_groups():  # torch's defaults are 10 minutes (NCCL) and 30 minutes (gloo)
         set_timeout(group, config.timeout_seconds)
     return mesh
 
@@ -136,7 +137,7 @@ def build_mesh(config: ParallelismConfig) -> Mesh:
 def mesh_over_world(device: torch.device, layout: Layout, rank: int) -> Mesh:
     """Create a mesh of all ranks and its process groups. Collective."""
     ranks = torch.arange(layout.world_size)
-    # Axes of one rank too, so that every axis has a name and a group.
+    # Axes of one rank are included, so that every axis has a name and a group.
     device_mesh = DeviceMesh(device.type, ranks.view(layout.sizes), mesh_dim_names=AXES)
     groups = {}
     experts = None

@@ -4,8 +4,8 @@ The schedules are torch.distributed.pipelining's: GPipe (Huang et al. 2019, arXi
 2019, arXiv:1806.03377), interleaved 1F1B (Narayanan et al. 2021, arXiv:2104.04473), and the zero-bubble schedules,
 which compute input gradients first and weight gradients later (Qi et al. 2023, arXiv:2401.10241).
 
-A `Forward` runs a part on tokens or activations. It returns activations, or, for the last part, the sum of the token
-losses.
+A `Forward` runs a model part on tokens or activations. It returns activations, or, for the last part, the sum of the
+token losses.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ SCHEDULES: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class MicroBatches:
-    """Micro-batches of a step on this rank: int64 tokens and targets [B, S] and sample_ids [B] of each.
+    """Micro-batches of a step on this rank. Each has int64 tokens and targets [B, S] and sample_ids [B].
 
-    Samples that are not tokens have inputs and targets of their own shapes; without a pipeline the inputs may be a
-    tuple or a dict of tensors. `documents`, covering whole sequences, is for models that restrict attention to
-    documents.
+    If samples are not tokens, `tokens` has the inputs, and inputs and targets may have other shapes; without a pipeline
+    the inputs may be a tuple or a dict of tensors. `documents` has the documents of whole sequences, for models that
+    restrict attention to documents.
     """
 
     tokens: Sequence[Any]
@@ -70,8 +70,8 @@ class OnePart:
         self.forward, self.part, self.zero = forward, part, zero
 
     def run(self, batches: MicroBatches, valid: Tensor) -> Tensor:
-        """Accumulate gradients of the loss, the sum over tokens divided by `valid`, and return this rank's share of the
-        loss."""
+        """Accumulate the gradients of the loss, and return this rank's share of it. The loss is the sum of the token
+        losses divided by `valid`, the number of targets in the global batch."""
         total, upstream = torch.zeros((), device=valid.device), known_upstream(valid)
         count = len(batches.tokens)
         for index in range(count):
@@ -88,16 +88,16 @@ class OnePart:
 def known_upstream(valid: Tensor) -> float | None:
     """Return the upstream gradient that autograd will pass for a loss divided by `valid`; None if reading it would
     synchronise with a GPU."""
-    # Divided by torch in fp32, as autograd does: the loss's backward pass tests the two for equality.
+    # Divide with torch in fp32, as autograd does, since the loss's backward pass tests the two values for equality.
     return (torch.ones(()) / valid).item() if valid.device.type == "cpu" else None
 
 
 class Pipeline:
     """This rank's parts of a pipeline.
 
-    `tokens` is the first stage's input of a micro-batch, on the meta device; `shapes` are those of every stage's, and
-    `dtype` is that of activations. With `everywhere` all stages are given the tokens. A step with another number of
-    micro-batches than the previous one builds a new schedule.
+    `tokens` is the first stage's input for a micro-batch, on the meta device; `shapes` are the input shapes of all
+    stages, and `dtype` is the dtype of activations. With `everywhere`, all stages receive the tokens. If the number of
+    micro-batches differs from the previous step's, a new schedule is built.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class Pipeline:
         self._build(micro_batches)
 
     def _build(self, micro_batches: int) -> None:
-        """Build the schedule for that many micro-batches. Its stages are new too, as they hold buffers for each
+        """Build the schedule for `micro_batches` micro-batches, with new stages, as a stage has buffers for each
         micro-batch."""
         config, mesh, total = self.config, self.mesh, num_stages(self.config)
         self._plain = [
@@ -143,21 +143,21 @@ class Pipeline:
         ]
         one = config.schedule in ("gpipe", "1f1b")
         self._micro_batches = micro_batches
-        # No scaling: losses are divided by the global batch's tokens already, not averaged over micro-batches.
+        # No scaling: losses are already divided by the global batch's targets, not averaged over micro-batches.
         self.schedule = SCHEDULES[config.schedule](
             stages[0] if one else stages, micro_batches, loss_fn=self._loss, scale_grads=False
         )
 
     def run(self, batches: MicroBatches, valid: Tensor) -> Tensor:
-        """Accumulate gradients of the loss, the sum over tokens divided by `valid`, and return this rank's share of the
-        loss."""
+        """Accumulate the gradients of the loss, and return this rank's share of it. The loss is the sum of the token
+        losses divided by `valid`, the number of targets in the global batch."""
         self.valid = valid
         if len(batches.tokens) != self._micro_batches:
             self._build(len(batches.tokens))
         upstream = known_upstream(valid)
         for part in self._plain:
             part.upstream = upstream
-        # Joined, as the schedule itself splits its arguments into micro-batches.
+        # Joined, as the schedule splits its arguments into micro-batches itself.
         targets, given = torch.cat(list(batches.targets)), {"sample_ids": torch.cat(list(batches.sample_ids))}
         if batches.documents is not None:
             documents = joined(batches.documents)
@@ -174,7 +174,7 @@ class Pipeline:
         failure = None
         try:
             self.schedule.step(*inputs, target=targets, losses=losses, return_outputs=False, targets=targets, **given)
-        except RuntimeError as error:  # torch's own, with all arguments of the stage, for any exception in one
+        except RuntimeError as error:  # torch wraps a stage's exception in one that prints all the stage's arguments
             failure = error.__cause__ or error
         if failure is not None:
             raise failure
@@ -210,26 +210,26 @@ class _Plain(nn.Module):
         tokens: Tensor | None = None,
     ) -> Tensor:
         """Run the part. The document tensors are separate arguments because the schedule splits tensors along dim 0.
-        Raises ConfigError if the result has not the shape that the next stage receives."""
+        Raises ConfigError if the output does not have the shape that the next stage expects."""
         documents = None if starts is None else Documents(starts, ends, self.longest)
         out = self.run(self.part, x, Inputs(targets, sample_ids, documents, self.upstream, tokens=tokens))
         if out.shape != self.shape:
             raise ConfigError(
-                f"pipeline stage {self.number} returns a tensor {list(out.shape)}, and the model declares "
-                f"{list(self.shape)}; correct `activations` of its spec"
+                f"pipeline stage {self.number} returned a tensor of shape {list(out.shape)}, but the model's spec "
+                f"declares {list(self.shape)}; correct `activations` in the spec"
             )
         return out.contiguous()  # torch's point-to-point operations refuse non-contiguous views
 
 
 class _Stage(PipelineStage):
-    """Pipeline stage whose backward passes follow the ZeRO stage, see `zero.py`.
+    """Pipeline stage whose backward passes set FSDP2's flags for the ZeRO stage, see `zero.before_backward`.
 
-    If the backward pass is split, a part's gradients are reduced after the weight-gradient half. With ZeRO 3 the part
-    is gathered for each half and freed after it.
+    If backward passes are split, a part's gradients are reduced after the weight-gradient pass. With ZeRO 3, the part's
+    parameters are gathered before the input-gradient and the weight-gradient pass, and freed after each.
     """
 
     def over(self, part: nn.Module, micro_batches: int, zero: int) -> _Stage:
-        """Set the part to run. The constructor's signature is given by torch."""
+        """Set the part to run, and return the stage. torch fixes the signature of the constructor."""
         self._part, self._count, self._zero, self._done = part, micro_batches, zero, 0
         return self
 
@@ -243,14 +243,14 @@ class _Stage(PipelineStage):
         if full_backward:
             before_backward(self._part, self._zero, self._is_last_pass())
             super().backward_one_chunk(bwd_chunk_id, loss, True, last_backward)
-        elif self.is_first:  # tokens have no gradient, so there is no input half to compute
+        elif self.is_first:  # tokens have no gradient, so there is no input-gradient pass
             super().backward_one_chunk(bwd_chunk_id, loss, False, last_backward)
         else:
             with self._held():
                 super().backward_one_chunk(bwd_chunk_id, loss, False, last_backward)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        last = self._is_last_pass()  # the weight half is the last pass of its micro-batch
+        last = self._is_last_pass()  # the weight-gradient pass is the last of its micro-batch
         with self._held():
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
             if not isinstance(self._part, FSDPModule):
@@ -266,14 +266,14 @@ class _Stage(PipelineStage):
 
     @contextmanager
     def _held(self) -> Iterator[None]:
-        """Disable reduction and freeing during one half of a backward pass. With ZeRO 3, the part is gathered before
-        and freed after."""
+        """Disable gradient reduction and resharding during the input- or weight-gradient pass of a split backward pass.
+        With ZeRO 3, gather the part's parameters before the pass and free them after it."""
         if not isinstance(self._part, FSDPModule):
             yield
             return
         if self._zero == 3:
             gather(self._part)
-        before_backward(self._part, 0, last=False)  # as in stage 0 before the last pass: no reduction, no freeing
+        before_backward(self._part, 0, last=False)  # as with ZeRO 0 before the last pass: no reduction, no resharding
         yield
         if self._zero == 3:
             reshard([self._part])
@@ -296,4 +296,4 @@ def add_across_ends(first: nn.Parameter | None, last: nn.Parameter | None, mesh:
         ops = [dist.P2POp(dist.isend, mine, peer, group), dist.P2POp(dist.irecv, other, peer, group)]
         for work in dist.batch_isend_irecv(ops):  # one batch: two sends that wait for each other would deadlock
             work.wait()
-        held[0].copy_(mine + other)  # addition commutes, so both ends get equal bits
+        held[0].copy_(mine + other)  # addition is commutative, so both stages get the same bits

@@ -1,7 +1,7 @@
-"""FSDP2's all-gather and reduce-scatter by pairwise messages, for gloo.
+"""All-gather and reduce-scatter with pairwise messages, for FSDP2 over gloo.
 
-gloo implements reduce-scatter as a full all-reduce, and copies all-gathered data once more. Over two ranks, messages
-are at least twice as fast (docs/benchmarks_training.md). Sums are taken in rank order.
+gloo implements reduce-scatter as a full all-reduce, and copies all-gathered data once more. Over two ranks, pairwise
+messages are at least twice as fast (docs/benchmarks_training.md). Sums are taken in rank order.
 """
 
 from collections.abc import Sequence

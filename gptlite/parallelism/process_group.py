@@ -14,14 +14,17 @@ NOWHERE = "192.0.2.1"  # documentation address (RFC 5737), which takes the defau
 
 
 def join(timeout_seconds: float) -> None:
-    """Join the group described by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT: NCCL with GPUs, else gloo.
+    """Join the group described by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, with NCCL if there are GPUs, otherwise
+    with gloo.
 
-    With GPUs, the current device becomes that of LOCAL_RANK, or the only visible one. A collective that takes longer
-    than `timeout_seconds` fails. Raises torch.distributed.DistError if the other ranks cannot be reached.
+    With GPUs, the current device is set to the GPU with number LOCAL_RANK, or to the only visible one. A collective
+    that takes longer than `timeout_seconds` fails. Raises torch.distributed.DistError if the other ranks cannot be
+    reached.
     """
     timeout = timedelta(seconds=timeout_seconds)
     if torch.cuda.is_available():
-        local_rank = int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count()  # srun may show each rank its own alone
+        # Under srun, each rank may see only its own GPU.
+        local_rank = int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count()
         torch.cuda.set_device(local_rank)
         # With device_id NCCL connects now, not in the first collective.
         dist.init_process_group("nccl", timeout=timeout, device_id=torch.device("cuda", local_rank))
@@ -57,13 +60,13 @@ def broadcast_text(text: str) -> str:
 
 
 def _interface() -> str | None:
-    """Return the network interface for gloo: loopback if all ranks are on this machine, else one that reaches rank 0.
+    """Return gloo's network interface: loopback if all ranks are on this machine, otherwise one that reaches rank 0.
 
-    None leaves the choice to gloo, which takes the interface that the host name resolves to.
+    If none is found, return None: gloo then uses the interface that the host name resolves to.
     """
     if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
         return _loopback()
-    # On rank 0's machine MASTER_ADDR may resolve to loopback, which the others do not reach.
+    # On rank 0's machine, MASTER_ADDR may resolve to loopback, which the other machines cannot reach.
     for host in (os.environ["MASTER_ADDR"], NOWHERE):
         if (address := _address_towards(host)) and not address.startswith("127."):
             return _interface_of(address)

@@ -1,11 +1,12 @@
-"""Run an action on one rank or on all, and share its results or exceptions with all ranks.
+"""Actions that run on one rank or on all, and whose results and exceptions all ranks receive.
 
-For work of unknown duration, such as reading a corpus or hashing a checkpoint. Waiting ranks poll the process group's
-store, so no collective is in progress and no timeout ends the run. If a rank dies, the launcher notices and ends the
-others.
+These are for work of unknown duration, such as reading a corpus or hashing a checkpoint. Waiting ranks poll the process
+group's store, so no collective is in progress and no timeout ends the run. If a rank dies, the launcher detects it and
+ends the others.
 
-Threads that run in parallel with training pass a `group` of their own and use its collectives instead, as the store
-connection and the world group belong to the training thread. If a rank dies or hangs then, the others raise an error.
+Threads that run in parallel with training must pass a process group of their own as `group`, as the store connection
+and the world group belong to the training thread. Results are then sent by collectives, which raise an error on the
+other ranks if a rank dies or hangs.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ PIECE = timedelta(seconds=1)
 def from_main(mesh: Mesh, action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
     """Run an action on rank 0 only and return its result on every rank. An exception is raised on every rank.
 
-    Results and exceptions are pickled. All ranks must call this within the collective timeout of each other. Without a
-    `group`, the action itself may take any time.
+    Results and exceptions are pickled. All ranks must call this within the time limit of a collective. Without a
+    `group`, the action itself has no time limit.
     """
     if mesh.world_size == 1:
         return action()
@@ -43,7 +44,8 @@ def from_main(mesh: Mesh, action: Callable[[], T], group: dist.ProcessGroup | No
 def from_all(mesh: Mesh, action: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
     """Run an action on every rank and return all results in rank order, on every rank.
 
-    If any rank raised, all raise the exception of the lowest such rank. Otherwise like `from_main`.
+    If the action raises on some ranks, every rank raises the exception of the lowest of them. In all other respects
+    this is like `from_main`.
     """
     if mesh.world_size == 1:
         return [action()]
@@ -52,7 +54,7 @@ def from_all(mesh: Mesh, action: Callable[[], T], group: dist.ProcessGroup | Non
 
 def together(mesh: Mesh, action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
     """Run an action on every rank and return this rank's own result, of any type. If any rank raises, all raise."""
-    own: list[T] = []  # the result stays here, as it may not pickle
+    own: list[T] = []  # the result is not sent, as it may not be picklable
     from_all(mesh, lambda: own.append(action()), group)
     return own[0]
 
@@ -66,7 +68,7 @@ def _exchange(mesh: Mesh, action: Callable[[], T], sources: Sequence[int], group
         dist.all_gather_object(gathered, answer, group=group)
         return _unpack([pickle.loads(gathered[rank]) for rank in sources], sources, mesh.rank, own_error)
     store: Any = dist.distributed_c10d._get_default_store()
-    # Unique across calls and runs, as a restarted run may find the store of the previous one.
+    # The name is unique across calls and runs, as a restarted run may find the previous run's store.
     name = [uuid.uuid4().hex]
     dist.broadcast_object_list(name, src=0, device=mesh.device)
     keys = [f"{name[0]}/{rank}" for rank in sources]
@@ -83,7 +85,7 @@ def _exchange(mesh: Mesh, action: Callable[[], T], sources: Sequence[int], group
 
 
 def _unpack(answers: list[Any], sources: Sequence[int], own_rank: int, own_error: BaseException | None) -> list[Any]:
-    """Return the results of the ranks that ran the action, or raise the exception of the first that failed."""
+    """Return the results of the ranks that ran the action, or raise the exception of the first rank that failed."""
     for rank, (raised, content, words) in zip(sources, answers, strict=True):
         if raised:
             raise own_error if own_error is not None and rank == own_rank else _unpack_error(content, words)
@@ -101,9 +103,9 @@ def _keys_exist(store: Any, keys: list[str]) -> bool:
 def _run_packed(rank: int, action: Callable[[], Any]) -> tuple[bytes, BaseException | None]:
     """Run an action; return pickled (raised, pickled result or exception, traceback text), and the exception itself."""
     try:
-        # Pickled twice: what cannot be loaded on another rank leaves the outer tuple readable.
+        # Pickled twice, so that the outer tuple can be read on a rank that cannot load the result.
         return pickle.dumps((False, pickle.dumps(action()), "")), None
-    except BaseException as error:  # KeyboardInterrupt too, as the other ranks wait for an answer
+    except BaseException as error:  # includes KeyboardInterrupt, as the other ranks wait for an answer
         words = f"on rank {rank}:\n{''.join(traceback.format_exception(error))}"
         try:
             content = pickle.dumps(error)
@@ -116,6 +118,6 @@ def _unpack_error(content: bytes, words: str) -> BaseException:
     try:
         error = pickle.loads(content)
         error.add_note(words)
-    except Exception:  # the class does not pickle, or is unknown on this rank
+    except Exception:  # the exception cannot be pickled, or its class is unknown on this rank
         error = RuntimeError(words)
     return error

@@ -29,7 +29,8 @@ def check_replicas(parameters: Iterable[tuple[str, Tensor]], tied: Sequence[str]
     `tied` (the same names on all ranks) have copies on the first and the last pipeline part. The message names the
     first one that differs, and the ranks.
     """
-    # Data ranks hold different experts: each rank's are a parameter of their own, of which others have no copy.
+    # Data ranks hold different experts. Each rank's part of the experts is treated as a separate parameter, of which
+    # ranks with other experts have no copy.
     mine, degree = (mesh.coordinate(EXPERT), mesh.size(EXPERT))
     given = [(name, tensor, of_experts(tensor)) for name, tensor in parameters]
     named = [(f"{name} (part {mine} of {degree})" if apart else name, tensor) for name, tensor, apart in given]
@@ -38,7 +39,7 @@ def check_replicas(parameters: Iterable[tuple[str, Tensor]], tied: Sequence[str]
         for name, _, apart in given
         for part in range(degree if apart else 1)
     ]
-    # One small tensor crosses the network, not the parameters.
+    # Ranks exchange these hashes, not the parameters.
     hashes = torch.stack([fingerprint(local_part(tensor)) for _, tensor in named]).to(mesh.device)
     whole = [name for name, tensor in named if not is_cut(tensor)]
     copies: dict[Alike, Sequence[str]] = {"all": every, "uncut": whole, "tied": tied}
@@ -51,7 +52,7 @@ def check_replicas(parameters: Iterable[tuple[str, Tensor]], tied: Sequence[str]
         for name in _differing(held, hashes, mesh, axis):
             found[axis, name] = [int(hashes[i]) for i in held[name]]
     any_found = torch.tensor(len(found), device=mesh.device)
-    if all_reduce(any_found, mesh, op="max"):  # ranks without a difference must raise too, or wait for the others
+    if all_reduce(any_found, mesh, op="max"):  # ranks without a difference must raise too
         raise ReplicasDiffer(_message(gather_objects(mesh, found), mesh, step))
 
 
@@ -59,14 +60,15 @@ def fingerprint(tensor: Tensor) -> Tensor:
     """Return a hash of a tensor's bits, int64 [], computed on its device in one pass. Flipping any single bit changes
     it.
 
-    It is the sum of rows of 64-bit words, each row multiplied by a different odd number, modulo 2^64.
+    The 64-bit words of each row of ROW words are summed, each row's sum is multiplied by a different odd number, and
+    the results are summed, modulo 2^64.
     """
     bits = tensor.contiguous().flatten()
     if tensor.numel() * tensor.element_size() % (8 * ROW) or bits.storage_offset() * bits.element_size() % 8:
         words = 8 * ROW // bits.element_size()
         bits = torch.nn.functional.pad(bits, (0, -len(bits) % words))
     rows = bits.view(torch.int64).view(-1, ROW).sum(1)
-    # Odd numbers are invertible modulo 2^64, so no change of one row is lost.
+    # Odd numbers are invertible modulo 2^64, so any change of the sum of one row changes the hash.
     return (rows * (2 * torch.arange(len(rows), device=rows.device) + 1)).sum()
 
 
@@ -97,11 +99,12 @@ def _message(found: list[dict[tuple[str, str], list[int]]], mesh: Mesh, step: in
     places = " and ".join(", ".join(str(mesh.layout.coordinate(rank, axis)) for rank in side) for side in sides)
     ranks = " and ".join(", ".join(map(str, side)) for side in sides)
     others = sorted({other for differing in found for _, other in differing} - {name})
-    more = f"; {len(others)} more differ, such as {', '.join(others[: MORE - 1])}" if others else ""
+    named = ", ".join([*others[: MORE - 1], *["..."] * (len(others) >= MORE)])
+    more = f"; {len(others)} more differ{'s' * (len(others) == 1)}: {named}" if others else ""
     return f"parameter {name} differs between {axis} ranks {places} (world ranks {ranks}) after step {step}{more}"
 
 
 def _same_line(mesh: Mesh, rank: int, other: int, axis: str) -> bool:
-    """Return True if two ranks have equal coordinates on all axes but one."""
+    """Return True if two ranks have equal coordinates on all axes except `axis`."""
     place = mesh.layout.coordinate
     return all(place(rank, each) == place(other, each) for each in AXES if each != axis)

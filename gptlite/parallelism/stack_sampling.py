@@ -1,7 +1,7 @@
 """Sampling of another thread's Python stack, without interrupting or slowing it.
 
 A thread waits for other ranks in one of a few known places: a function of torch.distributed, a line that calls
-`.wait()`, or the store. The files on its stack identify the axis.
+`.wait()`, or the store. The files on its stack identify the axis whose ranks it waits for.
 """
 
 import linecache
@@ -37,8 +37,8 @@ PHASES = {
 class Place:
     """Position of a thread. `waits` is "collective", "store", or "" if it does not wait for other ranks.
 
-    `collective` is the collective's name, "" if the stack does not show it; `axis` is a kind of axis, or world; `words`
-    are the phase and the line.
+    `collective` is the collective's name, or "" if the stack does not show it. `axis` is a kind of axis, or world.
+    `words` is a description of the phase and the source line.
     """
 
     waits: str = ""
@@ -54,7 +54,8 @@ class Place:
 
 
 def waits_along(thread: int) -> str | None:
-    """Return the axis of the collective in which the thread with this identifier waits; None if it does not wait."""
+    """Return the axis of the collective in which the thread with this identifier waits; None if it does not wait in a
+    collective."""
     frame = sys._current_frames().get(thread)
     return None if frame is None or not _waits(frame.f_code.co_filename, frame.f_lineno or 0) else _axis(frame)
 
@@ -84,7 +85,8 @@ def _axis(frame: FrameType) -> str:
 
 @cache
 def _axis_of_file(file: str) -> str | None:
-    """Return the axis whose collectives a file runs, from the files and folders in the axis table; None if none."""
+    """Return the kind of the axis whose collectives are issued from this file, according to the axis table; None if no
+    axis lists the file."""
     roots = {"gptlite": Path(PACKAGE), "torch": Path(TORCH).parent}
     for axis in every_axis():
         for name in axis.files:
@@ -95,8 +97,8 @@ def _axis_of_file(file: str) -> str | None:
 
 
 def _words(frames: list[FrameType]) -> str:
-    """Return e.g. `backward, in Trunk.fold (gptlite/model/trunk.py:9)`: the phase, and the innermost line of this
-    package."""
+    """Return the phase and the innermost line of this package, e.g. `forward, in Block.forward
+    (gptlite/models/gpt/model.py:99)`."""
     phases: list[str] = []
     for frame in reversed(frames):
         phase = PHASES.get(frame.f_code.co_name)

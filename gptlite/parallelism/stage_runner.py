@@ -22,7 +22,8 @@ from gptlite.parallelism.zero import reshard
 
 
 class StageRunner:
-    """Runner for all parts of a model, of which this rank holds `parts`. By default a whole model on one device."""
+    """Runner for all parts of a model, of which this rank holds `parts`. By default, `parts` is a whole model on one
+    device."""
 
     def __init__(
         self,
@@ -48,7 +49,7 @@ class StageRunner:
         return self._last in self._mine
 
     def slice_length(self, length: int) -> int:
-        """Sequence length of the activations between parts on this rank, for tokens of that local length."""
+        """Return the sequence length of this rank's activations between parts, for local tokens of length `length`."""
         return length // self.axis.size if self.axis is not None and self.axis.sequence else length
 
     def run(
@@ -58,14 +59,15 @@ class StageRunner:
         shapes: Sequence[tuple[int, ...]],
         dtype: torch.dtype,
     ) -> Tensor | None:
-        """Return the last part's result on the ranks that hold it, None on the others. All ranks must call this.
+        """Run all parts. Return the last part's output on the ranks that hold it, None on the others. All ranks must
+        call this.
 
-        `call` applies the i-th of this rank's parts to tokens, or to the previous part's output. `shapes` are those of
-        each stage's input, in a pipeline.
+        `call(i, part, x)` applies the i-th of this rank's parts to the tokens or to the previous part's output.
+        `shapes` are the input shapes of all stages; they are used only with a pipeline.
         """
         out = tokens
         for index, (stage, part) in enumerate(zip(self._mine, self.parts, strict=True)):
-            if stage > 0 and self._owner[stage - 1] != self._owner[stage]:  # equal in the middle of a V
+            if stage > 0 and self._owner[stage - 1] != self._owner[stage]:  # equal in the middle of a V schedule
                 out = torch.empty(shapes[stage], dtype=dtype, device=self.mesh.device)
                 dist.recv(out, self._peer(stage - 1), self.mesh.group("pp"))
             out = call(index, part, out)
@@ -74,7 +76,7 @@ class StageRunner:
         return out if self.has_last else None
 
     def from_last(self, number: Callable[[], int]) -> int:
-        """Compute a number on one rank with the last part, and return it on every rank."""
+        """Call `number` on one of the ranks that hold the last part, and return its result on every rank."""
         if self.mesh.world_size == 1:
             return number()
         rank = self._owner[self._last] * self.mesh.layout.stride("pp")  # the one with coordinate 0 on all other axes
@@ -86,9 +88,9 @@ class StageRunner:
 
     @contextmanager
     def reading(self, whole_sequence: bool = False) -> Iterator[None]:
-        """Disable gradients and dropout while entered; afterwards free what ZeRO has gathered.
+        """Context manager that disables gradients and dropout. On exit, parameters that ZeRO has gathered are freed.
 
-        `whole_sequence` disables sequence and context parallelism, as a single token cannot be split.
+        `whole_sequence` also disables sequence and context parallelism, which cannot split a single token.
         """
         training = [part.training for part in self.parts]
         for part in self.parts:

@@ -1,8 +1,8 @@
 """Unnamed file for a rank's optimizer state, with direct I/O where the file system supports it.
 
-The file has no name (O_TMPFILE, or unlinked at once where that is missing). So concurrent runs do not collide, no other
-file is ever removed, and the kernel frees the space however the process ends. Its blocks are allocated at creation, so
-that a disk filled later by others does not affect the run.
+The file has no name: it is created with O_TMPFILE or, where that is not supported, unlinked at once. So concurrent runs
+do not collide, no other file is ever removed, and the kernel frees the space however the process ends. Its blocks are
+allocated at creation, so that the run is not affected if other programs fill the disk later.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class InFiles:
 
 
 class StateFile:
-    """File of `size` zero bytes in a folder. `direct` is True if reads and writes bypass the page cache.
+    """File of `size` bytes in a folder, initially zero. `direct` is True if reads and writes bypass the page cache.
 
     Raises OSError if the folder is not writable or the disk lacks the space.
     """
@@ -52,9 +52,9 @@ class StateFile:
         self.direct = self._make_direct()
 
     def mapped(self) -> Tensor:
-        """Return the whole file as memory-mapped fp32 elements.
+        """Return the whole file as a memory-mapped fp32 tensor.
 
-        After `flush`, changes through the mapping are visible to `read` and `write`; theirs are visible in the mapping.
+        After `flush`, `read` returns changes made to the tensor, and the tensor shows changes made by `write`.
         """
         self._map = mmap.mmap(self._file.fileno(), max(self.size, ALIGN))
         return torch.frombuffer(self._map, dtype=torch.float32)
@@ -77,9 +77,10 @@ class StateFile:
         self.bytes_written += sum(len(memory) for _, memory in parts)
 
     def exchange(self, out: Sequence[tuple[int, memoryview]], into: Sequence[tuple[int, memoryview]]) -> None:
-        """Write buffers out, and refill each piece from elsewhere in the file as soon as it is written. Raises OSError.
+        """Write the buffers `out` to the file, and read `into` from the file, refilling each piece of memory as soon as
+        it has been written. Raises OSError.
 
-        `out` and `into` refer to the same memory, in equally many parts, which may differ in length.
+        `out` and `into` refer to the same memory and have the same number of parts. Paired parts may differ in length.
         """
         rows = zip(out, into, strict=True)
         pairs = [pair for ours, theirs in rows for pair in zip_longest(_pieces([ours]), _pieces([theirs]))]
@@ -94,7 +95,7 @@ class StateFile:
 
     def _read(self, part: tuple[int, memoryview]) -> None:
         place, into = part
-        while len(into):  # a read may return less than was asked for
+        while len(into):  # a read may return fewer bytes than requested
             done = os.preadv(self._file.fileno(), [into], place)
             if not done:
                 raise OSError(f"the optimizer state file ends at byte {place}")
@@ -102,7 +103,7 @@ class StateFile:
 
     def _write(self, part: tuple[int, memoryview]) -> None:
         place, out = part
-        while len(out):  # and so may a write
+        while len(out):  # a write may be partial
             done = os.pwritev(self._file.fileno(), [out], place)
             place, out = place + done, out[done:]
 
@@ -119,7 +120,7 @@ class StateFile:
 
 
 def aligned(size: int) -> memoryview:
-    """Allocate page-aligned anonymous memory."""
+    """Allocate `size` bytes of page-aligned anonymous memory."""
     return memoryview(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
 
 

@@ -2,14 +2,14 @@
 
 Sources: Shoeybi et al. 2019, arXiv:1909.08053, and for sequence parallelism Korthikanti et al. 2022, arXiv:2205.05198.
 
-A column-parallel layer holds a slice of the output features, a row-parallel one a slice of the input features; a pair
-of them needs one all-reduce. With sequence parallelism a reduce-scatter leaves each rank a slice of the sequence, and
-the next column-parallel layer all-gathers it: the same traffic, and the activations between the layers are sharded too.
-Parameters are DTensors, so that ZeRO and checkpoints know their global shape; compute uses local tensors, with the
-collectives below. Unsharded parameters stay plain. With sequence parallelism their gradient covers a slice of the
-sequence, and `sum_sliced_gradients` sums it over the ranks.
+A column-parallel layer holds a slice of the output features, a row-parallel layer a slice of the input features; a pair
+of them needs one all-reduce. With sequence parallelism, a reduce-scatter leaves each rank a slice of the sequence, and
+the next column-parallel layer all-gathers the slices. The traffic is the same, and the activations between the layers
+are sharded too. Sharded parameters are DTensors, so that ZeRO and checkpoints know their global shape; compute uses
+local tensors, with the collectives below. Unsharded parameters stay plain tensors. With sequence parallelism, their
+gradients cover a slice of the sequence, and `sum_sliced_gradients` sums them over the ranks.
 
-Shapes: B sequences, S positions, s = S / tp, d and f features, T = tensor-parallel ranks.
+Shapes: B sequences of length S, T tensor-parallel ranks, s = S / T, d and f features.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class TensorAxis:
     """Tensor-parallel ranks, which share each layer. All layers of a model hold the same object.
 
     `sequence`: activations between layers are sharded along the sequence. `overlap`: the backward pass of a
-    column-parallel layer computes its weight's gradient while the input's is being summed.
+    column-parallel layer computes the weight gradient while the input gradient is being summed over the ranks.
     """
 
     mesh: DeviceMesh
@@ -49,7 +49,8 @@ class TensorAxis:
 
     @contextmanager
     def whole_sequence(self) -> Iterator[None]:
-        """Disable sequence parallelism while entered, as a single token, in generation, cannot be split."""
+        """Disable sequence parallelism inside the `with` block, as generation runs single tokens, which cannot be
+        split."""
         sequence, self.sequence = self.sequence, False
         try:
             yield
@@ -57,8 +58,8 @@ class TensorAxis:
             self.sequence = sequence
 
     def gather_columns(self, x: Tensor, longest: int) -> Tensor:
-        """Gather the columns of all ranks' x [B, at most `longest`] in rank order. Returns all columns on each rank,
-        followed by padding."""
+        """Gather the columns of all ranks' x [B, at most `longest`] on each rank, in rank order. Only the last ranks
+        may have fewer than `longest` columns; theirs are padded with zeros."""
         return self.gather(F.pad(x, (0, longest - x.shape[1]))).transpose(0, 1).reshape(len(x), -1)
 
     def gather(self, x: Tensor) -> Tensor:
@@ -67,10 +68,11 @@ class TensorAxis:
         return out
 
     def columns(self, x: Tensor, wanted: Sequence[Sequence[range]]) -> Tensor:
-        """Exchange columns of x [B, S, f / T], this rank's equal share of f. Return [B, S, g], those that it wants.
+        """Exchange columns between ranks. x [B, S, f / T] has this rank's share of the f columns. Return the g columns
+        that this rank needs, [B, S, g].
 
-        wanted: each rank's ascending ranges of the f columns. Ranks may want the same ones. The backward pass sums
-        their gradients.
+        `wanted` has the ascending ranges of the columns that each rank needs. Several ranks may need the same column;
+        the backward pass sums its gradients.
         """
         share = x.shape[-1]
         held = [range(rank * share, (rank + 1) * share) for rank in range(self.size)]
@@ -112,7 +114,7 @@ def is_cut(parameter: Tensor) -> bool:
 
 
 def local(parameter: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Return a parameter's local shard, in a compute dtype. Gradients flow back to the parameter."""
+    """Return a parameter's local shard, cast to `dtype` if given. Gradients flow back to the parameter."""
     if isinstance(parameter, DTensor):
         parameter = parameter.to_local()
     return parameter if dtype is None else parameter.to(dtype)
@@ -121,11 +123,11 @@ def local(parameter: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 class ColumnParallelLinear(nn.Module):
     """Column-parallel linear layer: x [B, S or s, d] -> [B, S, f / T], this rank's output features.
 
-    x is gathered in the dtype of the product.
+    x is gathered in the dtype of the matrix multiplication.
     """
 
     matmul_dtype: torch.dtype | None = None
-    multiply = staticmethod(F.linear)  # or in fp8
+    multiply = staticmethod(F.linear)  # or an fp8 version
 
     def __init__(self, whole: nn.Linear, axis: TensorAxis) -> None:
         super().__init__()
@@ -141,7 +143,7 @@ class ColumnParallelLinear(nn.Module):
         """Apply the layer without its bias, for an op that adds the bias itself."""
         x = x.to(self.matmul_dtype or x.dtype)
         weight = local(self.weight, x.dtype)
-        if self.axis.overlap and self.multiply is F.linear:  # an fp8 product has a backward pass of its own
+        if self.axis.overlap and self.multiply is F.linear:  # the fp8 version has its own backward pass
             return _OverlappedColumn.apply(x, weight, self.axis)
         return self.multiply(enter(x, self.axis), weight)
 
@@ -153,11 +155,11 @@ class ColumnParallelLinear(nn.Module):
 class RowParallelLinear(nn.Module):
     """Row-parallel linear layer: x [B, S, f / T], this rank's input features, -> [B, S or s, d].
 
-    The result is summed in the dtype of the product.
+    The partial results are summed in the dtype of the matrix multiplication.
     """
 
     matmul_dtype: torch.dtype | None = None
-    multiply = staticmethod(F.linear)  # or in fp8
+    multiply = staticmethod(F.linear)  # or an fp8 version
 
     def __init__(self, whole: nn.Linear, axis: TensorAxis) -> None:
         super().__init__()
@@ -175,8 +177,8 @@ class RowParallelLinear(nn.Module):
         return leave(self.multiply(x, local(self.weight, x.dtype)), self.axis)
 
     def local_bias(self, dtype: torch.dtype) -> Tensor | None:
-        """Return the bias, which every rank holds. With sequence parallelism its gradient covers a slice of the
-        sequence."""
+        """Return the whole bias, which every rank holds, in a compute dtype. With sequence parallelism, its gradient
+        covers a slice of the sequence."""
         return None if self.bias is None else self.bias.to(dtype)
 
 
@@ -193,8 +195,8 @@ class ColumnParallelEmbedding(nn.Module):
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Vocabulary-parallel embedding: tokens [B, S] -> [B, S or s, d]. Each rank holds some rows; any number of rows is
-    allowed."""
+    """Vocabulary-parallel embedding: tokens [B, S] -> [B, S or s, d]. Each rank holds a slice of the rows, whose number
+    need not be divisible by T."""
 
     def __init__(self, whole: nn.Embedding, axis: TensorAxis) -> None:
         super().__init__()
@@ -207,13 +209,15 @@ class VocabParallelEmbedding(nn.Module):
         mine = (row >= 0) & (row < len(weight))
         # With fewer rows than ranks, some ranks have an empty table, which F.embedding rejects.
         table = weight if len(weight) else weight.new_zeros(1, weight.shape[1])
-        # Tokens of other ranks look up row 0; the factor removes them from the sum, and from row 0's gradient.
+        # Tokens whose rows are on other ranks look up row 0. The factor removes them from the sum, and from row 0's
+        # gradient.
         out = F.embedding(row.masked_fill(~mine, 0), table) * mine.unsqueeze(-1)
         return leave(out, self.axis)
 
 
 def sum_sliced_gradients(parameters: Iterable[Tensor], axis: TensorAxis) -> None:
-    """Sum over the axis the gradients of unsharded parameters, each computed from a slice of the sequence."""
+    """Sum the gradients of unsharded parameters, which each rank has computed from a slice of the sequence, over the
+    axis."""
     gradients = [local(p.grad) for p in parameters if p.grad is not None and not is_cut(p)]
     if gradients:
         whole = torch.cat([gradient.flatten() for gradient in gradients])  # one collective for all of them
@@ -233,18 +237,18 @@ def rows_per_rank(weight: Tensor, axis: TensorAxis) -> int:
 
 
 def enter(x: Tensor, axis: TensorAxis) -> Tensor:
-    """Return x as the input of column-parallel layers: gathered along the sequence if that is sharded. The backward
-    pass sums its gradients over the ranks."""
+    """Return x as the input of column-parallel layers: with sequence parallelism, gathered along the sequence. The
+    backward pass sums the gradient over the ranks."""
     return (_Gather if axis.sequence else _Copy).apply(x, axis)
 
 
 def summed(x: Tensor, axis: TensorAxis) -> Tensor:
-    """Sum the ranks' x. Each rank's loss depends on the sum, so the backward pass sums the gradients too."""
+    """Sum x over the ranks. Each rank's loss depends on the sum, so the backward pass sums the gradients too."""
     return _Copy.apply(_Sum.apply(x, axis), axis)
 
 
 def leave(x: Tensor, axis: TensorAxis) -> Tensor:
-    """Sum the ranks' x [B, S, d] and return the sum, or with sequence parallelism this rank's slice of it."""
+    """Sum x [B, S, d] over the ranks. Return the sum or, with sequence parallelism, this rank's slice of it."""
     return (_Scatter if axis.sequence else _Sum).apply(x, axis)
 
 
@@ -296,10 +300,10 @@ class _Scatter(torch.autograd.Function):
 
 
 class _OverlappedColumn(torch.autograd.Function):
-    """Product x weightᵀ with communication hidden in the backward pass.
+    """Linear layer x weightᵀ whose backward pass overlaps communication with computation.
 
-    The input is gathered again while its gradient is computed (so that only a slice is saved), and the gradient is
-    summed while that of the weight is computed.
+    With sequence parallelism, only a slice of the input is saved, and the backward pass gathers the input again while
+    it computes the input gradient. It sums the input gradient over the ranks while it computes the weight gradient.
     """
 
     @staticmethod
@@ -315,7 +319,7 @@ class _OverlappedColumn(torch.autograd.Function):
         gathering = _gather(x, ctx.axis) if ctx.sequence else None
         dx = grad @ weight
         if ctx.sequence:
-            out, work = _scatter(dx, ctx.axis)  # under way while dweight is computed below
+            out, work = _scatter(dx, ctx.axis)  # runs while dweight is computed below
         else:
             # In place: nothing else refers to dx.
             out, work = dx, dist.all_reduce(dx, group=ctx.axis.group, async_op=True)
@@ -325,8 +329,8 @@ class _OverlappedColumn(torch.autograd.Function):
 
 
 class _Columns(torch.autograd.Function):
-    """Exchange of columns x [B, S, f / T] -> [B, S, g]. `sent`: numbers of the columns for each rank; `received`: how
-    many come from each."""
+    """Exchange of columns x [B, S, f / T] -> [B, S, g]. `sent` has the indices of the columns to send to each rank,
+    `received` the number of columns to receive from each rank."""
 
     @staticmethod
     def forward(ctx, x: Tensor, axis: TensorAxis, sent: list[list[int]], received: list[int]) -> Tensor:
@@ -344,7 +348,7 @@ class _Columns(torch.autograd.Function):
 
 
 def _exchange(parts: list[Tensor], widths: list[int], axis: TensorAxis) -> list[Tensor]:
-    """Send a part [B, S, any] to each rank. Returns the parts [B, S, width] that each rank sends here."""
+    """Send one part [B, S, any width] to each rank. Return the parts received from each rank, of widths `widths`."""
     rows = parts[0].shape[:-1]
     sent = torch.cat([part.flatten() for part in parts])
     into, out = [rows.numel() * width for width in widths], [part.numel() for part in parts]
@@ -354,7 +358,7 @@ def _exchange(parts: list[Tensor], widths: list[int], axis: TensorAxis) -> list[
 
 
 def _common(held: range, wanted: Sequence[range]) -> list[int]:
-    """Return the wanted columns that are held, numbered from the first that is held."""
+    """Return the columns that are in both `held` and `wanted`, as indices relative to the start of `held`."""
     both = (range(max(held.start, each.start), min(held.stop, each.stop)) for each in wanted)
     return [column - held.start for each in both for column in each]
 
@@ -365,7 +369,8 @@ def _sum(x: Tensor, axis: TensorAxis) -> Tensor:
 
 
 def _gather(x: Tensor, axis: TensorAxis, wait: bool = False) -> tuple[Tensor, dist.Work | None]:
-    """Start gathering the ranks' x [B, ...] into [T, B, ...]."""
+    """Start gathering all ranks' x [B, ...] into [T, B, ...]. Return the output and a work handle; with `wait`, the
+    output is complete."""
     x = x.contiguous()
     out = x.new_empty(axis.size * len(x), *x.shape[1:])
     work = all_gather_single(out, x, group=axis.group, async_op=not wait)
@@ -381,7 +386,7 @@ def _joined(parts: Tensor, work: dist.Work | None) -> Tensor:
 
 
 def _scatter(x: Tensor, axis: TensorAxis) -> tuple[Tensor, dist.Work | None]:
-    """Start a reduce-scatter of the ranks' x [B, S, d] into slices [B, s, d]."""
+    """Start a reduce-scatter of all ranks' x [B, S, d] into slices [B, s, d]. Return the output and a work handle."""
     batch, length, width = x.shape
     slices = x.view(batch, axis.size, length // axis.size, width).transpose(0, 1).flatten(0, 1).contiguous()
     out = x.new_empty(batch, length // axis.size, width)

@@ -47,8 +47,8 @@ def forget_meshes() -> None:
 def reduce_gradients_now(part: nn.Module) -> None:
     """Reduce the available gradients, as at the end of a backward pass.
 
-    A split backward pass computes weight gradients where FSDP2 has no hook. Makes the same calls as torch's
-    PipelineStage.perform_reduce_grad.
+    A split backward pass needs this, since FSDP2 has no hook after its weight-gradient pass. The calls are the same as
+    in torch's PipelineStage.perform_reduce_grad.
     """
     for group in _groups(part):
         group.post_backward()
@@ -59,8 +59,8 @@ def reduce_gradients_now(part: nn.Module) -> None:
 def accumulate_gradients_now(part: nn.Module) -> None:
     """Add the available gradients to those of earlier micro-batches, in the reduction's dtype.
 
-    FSDP2's hooks do this, but not in the weight-gradient half of a backward pass. Its gradients would be accumulated in
-    16 bits.
+    FSDP2's hooks do this, except in the weight-gradient pass of a split backward pass, whose gradients would otherwise
+    be accumulated in 16-bit precision.
     """
     for group in _groups(part):
         for param in group.fsdp_params:
@@ -70,7 +70,7 @@ def accumulate_gradients_now(part: nn.Module) -> None:
 
 
 def keep_fp32_gradients(part: nn.Module) -> None:
-    """Make FSDP2 keep reduced gradients in fp32. By default it rounds them to the dtype of their bf16 parameters."""
+    """Make FSDP2 keep reduced gradients in fp32. By default, it rounds the gradients of bf16 parameters to bf16."""
     for module in part.modules():
         if isinstance(module, FSDPModule):
             for group in _groups_of(fully_shard.state(module)):  # type: ignore[attr-defined]
@@ -83,7 +83,7 @@ def _reduce_into_fp32(group: Any) -> None:
 
     def resolved() -> None:
         resolve()
-        group._orig_dtype = torch.float32  # what a reduction is cast to
+        group._orig_dtype = torch.float32  # the dtype to which reduced gradients are cast
 
     group._init_mp_dtypes = resolved  # FSDP2 calls it before the first forward pass, and it sets _orig_dtype
 
@@ -100,7 +100,8 @@ def _groups_of(state: Any) -> list[Any]:
 
 
 def fsdp_buffers(part: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
-    """Return FSDP2's buffers of a part besides shards and their gradients: gathered parameters, unreduced gradients.
+    """Return the buffers that FSDP2 holds for a part in addition to shards and their gradients: gathered parameters,
+    and gradients that are not fully reduced.
 
     Parameters that are freed between the forward and the backward pass are left out, as they exist for one block at a
     time.
@@ -124,10 +125,11 @@ def fsdp_buffers(part: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
 def watched_shards(
     parts: Iterable[nn.Module], gathered: Callable[[int], None], reduced: Callable[[int], None]
 ) -> Iterator[None]:
-    """Report the transfers of an offloaded model while entered.
+    """Context manager that reports the host-device transfers of an offloaded model.
 
-    `gathered` receives the bytes of this rank's shards whenever FSDP2 gathers a parameter group, and `reduced` those of
-    its fp32 gradients whenever a group's have been reduced over all ranks.
+    It calls `gathered(bytes)` with the size of this rank's parameter shards whenever FSDP2 gathers a parameter group,
+    and `reduced(bytes)` with the size of this rank's fp32 gradient shards before a group's gradients are reduced. With
+    HSDP, `reduced` is called only if they are also all-reduced.
     """
 
     def watch(group: Any) -> None:
@@ -163,7 +165,7 @@ def watched_shards(
         yield
     finally:
         for group in opened:
-            del group.wait_for_unshard, group.post_backward  # the methods of the class are visible again
+            del group.wait_for_unshard, group.post_backward  # this restores the methods of the class
 
 
 def _has_gradient(param: Any) -> bool:
@@ -173,11 +175,11 @@ def _has_gradient(param: Any) -> bool:
 
 @contextmanager
 def recorded_allocations() -> Iterator[list[tuple[int, int, int]]]:
-    """Record this thread's CPU tensor allocations while entered, in order. The yielded list is filled on exit.
+    """Context manager that records this thread's CPU tensor allocations, in order. The yielded list is filled on exit.
 
-    Entries are (nanoseconds since 1970, address, bytes), with negative bytes for frees, of memory allocated while
-    entered. It uses torch.profiler's recorder without operators, which costs about 10 us per allocation and must not be
-    running already: see `profiler_runs`.
+    Entries are (nanoseconds since 1970, address, bytes), with negative bytes for frees. Frees of memory that was
+    allocated earlier are left out. The recorder is torch.profiler's, without operators. It costs about 10 us per
+    allocation, and must not be running already: see `profiler_runs`.
     """
     allocations: list[tuple[int, int, int]] = []
     settings: Any = torch.autograd.profiler.profile(use_cpu=True, use_kineto=True, profile_memory=True)
@@ -210,7 +212,7 @@ def profiler_runs() -> bool:
 
 @contextmanager
 def _silent_stderr() -> Iterator[None]:
-    """Redirect the process's stderr. torch 2.13's recorder logs its start and stop there."""
+    """Redirect the process's stderr to /dev/null, as torch 2.13's recorder logs its start and stop there."""
     sys.stderr.flush()
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     try:
@@ -223,7 +225,8 @@ def _silent_stderr() -> Iterator[None]:
 
 
 class KeptForAll:
-    """Backward context of selective checkpointing that can be entered twice, once per half of a split backward pass.
+    """Backward context of selective checkpointing that can be entered twice, by the input- and the weight-gradient pass
+    of a split backward pass.
 
     torch's own context consumes its cache, and raises "Trying to backward an extra time" the second time.
     """
@@ -242,8 +245,8 @@ class KeptForAll:
 class OnlyKept(TorchDispatchMode):
     """Context of selective checkpointing that sees only the ops whose results it keeps.
 
-    torch's own counts every op, and raises an error if a recomputation runs others than the forward pass did. FSDP2
-    does if it gathers parameters inside a block.
+    torch's own context counts every op, and raises an error if the recomputation runs different ops than the forward
+    pass. This happens if FSDP2 gathers parameters inside a block.
     """
 
     def __init__(self, context: Any, keeps: Callable[[object], bool]) -> None:
@@ -272,7 +275,7 @@ class OnlyKept(TorchDispatchMode):
 
 @contextmanager
 def imagined_world(rank: int, world: int) -> Iterator[None]:
-    """Create a fake process group of `world` ranks, of which only this one exists. Messages are discarded.
+    """Context manager with a fake process group of `world` ranks, of which only `rank` exists. Messages are discarded.
 
     Raises RuntimeError if this process has already joined a group.
     """
@@ -289,8 +292,8 @@ def imagined_world(rank: int, world: int) -> Iterator[None]:
 
 @contextmanager
 def flash_attention_only() -> Iterator[None]:
-    """Make SDPA use the CPU's flash attention op while entered. On the meta device torch would materialise the
-    scores."""
+    """Context manager that makes SDPA use the CPU's flash attention op. On the meta device, torch would otherwise
+    materialise the attention scores."""
 
     def attend(
         query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
@@ -311,7 +314,8 @@ def flash_attention_only() -> Iterator[None]:
 
 @contextmanager
 def watched_resizes(seen: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
-    """Call `seen` for every storage that is resized while entered, which is how FSDP2 frees and reallocates memory."""
+    """Context manager that calls `seen` after each resize of a storage. FSDP2 frees and reallocates memory by resizing
+    storages."""
     resize: Any = torch.UntypedStorage.resize_
 
     def watched(storage: torch.UntypedStorage, size: int) -> Any:
@@ -328,7 +332,8 @@ def watched_resizes(seen: Callable[[torch.UntypedStorage], None]) -> Iterator[No
 
 @contextmanager
 def shapes_unseen() -> Iterator[None]:
-    """Hide DTensor's shape propagation, which runs ops on fake whole tensors, from dispatch modes while entered."""
+    """Context manager that hides DTensor's shape propagation, which runs ops on fake tensors of the global shape, from
+    dispatch modes."""
     cls, name = ShardingPropagator, "_propagate_tensor_meta_non_cached"
     find = getattr(cls, name)
 
@@ -345,9 +350,10 @@ def shapes_unseen() -> Iterator[None]:
 
 @contextmanager
 def held_messages() -> Iterator[None]:
-    """Keep the tensors of a pipeline schedule's messages alive for as long as it keeps their handles, while entered.
+    """Context manager that keeps the tensors of a pipeline schedule's messages alive for as long as the schedule keeps
+    their work handles.
 
-    Handles of gloo and NCCL do this; those of the fake process group do not.
+    The work handles of gloo and NCCL do this; those of the fake process group do not.
     """
     start: Any = schedules._batch_p2p
 
@@ -372,15 +378,16 @@ class _Held:
 
 
 def has_values(tensor: Tensor) -> bool:
-    """Return False for a tensor on the meta device, and for one that stands for a tensor on another."""
+    """Return True if a tensor has data: it is neither on the meta device nor a fake tensor."""
     return not tensor.is_meta and not isinstance(tensor, FakeTensor)
 
 
 def is_last_sum(tensor: Tensor) -> bool:
-    """Return True if a dispatched sum is autograd's sum of two gradients and has the only reference to the first one.
+    """Return True if the addition being dispatched is autograd's sum of two gradients, and nothing else refers to the
+    first of them, `tensor`.
 
-    Autograd then adds in place, except for tensor subclasses, such as those without data. The expected count has the
-    references of autograd, of the call (two) and of Python; in a sum issued by Python code there is one fewer.
+    Autograd then adds in place, except for tensor subclasses such as fake tensors. The expected reference count is 4:
+    one reference by autograd, two by the call and one by Python. For an addition in Python code it is 3.
     """
     if torch.is_grad_enabled() or torch._C._current_autograd_node() is None:
         return False
@@ -396,8 +403,8 @@ def schedule_stages(schedule: Any) -> list[Any]:
 def compile_block(block: nn.Module, **options: Any) -> None:
     """Compile a block's forward method in place, with Python floats as constants.
 
-    Dynamo turns a float that has changed since an earlier compilation in the process, such as a dropout probability,
-    into a symbol, and fails on symbols in an autograd.Function.
+    By default, Dynamo turns a float that has changed since an earlier compilation in the process, such as a dropout
+    probability, into a symbol. It fails on symbols in an autograd.Function.
     """
     from torch._dynamo import config  # here, since the import takes a second
 

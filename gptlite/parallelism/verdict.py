@@ -1,4 +1,4 @@
-"""Identify stalled ranks from heartbeats."""
+"""Identification of stalled ranks from heartbeats."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SHOWN = 4  # maximum number of ranks described individually
 class Heartbeat:
     """Status of a rank: its training step (0: none), its main thread's position, and the seconds spent there.
 
-    `beat` counts the rank's heartbeats, and `time` is the time of this one in seconds of the epoch.
+    `beat` counts the rank's heartbeats, and `time` is the time of this heartbeat in seconds since 1970.
     """
 
     rank: int
@@ -38,10 +38,11 @@ class Heartbeat:
 
 
 def judge(before: Sequence[Heartbeat | None], beats: Sequence[Heartbeat | None], now: float) -> str:
-    """Name the stalled ranks, by comparing the latest heartbeats with earlier ones that every rank should have renewed.
+    """Return a message that names the stalled ranks.
 
-    Ranks without a new heartbeat are stalled; if there are none, those that do not wait for others are. `now` is in
-    seconds of the epoch. None stands for a rank without any heartbeat.
+    `beats` are the latest heartbeats. `before` are heartbeats so old that every rank should have sent a new one; both
+    have None for a rank that has sent none. Ranks without a new heartbeat are stalled; if all ranks have sent one, the
+    ranks that do not wait for others are stalled. `now` is in seconds since 1970.
     """
     known = [beat for beat in beats if beat is not None]
     silent = silent_ranks(before, beats)
@@ -50,7 +51,7 @@ def judge(before: Sequence[Heartbeat | None], beats: Sequence[Heartbeat | None],
     parts = [
         f"{beat.who} has sent no heartbeat for {max(now - beat.time, 0):.0f} s; last position: {beat.where}"
         if silent
-        else f"{beat.who} stalls the others, for {beat.stood:.0f} s now: {beat.where}"
+        else f"{beat.who} has stalled the others for {beat.stood:.0f} s; position: {beat.where}"
         for beat in stalled[:SHOWN]
     ]
     if len(stalled) > SHOWN:
@@ -65,17 +66,18 @@ def judge(before: Sequence[Heartbeat | None], beats: Sequence[Heartbeat | None],
         waiting = (f"{rank_words(ranks)} wait{'s' * (len(ranks) == 1)} in {place}" for place, ranks in places.items())
         parts.append(", ".join(waiting))
     if not stalled and not missing:
-        parts.append("no rank is behind: they wait for each other, or the network between them fails")
+        parts.append("no rank is behind: all ranks wait for each other, or the network between them has failed")
     return "; ".join(parts)
 
 
 def silent_ranks(before: Sequence[Heartbeat | None], beats: Sequence[Heartbeat | None]) -> list[Heartbeat]:
-    """Return the last heartbeats of ranks that sent no new one: the process is stopped, or its machine is down."""
+    """Return the last heartbeats of ranks that have sent no new one: their process is stopped, or their machine is
+    down."""
     return [beat for old, beat in zip(before, beats, strict=True) if old and beat and old.beat == beat.beat]
 
 
 def rank_words(ranks: Iterable[int]) -> str:
-    """Format as `rank 4` or `ranks 0-2, 5`."""
+    """Format rank numbers as `rank 4` or `ranks 0-2, 5`."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][-1] + 1:

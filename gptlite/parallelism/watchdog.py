@@ -2,8 +2,9 @@
 
 Two threads per rank do this, without touching the training code. One samples the position of the main thread, the other
 writes heartbeats to the process group's store. When a rank has been in one collective for most of the time limit, it
-reads all heartbeats, reports the ranks that sent none (a stopped process stops its threads too) or that do something
-else, and exits. Nothing is saved, and the launcher ends the other ranks.
+reads all heartbeats and exits with an error. The error names the ranks that have stopped sending heartbeats (a stopped
+process stops its threads too), or those that do not wait for others. No checkpoint is saved, and the launcher ends the
+other ranks.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ from gptlite.parallelism.rank_sync import from_main
 from gptlite.parallelism.stack_sampling import Place, place_of, waits_along
 from gptlite.parallelism.verdict import Heartbeat, judge, silent_ranks
 
-LOOK_SECONDS = 0.05
-ANSWER_SECONDS = 2.0  # a working store answers thousands of times faster
-# Time between the verdict and the limit, so that the verdict comes before a collective fails: seconds, part of limit.
+LOOK_SECONDS = 0.05  # interval at which the position of the main thread is sampled
+ANSWER_SECONDS = 2.0  # time limit of a call to the store, which normally takes a millisecond or less
+# A rank exits this long before a collective would fail: MARGIN seconds, or the fraction PART of the limit if less.
 MARGIN, PART = 10.0, 0.25
 
 
@@ -44,7 +45,7 @@ class RankStuck(RuntimeError):
 
 
 class Watch:
-    """Watchdog of the thread that creates it, until closed. All ranks must create one; a single rank has none to watch.
+    """Watchdog of the thread that creates it, until closed. All ranks must create one. With one rank, it does nothing.
 
     `limit` is the time limit of a collective in seconds. `ending` is called from another thread, with the RankStuck
     that is about to end this process.
@@ -59,20 +60,21 @@ class Watch:
             return
         self._period = max(1.0, min(10.0, limit / 10))
         self._end_after = limit - min(MARGIN, PART * limit)
-        self._suspect_after = self._end_after - 3 * self._period  # time for two heartbeats of each
+        self._suspect_after = self._end_after - 3 * self._period  # leaves time for two heartbeats of each rank
         self.communication_time = CommunicationTime(mesh)
         self._groups = [dist.group.WORLD, *mesh.groups().values()]
         self._mark: tuple | None = None
         self._since = self._last_answer = time.monotonic()
         place = Place()
         self._own = Heartbeat(mesh.rank, socket.gethostname(), os.getpid(), 0, time.time(), 0, place, 0.0)
-        # A unique name, as a restarted run may find the store of the previous one.
+        # A unique name, as a restarted run may find the previous run's store.
         name, self._store_host = from_main(mesh, lambda: (uuid.uuid4().hex, self._own.who))
         self._keys = [f"{name}/{rank}" for rank in range(mesh.world_size)]
         self._verdict_key = f"{name}/verdict"
         store: Any = dist.distributed_c10d._get_default_store()
         self._store = store.clone()  # its own connection, as the threads must not share the main thread's
-        self._readings: list[tuple[float, list[Heartbeat | None]]] = []  # of all ranks, since a hang is suspected
+        # Times and heartbeats of all ranks, read since a hang has been suspected.
+        self._readings: list[tuple[float, list[Heartbeat | None]]] = []
         self._suspecting, self._beat_ready = False, threading.Event()
         main = threading.get_ident()
         self._threads = [
@@ -84,7 +86,7 @@ class Watch:
 
     def close(self) -> None:
         """Stop the threads. Waits up to a second for a store call in progress."""
-        self._closed.set()  # first, as the threads look at it when they wake
+        self._closed.set()  # first, as the threads check it when they wake
         if self._mesh.world_size > 1:
             self._beat_ready.set()
             for thread in self._threads:
@@ -92,7 +94,7 @@ class Watch:
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Mark a training step while entered, and count its time in collectives."""
+        """Context manager for a training step, during which time in collectives is counted."""
         self._step, self._in_step = number, True
         try:
             yield
@@ -100,7 +102,8 @@ class Watch:
             self._in_step = False
 
     def verdict(self) -> str | None:
-        """Return the verdict that ended the ranks, if there is one: the cause of later failures on this rank."""
+        """Return the message of the rank that exited first, which explains later failures on this rank. Return None if
+        there is no message, or if the store does not answer."""
         if self._mesh.world_size == 1:
             return None
         key = self._verdict_key
@@ -108,11 +111,11 @@ class Watch:
 
     def leave_verdict(self, text: str) -> None:
         """Publish the reason why this rank exits, unless another rank has already published one."""
-        # The first verdict counts; a later one names a consequence.
+        # Only the first message names the cause; later ones name its consequences.
         self._within_time(lambda: self._store.compare_set(self._verdict_key, "", text))
 
     def communication(self, step_seconds: float) -> dict[str, Any]:
-        """Return the keys of a metrics row, see CommunicationTime.row; none with one rank. All ranks must call it."""
+        """Return entries for a metrics row, see CommunicationTime.row; with one rank, none. All ranks must call it."""
         return self.communication_time.row(step_seconds) if self._mesh.world_size > 1 else {}
 
     def _sample_loop(self, main: int) -> None:
@@ -131,8 +134,8 @@ class Watch:
                 self._beat(place_of(main), stood)
 
     def _beat(self, place: Place, stood: float) -> None:
-        """Publish a heartbeat, and end this process if its main thread has been in one place for too long."""
-        # A GPU runs collectives while the main thread is elsewhere; only the recorder knows them.
+        """Publish a heartbeat, and end this process if its main thread has been in one collective for too long."""
+        # A GPU runs collectives while the main thread is elsewhere; only the flight recorder shows them.
         if stood > self._period and (self._mesh.device.type == "cuda" or stood > self._suspect_after):
             place = recorded(place)
         step, beat = self._step if self._in_step else 0, self._own.beat + 1
@@ -141,7 +144,7 @@ class Watch:
         self._beat_ready.set()
         if self._suspecting and stood > self._end_after:
             text, silent = self._verdict_now()
-            # Before exiting: the others' collectives fail as soon as this process ends, and they report the verdict.
+            # Before exiting: as soon as this process ends, collectives fail on the other ranks, which report this text.
             self.leave_verdict(text)
             self._end(text, silent)
 
@@ -169,17 +172,17 @@ class Watch:
             with suppress(dist.DistError):
                 answers.append(call())
 
-        # store calls have no time limit; one that hangs is left behind
+        # Store calls have no time limit, so the thread of a call that hangs is abandoned.
         thread = threading.Thread(target=ask, daemon=True)
         thread.start()
         thread.join(ANSWER_SECONDS)
         return answers[0] if answers else None
 
     def _verdict_now(self) -> tuple[str, Sequence[Heartbeat]]:
-        """Return the verdict, and the heartbeats of ranks that stopped sending them."""
+        """Return the error message, and the last heartbeats of ranks that have stopped sending them."""
         silence = time.monotonic() - self._last_answer
         if silence > 2.5 * self._period or not self._readings:
-            # The same test as torch.distributed uses: the launcher's agent or rank 0 hosts the store.
+            # The same test as in torch.distributed: the store is in the launcher's agent or in rank 0.
             agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
             return (
                 f"{'the launcher' if agent else self._store_host} has not answered for {silence:.0f} s; it "
@@ -206,8 +209,9 @@ class Watch:
 
 
 def kill(beat: Heartbeat) -> None:
-    """Kill a stopped rank that this launcher started on this machine. The launcher would wait half a minute for it."""
-    # The rank may be on another machine: this process may be an unrelated one with the same number.
+    """Send SIGKILL to a rank that no longer sends heartbeats, if this launcher started it on this machine. Otherwise
+    the launcher would wait half a minute for it to exit."""
+    # If the rank is on another machine, the process with its pid on this machine is an unrelated one.
     mine = Path("/proc/self/environ"), Path(f"/proc/{beat.pid}/environ")
     with suppress(OSError):
         own, other = (dict(e.split(b"=", 1) for e in path.read_bytes().split(b"\0") if b"=" in e) for path in mine)
@@ -217,7 +221,8 @@ def kill(beat: Heartbeat) -> None:
 
 
 def recorded(place: Place) -> Place:
-    """Add to a place the collective known to the process groups, which may run while no thread waits."""
+    """Return a place with the collective that the flight recorder shows in progress, if there is one. A GPU runs
+    collectives while no thread waits for them."""
     if place.waits == "store" or (found := oldest_under_way()) is None:
         return place
     name, axis = found

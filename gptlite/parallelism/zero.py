@@ -1,14 +1,14 @@
-"""ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054) on FSDP2: one engine, with flags that select the stage.
+"""ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054) on FSDP2, whose flags select the stage.
 
-| stage | parameters                        | gradients while accumulating              | optimizer state |
-|-------|-----------------------------------|-------------------------------------------|-----------------|
-| 0     | replicated                        | full, all-reduced at the boundary         | replicated      |
-| 1     | gathered through the step         | full, reduce-scattered at the boundary    | sharded         |
-| 2     | gathered through the step         | reduce-scattered after every micro-batch  | sharded         |
-| 3     | gathered per block, freed after   | reduce-scattered after every micro-batch  | sharded         |
+| stage | parameters                         | gradients while accumulating               | optimizer state |
+|-------|------------------------------------|--------------------------------------------|-----------------|
+| 0     | replicated                         | full, all-reduced at the end of the step   | replicated      |
+| 1     | gathered during the step           | full, reduce-scattered at the end          | sharded         |
+| 2     | gathered during the step           | reduce-scattered after every micro-batch   | sharded         |
+| 3     | gathered by block, freed after use | reduce-scattered after every micro-batch   | sharded         |
 
-Stage 0 is FSDP2's hybrid mesh with a shard axis of 1. With dp_replicate above 1, the shards of stages 1 to 3 are
-replicated (HSDP), and their gradients all-reduced at the boundary.
+Stage 0 is FSDP2's hybrid sharding with a shard axis of size 1. With dp_replicate above 1, the shards of stages 1 to 3
+are replicated (HSDP), and their gradients are all-reduced at the end of the step.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ def shard(
 ) -> None:
     """Shard a model part over the data axes, in place.
 
-    With one data rank the part is left unchanged, unless something is offloaded: then the rank holds the only shard,
-    which FSDP2 keeps in host memory with its gradient, as it does with several shards.
+    With one data rank, the part is left unchanged, unless model state is offloaded: then the rank holds the only shard,
+    and FSDP2 keeps it in host memory with its gradient, as with several shards.
 
     `blocks` are gathered and reduced `bucket_layers` at a time, and the rest of the part together. Parameters are
-    gathered in `dtype`, gradients reduced in `reduce_dtype`. `experts`, modules in blocks whose parameters are sharded
-    over the expert axis, are gathered and reduced by themselves, over the data ranks of their own mesh.
+    gathered in `dtype`, gradients reduced in `reduce_dtype`. `experts` are modules inside blocks whose parameters are
+    sharded over the expert axis. They are gathered and reduced separately, over the data axes of the experts' mesh.
     """
     offloads = config.offload is not Offload.none
     if mesh.fsdp_size == 1 and not offloads:  # FSDP2 would keep a second copy of the parameters even on one rank
@@ -65,7 +65,7 @@ def shard(
     for bucket in buckets:
         # before the whole part: fully_shard takes the parameters that no inner call has taken
         split(bucket, reshard_after_forward=config.zero == 3)
-    split(part, reshard_after_forward=False)  # the backward pass begins with these, so that freeing them saves nothing
+    split(part, reshard_after_forward=False)  # the backward pass begins with these, so freeing them would save nothing
     for module in sharded_modules(part):
         # Gradients are sums over the tokens of the global batch: nothing is averaged.
         module.set_gradient_divide_factor(1.0)
@@ -79,7 +79,7 @@ def shard(
 
 
 def sharded_modules(part: nn.Module) -> list[FSDPModule]:
-    """Return the modules that FSDP2 gathers; none without data parallelism."""
+    """Return the modules that FSDP2 gathers. The list is empty if `shard` left the part unchanged."""
     return [module for module in part.modules() if isinstance(module, FSDPModule)]
 
 
@@ -89,7 +89,7 @@ def storage_device(mesh: Mesh, config: ParallelismConfig) -> torch.device:
 
 
 def before_backward(part: nn.Module, zero: int, last: bool) -> None:
-    """Configure the next backward pass's handling of gradients and parameters, according to the table above.
+    """Set FSDP2's flags for the next backward pass, according to the table above.
 
     `last` marks the step's last backward pass of this part.
     """
@@ -97,7 +97,7 @@ def before_backward(part: nn.Module, zero: int, last: bool) -> None:
         return
     part.set_is_last_backward(last)
     part.set_requires_gradient_sync(last or zero >= 2)
-    part.set_requires_all_reduce(last)  # copies are all-reduced once a step, whatever was reduce-scattered before
+    part.set_requires_all_reduce(last)  # replicas are all-reduced once per step, after the last reduce-scatter
     part.set_reshard_after_backward(last or zero == 3)
 
 
@@ -108,7 +108,7 @@ def gather(part: nn.Module) -> None:
 
 
 def reshard(parts: Iterable[nn.Module]) -> None:
-    """Free gathered parameters, for example after an evaluation, which leaves them gathered."""
+    """Free gathered parameters, for example after an evaluation, which does not free them."""
     for part in parts:
         for module in sharded_modules(part):
             module.reshard()

@@ -1,9 +1,10 @@
 """Distances between two recorded steps, and the limits that they must not exceed.
 
-The measures are the relative error of losses and gradient norms, |g - g'| / |g'| of a gradient, and the difference of
-updated values in units of the step's learning rate. Adam's first steps change a value by about one learning rate
-whatever the gradient, so 0.1 is a tenth of a step. In 16 bits, an element whose gradient is only rounding error, such
-as attention's key bias, moves in a random direction: its gradient is compared, but not its value.
+Losses and gradient norms are compared by their relative error, a gradient by |g - g'| / |g'|, and updated parameter
+values by their difference in units of the step's learning rate. In its first steps, Adam changes a value by about one
+learning rate, whatever the gradient, so 0.1 is a tenth of a step. In 16-bit precision, an element whose gradient is
+only rounding error, such as attention's key bias, moves in a random direction: its gradient is compared, but not its
+value.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import Tensor
 from gptlite.parity.gather import Box, Whole
 from gptlite.parity.record import StepRecord
 
-BUFFERS = 1e-4  # the limit of buffers in fp32, such as running statistics and the loads of experts
+BUFFERS = 1e-4  # limit of the relative error of buffers in fp32, such as running statistics and expert loads
 # A gradient below this fraction of its tensor's root mean square is rounding error. In bf16 key biases stay below
 # 1.1e-4, while the median of query biases is 5e-3.
 ROUNDING = 2**-12
@@ -27,20 +28,20 @@ ROUNDING = 2**-12
 
 @dataclass(frozen=True)
 class Distances:
-    """Distances of one step from the reference's. inf or NaN if a tensor is missing or not finite."""
+    """Distances of one step from the reference's same step; inf or NaN if a tensor is missing or not finite."""
 
     loss: float  # relative
     grad_norm: float  # relative
     gradients: dict[str, float]  # |g - g'| / |g'|, by name
-    values: dict[str, float]  # |p - p'| / learning rate, by name: the largest, or the root mean square of those judged
+    values: dict[str, float]  # |p - p'| / learning rate, by name: maximum or (rms) root mean square of the elements
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Largest distances that pass. `rms`: values are compared by the root mean square, not the maximum, and without
-    elements whose gradient is only rounding error.
+    """Largest distances that are accepted. `rms`: values are compared by the root mean square, not the maximum, and
+    without elements whose gradient is only rounding error.
 
-    `first`: separate limits for the first step, at which both runs have the same weights, if there are any.
+    `first`: limits for the first step, which both runs begin with the same weights; None if the same limits apply.
     """
 
     loss: float
@@ -57,7 +58,8 @@ class Limits:
 
 @dataclass(frozen=True)
 class Difference:
-    """A distance beyond its limit. `what` is loss, gradient norm, gradient, value, buffer, copies or report."""
+    """Distance beyond its limit. `what` is loss, gradient norm, gradient, value or buffer. If the ranks' copies of a
+    gradient differ, it is `copy of the gradient`; if they report different losses, `reported loss`."""
 
     step: int
     what: str
@@ -73,39 +75,40 @@ class Difference:
 
 @dataclass(frozen=True)
 class StepComparison:
-    """A step of both runs, and the differences beyond a limit, in the order of the model. It holds no tensors."""
+    """Comparison of a step of both runs, with the differences beyond a limit in the order of the model. It holds no
+    tensors."""
 
     step: int
-    loss: tuple[float, float]  # the reference's, and the other's
+    loss: tuple[float, float]  # of the reference, and of the other run
     grad_norm: tuple[float, float]
     distances: Distances
     differences: list[Difference]
 
 
 def fp32_limits() -> Limits:
-    """Return limits that admit only a different order of summation."""
+    """Return limits for fp32 runs that differ only in the order of summation."""
     return Limits(1e-5, 1e-5, lambda _: 1e-4, lambda _: 0.1)
 
 
 def half_limits(apart: Sequence[Distances], epsilon: float) -> Limits:
-    """Return limits for a 16-bit run, derived from `apart`: the distances (rms) of a single 16-bit process from fp32,
-    per step.
+    """Return limits for a 16-bit run, derived from `apart`: the distances (rms) of a single 16-bit process from an fp32
+    process, one per step.
 
-    By the triangle inequality, a layout that is as close to fp32 as the single process is within twice that distance of
-    it. So in the first step a gradient may be off by twice the single process's distance. Later the weights differ too,
-    since Adam amplifies the rounding of tiny gradients, by an amount that is random for a single process as well: the
-    limit is four times its largest distance. A bias of a few elements may have been close to fp32 by chance, so the
-    limit of a gradient is at least the median limit.
+    By the triangle inequality, if a layout is as close to fp32 as the single process, its distance from the single
+    process is at most twice as large. So in the first step, the limit of a gradient is twice the single process's
+    distance. In later steps the weights differ too, since Adam amplifies the rounding errors of tiny gradients, by an
+    amount that is random for the single process as well: the limit is four times its largest distance. A bias of a few
+    elements may be close to fp32 by chance, so the limit of a gradient is at least the median limit.
 
     Losses and gradient norms may always be off by a fraction of `epsilon`, the dtype's machine epsilon (2^-7 for bf16,
-    2^-10 for fp16): 3e-5 and 2e-3 in bf16. Values may be off by 0.6 of a learning rate, as if Adam had moved one in
-    eleven in the wrong direction; a missing update is off by 0.7 or more.
+    2^-10 for fp16): 3e-5 and 2e-3 in bf16. Values may always be off by 0.6 of a learning rate, as if Adam had moved one
+    element in eleven in the wrong direction; a missing update is off by 0.7 or more.
     """
     return replace(_around(apart, 4.0, epsilon), first=_around(apart[:1], 2.0, epsilon))
 
 
 def _around(apart: Sequence[Distances], factor: float, epsilon: float) -> Limits:
-    """Return limits from the largest distances of some steps; for gradients, `factor` times those."""
+    """Return limits from the largest distances in `apart`: `factor` times those of gradients, twice those of others."""
     gradients = {name: factor * max(each.gradients[name] for each in apart) for name in apart[0].gradients}
     values = {name: 2 * max(each.values[name] for each in apart) for name in apart[0].values}
     middle = median(gradients.values())
@@ -119,7 +122,7 @@ def _around(apart: Sequence[Distances], factor: float, epsilon: float) -> Limits
 
 
 def distances(step: StepRecord, reference: StepRecord, rms: bool = False) -> Distances:
-    """Return the distances of a step from the reference's same step; `rms` as in Limits."""
+    """Return the distances of a step from the same step of the reference; `rms` as in Limits."""
     if rms:
         values = _each(_root_mean_square, step.values, reference.values, reference.gradients)
     else:
@@ -152,7 +155,7 @@ def _judged(step: StepRecord, reference: StepRecord, found: Distances, limits: L
         if not error <= limit:
             yield Difference(step.step, what, "", error, limit)
     yield from tensors("value", "values", limits.value)
-    if not limits.rms:  # in 16 bits rounding moves a token to another expert, and a count by 1
+    if not limits.rms:  # in 16-bit precision, rounding may route a token to another expert, and so change its load
         for name, error in _each(_relative_norm, step.buffers, reference.buffers).items():
             if not error <= BUFFERS:
                 where = _where(step.buffers.get(name), reference.buffers.get(name))
@@ -164,7 +167,7 @@ def _copies(step: StepRecord) -> Iterator[Difference]:
     """Yield differences between the copies of a tensor on several ranks. Copies must be bit-identical, or they would
     drift apart."""
     kinds = (("gradient", step.gradients), ("value", step.values), ("buffer", step.buffers))
-    for what, wholes in ((f"copies of the {kind}", wholes) for kind, wholes in kinds):
+    for what, wholes in ((f"copy of the {kind}", wholes) for kind, wholes in kinds):
         for name, whole in wholes.items():
             for each in whole.disagreements:
                 ranks = f"ranks {each.ranks[0]} and {each.ranks[1]} differ in {_rows(each.box, whole.value)}"
@@ -210,8 +213,8 @@ def _slices(box: Box) -> tuple[slice, ...]:
 
 
 def _each(measure: Callable[..., float], ours: dict[str, Whole], *theirs: dict[str, Whole]) -> dict[str, float]:
-    """Return the measure of every tensor of either run, in the reference's order; inf if a tensor is missing in one of
-    them."""
+    """Return the measure of every tensor of either run, in the reference's order. It is inf if a tensor is missing in
+    one of the runs, or has another shape."""
     result = {}
     for name in [*theirs[0], *(ours.keys() - theirs[0].keys())]:
         tensors = [wholes[name].value for wholes in (ours, *theirs) if name in wholes]

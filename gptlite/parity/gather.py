@@ -18,7 +18,7 @@ Box = tuple[tuple[int, int], ...]  # (start, stop) along each dim, in the whole 
 
 @dataclass(frozen=True)
 class Disagreement:
-    """A part of a tensor that two ranks, or one rank twice, hold with different bits. `error` is the largest
+    """Part of a tensor of which two ranks, or one rank twice, hold different copies. `error` is the maximum absolute
     difference."""
 
     box: Box
@@ -28,7 +28,8 @@ class Disagreement:
 
 @dataclass(frozen=True)
 class Whole:
-    """An assembled tensor: fp32 on the CPU, NaN in elements that no rank held; `holders` are the ranks of each part."""
+    """Assembled tensor: fp32 on the CPU, with NaN in elements that no rank held. `holders` has the ranks that held each
+    part."""
 
     value: Tensor
     holders: dict[Box, list[int]]
@@ -36,7 +37,7 @@ class Whole:
 
 
 class Part(NamedTuple):
-    """The part of a tensor that one rank holds, ready to be sent; `shape` is the whole tensor's."""
+    """Part of a tensor that one rank holds, ready to be sent. `shape` is the shape of the whole tensor."""
 
     name: str
     shape: tuple[int, ...]
@@ -45,21 +46,25 @@ class Part(NamedTuple):
 
 
 def box_of(tensor: Tensor) -> Box:
-    """Return the box of a tensor that this rank holds. Raises ValueError for a gradient that is not reduced, or a local
-    shape that does not fit the placements."""
+    """Return the box of a tensor that this rank holds. Raises ValueError if the tensor is a gradient that has not been
+    reduced, or if its local shape does not fit its placements."""
     if isinstance(tensor, DTensor) and any(placement.is_partial() for placement in tensor.placements):
         raise ValueError(f"a tensor of shape {tuple(tensor.shape)} is not reduced: {tensor.placements}")
     sizes, starts = local_box(tensor)
     if (shape := tuple(local_part(tensor).shape)) != sizes:
-        raise ValueError(f"a rank has {shape} of a tensor of shape {tuple(tensor.shape)}, but should have {sizes}")
+        raise ValueError(
+            f"this rank's shard of a tensor of shape {tuple(tensor.shape)} has shape {shape}, not {sizes} as its "
+            "placements require"
+        )
     return tuple((start, start + size) for start, size in zip(starts, sizes, strict=True))
 
 
 def gather(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Whole] | None:
-    """Return every named tensor whole on rank 0, None elsewhere; without a process group there is one rank.
+    """Return all named tensors, assembled, on rank 0, and None on other ranks. Without a process group, there is one
+    rank.
 
-    A collective over the world: every rank calls it with the tensors it holds; a tied embedding may be held twice. Rank
-    0 holds a copy of every rank's parts meanwhile, so its memory must hold the model several times.
+    Collective over the world: every rank calls it with the tensors that it holds. A rank may hold a tied embedding
+    twice. Rank 0 receives a copy of every rank's parts, so its memory must hold the model several times.
     """
     mine = [
         Part(name, tuple(tensor.shape), box_of(tensor), local_part(tensor).to("cpu", torch.float32, copy=True))
@@ -80,7 +85,7 @@ def assemble(shares: list[list[Part]]) -> dict[str, Whole]:
         for name, shape, box, value in parts:
             whole = wholes.setdefault(name, Whole(torch.full(shape, torch.nan), {}, []))
             if tuple(whole.value.shape) != shape:
-                raise ValueError(f"{name} has shape {shape} on rank {rank}, {tuple(whole.value.shape)} before it")
+                raise ValueError(f"{name} has shape {shape} on rank {rank}, {tuple(whole.value.shape)} on a lower rank")
             if value.numel():
                 _place(whole, box, rank, value)
     return wholes

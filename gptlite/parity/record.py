@@ -1,4 +1,4 @@
-"""Recording of a run's first steps on any layout: every gradient and updated value of `pretrain`'s steps, on rank 0."""
+"""Recording of a run's first steps on any layout. Rank 0 collects all gradients and updated values."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from gptlite.trainer.step import Step
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One optimizer step: its loss and gradient norm, every gradient (reduced, not clipped), every updated value, and
-    every buffer after it.
+    """One optimizer step: its loss and gradient norm, all gradients (reduced, not clipped), and all parameter values
+    and buffers after the step.
 
-    Tensors are whole and keyed by global name, in the order of the model. `reports` is every rank's (loss, gradient
-    norm, rate).
+    Tensors are whole and keyed by global name, in the order of the model. `reports` has every rank's (loss, gradient
+    norm, learning rate).
     """
 
     step: int  # from 1
@@ -45,10 +45,10 @@ def record(config: Config, steps: int, mesh: Mesh | None = None) -> list[StepRec
 
 
 def recorded(config: Config, steps: int, mesh: Mesh | None = None) -> Iterator[StepRecord | None]:
-    """Yield the first steps of a run one by one, None on ranks other than 0. Without a mesh, one process.
+    """Yield the first steps of a run one by one, or None on ranks other than 0. Without a mesh, there is one process.
 
-    The run is built and stepped as in `pretrain`; nothing is written. Raises ConfigError as `pretrain` does, and
-    Diverged. Collective: every rank iterates through all steps.
+    The run is built and stepped as in `pretrain`, but writes no files. Raises ConfigError and Diverged as `pretrain`
+    does. Collective: every rank must iterate through all steps.
     """
     mesh = build_mesh(ParallelismConfig()) if mesh is None else mesh
     state, take_step = build(config, mesh)
@@ -79,7 +79,7 @@ def build(config: Config, mesh: Mesh) -> tuple[TrainState, Step]:
 
 
 def _gradients(state: TrainState) -> Iterator[tuple[str, Tensor]]:
-    """Yield gradients without the loss scale. A parameter without a gradient yields zeros."""
+    """Yield the parameters' gradients, divided by the loss scale. For a parameter without a gradient, yield zeros."""
     scale = state.scaler.scale if state.scaler else 1.0
     for name, p in state.named_parameters():
         yield name, torch.zeros_like(p) if p.grad is None else p.grad if scale == 1.0 else p.grad / scale

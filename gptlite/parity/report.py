@@ -23,13 +23,13 @@ def row(comparison: StepComparison) -> str:
 
 
 def worst(errors: dict[str, float]) -> str:
-    """Return the largest error as `3.1e-07 layers.0.attn.qkv.bias`; NaN is larger than any number."""
+    """Format the largest error, e.g. `3.1e-07 layers.0.attn.qkv.bias`. NaN counts as larger than any number."""
     name = max(errors, key=lambda name: math.inf if math.isnan(errors[name]) else errors[name])
     return f"{errors[name]:.1e} {name}"
 
 
 def verdict(comparisons: Sequence[StepComparison], limits: Limits) -> tuple[bool, str]:
-    """Return True if the runs agree within the limits, and the message."""
+    """Return True if the runs agree within the limits, together with a message."""
     tensors = len(comparisons[0].distances.gradients)
     found = next((each.differences for each in comparisons if each.differences), [])
     if not found:
@@ -44,8 +44,8 @@ def verdict(comparisons: Sequence[StepComparison], limits: Limits) -> tuple[bool
 
 
 def described(comparisons: Sequence[StepComparison], limits: Limits) -> str:
-    """Return the largest distances over all steps, each with a limit: for scalars that of later steps, for tensors that
-    of the step in question."""
+    """Describe the largest distances over all steps, each with a limit. For losses and gradient norms, it is the limit
+    of the steps after the first; for tensors, the limit of the step with the largest distance."""
     found = [each.distances for each in comparisons]
     gradient, value = (
         max(

@@ -1,4 +1,5 @@
-"""One rank of a comparison: it runs a layout's steps, and rank 0 prints their distances from a single process's steps.
+"""Program of one rank of a comparison. The ranks run the steps of a layout, and rank 0 prints the distances of these
+steps from those of a single process.
 
 `python -m gptlite.parity.worker REFERENCE FOLDER STARTED LAUNCHER`, as gptlite/launch/elastic.py starts it. REFERENCE
 is a folder that `save_reference` wrote.
@@ -25,8 +26,8 @@ APART = "apart"
 
 
 def save_reference(folder: Path, steps: Iterator[StepRecord], exact: Iterator[StepRecord] | None = None) -> None:
-    """Write a single process's steps, one file per step. With `exact`, the same steps in fp32, also write the distances
-    from them."""
+    """Write the steps of a single process, one file per step. `exact` has the same steps in fp32; if given, also write
+    the distances from them."""
     apart = None if exact is None else []
     for step in steps:
         torch.save(step, folder / str(step.step))
@@ -36,9 +37,9 @@ def save_reference(folder: Path, steps: Iterator[StepRecord], exact: Iterator[St
 
 
 def compare_run(reference: Path, config: Config, *_: Any) -> int:
-    """On every rank, run as many steps as the reference has. Rank 0 prints a row per step and the verdict.
+    """Run as many steps as the reference has, on every rank. Rank 0 prints a row per step and the verdict.
 
-    Returns the exit code: 0 if the runs are the same, 1 if they differ.
+    Returns the exit code: 0 if the runs agree within the limits, 1 if they differ.
     """
     mesh = build_mesh(config.parallelism)
     steps = sum(file.name != APART for file in reference.iterdir())
@@ -50,7 +51,7 @@ def compare_run(reference: Path, config: Config, *_: Any) -> int:
         print(HEADER)
     for step in recorded(config, steps, mesh):
         if step is not None:
-            # Mapped, so that the reference's tensors are read from disk as they are compared.
+            # Memory-mapped, so that the reference's tensors are read from disk only when they are compared.
             expected = torch.load(reference / str(step.step), weights_only=False, mmap=True)
             comparisons.append(compare(step, expected, limits))
             print(row(comparisons[-1]), flush=True)

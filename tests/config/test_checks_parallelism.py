@@ -104,7 +104,7 @@ REFUSED = {
     "zero=-1": "parallelism.zero=-1 is not a ZeRO stage",
     "data=4 dp_replicate=3 zero=1": "parallelism.dp_replicate=3 does not divide the 4 data-parallel ranks; "
     "try parallelism.dp_replicate=1, 2, 4",
-    "data=4 dp_replicate=2": "parallelism.dp_replicate=2 of 4 data-parallel ranks: with parallelism.zero=0 each",
+    "data=4 dp_replicate=2": "parallelism.dp_replicate=2 has no meaning with parallelism.zero=0, which",
     # Schedules and their stages.
     "schedule=1f1d": "parallelism.schedule=1f1d is not one of gpipe, 1f1b, interleaved_1f1b, zero_bubble, zbv; did you",
     "schedule=zbv pipeline=2 virtual_stages=1": "parallelism.virtual_stages=1: parallelism.schedule=zbv has 2 per rank",
@@ -130,10 +130,10 @@ REFUSED = {
     "try data.micro_batch_size=1, 2, 4 or 8, or data.global_batch_size=32",
     "pipeline=4 data=2 data.micro_batch_size=4": "needs at least 4 micro-batches per step, not 2; "
     "try data.micro_batch_size=1 or 2, or data.global_batch_size=32",
-    "pipeline=2 data=1 schedule=zero_bubble data.global_batch_size=14 data.micro_batch_size=2": "runs 6 or 8 "
-    "micro-batches per step, in equal rounds of 2 or more, not 7; try data.micro_batch_size=1, 7 or 14, or "
+    "pipeline=2 data=1 schedule=zero_bubble data.global_batch_size=14 data.micro_batch_size=2": "can run 6 or 8 "
+    "micro-batches per step, in equal rounds of 2 or more, but not 7; try data.micro_batch_size=1, 7 or 14, or "
     "data.global_batch_size=12 or 16",
-    "pipeline=2 data=1 schedule=interleaved_1f1b data.global_batch_size=14 data.micro_batch_size=2": "runs 6 or 8",
+    "pipeline=2 data=1 schedule=interleaved_1f1b data.global_batch_size=14 data.micro_batch_size=2": "can run 6 or 8",
     # The rest.
     "bucket_layers=0": "parallelism.bucket_layers=0 must be at least 1",
     "prefetch=-1": "parallelism.prefetch=-1 must not be negative",
@@ -153,7 +153,7 @@ def test_a_wrong_layout_is_one_line_that_names_key_value_and_fix(words):
 
 WORLDS = {
     ("tensor=2 pipeline=2", 6): "world size 6 = parallelism.pipeline=2 x data x parallelism.context=1 x "
-    "parallelism.tensor=2 has no whole number for data; try parallelism.tensor=1, 3, or parallelism.pipeline=1, 3, "
+    "parallelism.tensor=2 has no integer solution for data; try parallelism.tensor=1, 3, or parallelism.pipeline=1, 3, "
     "or 4 or 8 ranks",
     ("data=3 data.global_batch_size=15 data.micro_batch_size=5", 4): "world size 4 is not parallelism.pipeline=1 x "
     "parallelism.data=3 x parallelism.context=1 x parallelism.tensor=1 = 3; try parallelism.data=4, or 3 ranks",

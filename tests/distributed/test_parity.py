@@ -127,7 +127,7 @@ def test_copies_must_be_the_same_bits_and_all_ranks_report_the_same(reference):
         reference[0], values=reference[0].values | {UP: drifted}, reports=[(1.0, 2.0, 3.0), (1.0, 2.5, 3.0)]
     )
     assert differences(step, reference[0]) == [
-        f"step 1: copies of the value of {UP} is off by 1.0e-09 (limit 0.0e+00), ranks 0 and 3 differ in all of it",
+        f"step 1: copy of the value of {UP} is off by 1.0e-09 (limit 0.0e+00), ranks 0 and 3 differ in all of it",
         "step 1: reported gradient norm is off by 5.0e-01 (limit 0.0e+00), rank 1 and rank 0",
     ]
 

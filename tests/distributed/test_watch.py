@@ -63,7 +63,7 @@ def loiter(how: str) -> None:
     ("how", "axis", "words"),
     [
         ("stop", "tp", "has sent no heartbeat for "),
-        pytest.param("sleep", "world", "stalls the others, for ", marks=pytest.mark.slow),
+        pytest.param("sleep", "world", "has stalled the others for ", marks=pytest.mark.slow),
     ],
 )
 def test_a_rank_that_stops_or_hangs_is_named(how: str, axis: str, words: str) -> None:
@@ -184,19 +184,19 @@ def test_the_silent_rank_is_to_blame_and_the_others_places_are_said():
 def test_without_silence_it_is_the_rank_that_waits_for_none():
     now = [beat(0), beat(1, like=WORKING)]
     assert judge(old(now), now, 110.0) == (
-        "rank 1 (a, pid 11) stalls the others, for 21 s now: step 12, in load (d.py:2); "
+        "rank 1 (a, pid 11) has stalled the others for 21 s; position: step 12, in load (d.py:2); "
         "rank 0 waits in all_reduce over tp"
     )
     # One that waits for rank 0's word in the store is none of those.
     now = [beat(0, like=WORKING), beat(1), beat(2, place=Place("store"))]
-    assert judge(old(now), now, 110.0).startswith("rank 0 (a, pid 10) stalls the others")
+    assert judge(old(now), now, 110.0).startswith("rank 0 (a, pid 10) has stalled the others")
 
 
 def test_a_deadlock_and_a_rank_that_never_spoke():
     now = [beat(0), beat(1, place=replace(IN_PP, collective="recv"))]
     assert judge(old(now), now, 110.0) == (
         "rank 0 waits in all_reduce over tp, rank 1 waits in recv over pp; "
-        "no rank is behind: they wait for each other, or the network between them fails"
+        "no rank is behind: all ranks wait for each other, or the network between them has failed"
     )
     assert (
         judge([None, None], [now[0], None], 110.0) == "no heartbeat yet from rank 1; rank 0 waits in all_reduce over tp"

@@ -21,13 +21,13 @@ WRONG = [
     (
         f"model.fault=shape {PIPELINE}",
         2,
-        "error: pipeline stage 0 returns a tensor [2, 8], and the model declares [2, 9]; correct `activations`",
+        "error: pipeline stage 0 returned a tensor of shape [2, 8], but the model's spec declares [2, 9]; correct",
     ),
     ("data.fault=empty", 2, "error: data=rows: the training dataset has length 0; it needs at least one sample"),
     ("data.fault=text", 2, "error: data=rows: a sample contains str 'a row'; return tensors or numbers"),
-    ("data.fault=raises data.workers=2", 2, "raises OSError: the disk is gone"),
-    ("data.fault=rank1", 2, "raises OSError: the disk is gone"),
-    ("data.fault=rank1 data.workers=2", 2, "raises OSError: the disk is gone"),
+    ("data.fault=raises data.workers=2", 2, "raised OSError: the disk is gone"),
+    ("data.fault=rank1", 2, "raised OSError: the disk is gone"),
+    ("data.fault=rank1 data.workers=2", 2, "raised OSError: the disk is gone"),
     ("data.fault=collate", 2, "error: data=rows: samples cannot be collated (IndexError: two are too many)"),
     ("data.fault=nan", 1, "error: step 1: loss nan, gradient norm nan."),
 ]

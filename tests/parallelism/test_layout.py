@@ -66,7 +66,7 @@ def test_data_is_what_is_left_of_the_world(config, world, sizes):
 
 
 def test_a_layout_has_a_size_for_each_axis():
-    with pytest.raises(ValueError, match="5 sizes, but the axes are pp, dp_replicate, dp_shard, tp"):
+    with pytest.raises(ValueError, match="got 5 sizes for the 4 axes pp, dp_replicate, dp_shard, tp"):
         Layout((1, 1, 1, 1, 1))
 
 
@@ -86,7 +86,7 @@ def test_ranks_that_share_a_sequence_have_as_many_keys_to_look_at(size):
     ("config", "world", "message"),
     [
         ({"tensor": 8}, 4, "try parallelism.tensor=1, 2, 4, or 8 ranks"),
-        ({"tensor": 3, "pipeline": 5}, 8, "has no whole number for data; try 15 ranks"),
+        ({"tensor": 3, "pipeline": 5}, 8, "has no integer solution for data; try 15 ranks"),
         ({"tensor": 4, "data": 2}, 2, "= 8; try parallelism.tensor=1, or 8 ranks"),
     ],
 )
