@@ -50,9 +50,9 @@ def reduce_gradients_now(part: nn.Module) -> None:
     A split backward pass needs this, since FSDP2 has no hook after its weight-gradient pass. The calls are the same as
     in torch's PipelineStage.perform_reduce_grad.
     """
-    for group in _groups(part):
-        group.post_backward()
     root: Any = fully_shard.state(part)  # type: ignore[attr-defined]
+    for group in _groups_of(root._state_ctx.all_states):
+        group.post_backward()
     root._root_post_backward_final_callback()
 
 
@@ -62,7 +62,8 @@ def accumulate_gradients_now(part: nn.Module) -> None:
     FSDP2's hooks do this, except in the weight-gradient pass of a split backward pass, whose gradients would otherwise
     be accumulated in 16-bit precision.
     """
-    for group in _groups(part):
+    root: Any = fully_shard.state(part)  # type: ignore[attr-defined]
+    for group in _groups_of(root._state_ctx.all_states):
         for param in group.fsdp_params:
             if hasattr(param, "_unsharded_param"):  # exists after the first gather
                 param.accumulate_unsharded_grad_if_needed()
@@ -71,11 +72,8 @@ def accumulate_gradients_now(part: nn.Module) -> None:
 
 def keep_fp32_gradients(part: nn.Module) -> None:
     """Make FSDP2 keep reduced gradients in fp32. By default, it rounds the gradients of bf16 parameters to bf16."""
-    for module in part.modules():
-        if isinstance(module, FSDPModule):
-            for group in _groups_of(fully_shard.state(module)):  # type: ignore[attr-defined]
-                if group is not None:
-                    _reduce_into_fp32(group)
+    for group in _groups([part]):
+        _reduce_into_fp32(group)
 
 
 def _reduce_into_fp32(group: Any) -> None:
@@ -88,15 +86,19 @@ def _reduce_into_fp32(group: Any) -> None:
     group._init_mp_dtypes = resolved  # FSDP2 calls it before the first forward pass, and it sets _orig_dtype
 
 
-def _groups(part: nn.Module) -> list[Any]:
-    """Return FSDP2's parameter groups in a part, including those of nested modules."""
-    root: Any = fully_shard.state(part)  # type: ignore[attr-defined]
-    return [group for state in root._state_ctx.all_states for group in _groups_of(state) if group is not None]
+def _groups(parts: Iterable[nn.Module]) -> list[Any]:
+    """Return FSDP2's parameter groups in parts of a model, including those of nested modules."""
+    state_of: Any = fully_shard.state  # type: ignore[attr-defined]
+    return _groups_of(state_of(each) for part in parts for each in part.modules() if isinstance(each, FSDPModule))
 
 
-def _groups_of(state: Any) -> list[Any]:
-    # A list in newer versions of torch.
-    return state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+def _groups_of(states: Iterable[Any]) -> list[Any]:
+    """Return the parameter groups of FSDP2's states, each once, as modules wrapped together share a state."""
+    groups: dict[int, Any] = {}
+    for state in states:
+        some = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]  # 2.11
+        groups |= {id(group): group for group in some if group is not None}
+    return list(groups.values())
 
 
 def fsdp_buffers(part: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
@@ -108,16 +110,12 @@ def fsdp_buffers(part: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
     """
     gathered: list[Tensor] = []
     gradients: list[Tensor | None] = []
-    states: list[Any] = [fully_shard.state(m) for m in part.modules() if isinstance(m, FSDPModule)]  # type: ignore[attr-defined]
-    for state in states:
-        for group in _groups_of(state):
-            if group is None:
-                continue
-            gradients.append(group._partial_reduce_output)
-            for param in group.fsdp_params:
-                gathered += [] if group._reshard_after_forward else param.all_gather_outputs
-                whole = getattr(param, "_unsharded_param", None)  # exists after the first gather
-                gradients += [param.unsharded_accumulated_grad, None if whole is None else whole.grad]
+    for group in _groups([part]):
+        gradients.append(group._partial_reduce_output)
+        for param in group.fsdp_params:
+            gathered += [] if group._reshard_after_forward else param.all_gather_outputs
+            whole = getattr(param, "_unsharded_param", None)  # exists after the first gather
+            gradients += [param.unsharded_accumulated_grad, None if whole is None else whole.grad]
     return gathered, [gradient for gradient in gradients if gradient is not None]
 
 
@@ -149,27 +147,19 @@ def watched_shards(
             post_backward()
 
         group.wait_for_unshard, group.post_backward = waited, reduces
-        opened.append(group)
 
-    opened: list[Any] = []
-    states: list[Any] = [
-        fully_shard.state(m)  # type: ignore[attr-defined]
-        for part in parts
-        for m in part.modules()
-        if isinstance(m, FSDPModule)
-    ]
-    groups = {id(group): group for state in states for group in _groups_of(state) if group is not None}
-    for group in groups.values():
+    groups = _groups(parts)
+    for group in groups:
         watch(group)
     try:
         yield
     finally:
-        for group in opened:
+        for group in groups:
             del group.wait_for_unshard, group.post_backward  # this restores the methods of the class
 
 
 def _has_gradient(param: Any) -> bool:
-    whole = getattr(param, "_unsharded_param", None)  # exists after the first gather
+    whole = getattr(param, "_unsharded_param", None)
     return param.unsharded_accumulated_grad is not None or (whole is not None and whole.grad is not None)
 
 
@@ -183,11 +173,10 @@ def recorded_allocations() -> Iterator[list[tuple[int, int, int]]]:
     """
     allocations: list[tuple[int, int, int]] = []
     settings: Any = torch.autograd.profiler.profile(use_cpu=True, use_kineto=True, profile_memory=True)
-    no_operators = {RecordScope.STATIC_RUNTIME_MODEL}
     older = torch.empty(1)
     with _silent_stderr():
         autograd._prepare_profiler(settings.config(), settings.kineto_activities)
-        autograd._enable_profiler(settings.config(), settings.kineto_activities, no_operators)
+        autograd._enable_profiler(settings.config(), settings.kineto_activities, {RecordScope.STATIC_RUNTIME_MODEL})
         del older  # the first free of unrecorded memory logs a warning, the next 999 do not
     try:
         yield allocations
