@@ -105,8 +105,7 @@ def fsdp_buffers(part: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
     """Return the buffers that FSDP2 holds for a part in addition to shards and their gradients: gathered parameters,
     and gradients that are not fully reduced.
 
-    Parameters that are freed between the forward and the backward pass are left out, as they exist for one block at a
-    time.
+    Parameters freed between the forward and backward pass are left out, as they exist for one block at a time.
     """
     gathered: list[Tensor] = []
     gradients: list[Tensor | None] = []
