@@ -99,3 +99,12 @@ def test_copies_of_key_heads_take_what_is_planned():
 @pytest.mark.long
 def test_recomputation_in_halves_of_a_backward_pass_is_counted():
     assert [(row.layout.name, row.wrong) for row in run(ODD) if row.wrong] == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "sent"),
+    [("all_reduce", 150), ("all_gather", 75), ("reduce_scatter", 75), ("all_to_all", 75), ("send", 100), ("recv", 0)],
+)
+def test_bytes_on_the_wire(kind, sent):
+    """Of 100 bytes over 4 ranks, in each of 3 transfers."""
+    assert Transfer("tp", kind, 4, 100, 3, "forward").wire_bytes == 3 * sent
