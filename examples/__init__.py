@@ -1,1 +1,1 @@
-"""Examples of models and data of one's own."""
+"""Example plugins: custom models and datasets."""

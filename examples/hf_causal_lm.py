@@ -1,4 +1,4 @@
-"""Causal language models of Hugging Face's transformers on token data: plugins=[examples.hf_causal_lm] model=hf."""
+"""Causal language models from Hugging Face's transformers on token data: plugins=[examples.hf_causal_lm] model=hf."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +13,7 @@ class CausalLMConfig(ModelConfig):  # noqa: D101
     peak_lr: float = 0.001
     vocab_size: int | None = None  # null: the tokenizer's
     architecture: str = "llama"
-    settings: Any = None  # keys of the architecture, such as model.settings='{hidden_size: 64}'
+    settings: Any = None  # configuration of the architecture, e.g. model.settings='{hidden_size: 64}'
 
 
 class CausalLMSpec(ModelSpec):  # noqa: D101

@@ -1,4 +1,4 @@
-"""T5 on samples that are dicts, which it learns to reverse: plugins=[examples.hf_t5] model=t5 data=reversed."""
+"""T5 that learns to reverse sequences, with samples that are dicts: plugins=[examples.hf_t5] model=t5 data=reversed."""
 
 from dataclasses import dataclass
 
@@ -34,7 +34,7 @@ class ReversedConfig(DatasetConfig):  # noqa: D101
 
 
 def open_reversed(config):
-    """Return training and validation samples `{input_ids, labels}` of random ids from 2 to 31."""
+    """Return training and validation samples `{input_ids, labels}` of random token ids from 2 to 31."""
     import torch
 
     ids = torch.randint(2, 32, (4096, config.length), generator=torch.Generator().manual_seed(0))

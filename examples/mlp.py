@@ -1,4 +1,4 @@
-"""Perceptron on random images of FashionMNIST's shape: plugins=[examples.mlp] model=mlp data=clothes."""
+"""Multilayer perceptron on random images with FashionMNIST's shape: plugins=[examples.mlp] model=mlp data=clothes."""
 
 from dataclasses import dataclass
 

@@ -30,9 +30,9 @@ CLASSES, SIZE = 10, 32
 
 @dataclass
 class ResNetConfig(ModelConfig):
-    """ResNet of basic blocks: `blocks` of them in each of four groups, of width, 2, 4 and 8 times width channels.
+    """ResNet of four groups of `blocks` basic blocks each. The groups have `width`, 2, 4 and 8 times `width` channels.
 
-    `norm`: batch, or group, whose statistics do not depend on the batch.
+    `norm`: `batch`, or `group`, whose statistics do not depend on the batch.
     """
 
     name: str = "ResNet-18"
@@ -43,7 +43,7 @@ class ResNetConfig(ModelConfig):
 
 
 class ResNetSpec(ModelSpec[ResNetConfig]):
-    """A stem, the basic blocks, and a head, each of which maps a tensor to a tensor."""
+    """ModelSpec of a ResNet: a stem, the basic blocks and a head, each of which maps a tensor to a tensor."""
 
     name = "resnet18"
     schema = ResNetConfig
@@ -52,9 +52,9 @@ class ResNetSpec(ModelSpec[ResNetConfig]):
     positive = ("blocks", "width")
 
     def check(self, config: ResNetConfig) -> None:
-        """Refuse an unknown norm."""
+        """Raise ConfigError for an unknown norm."""
         if config.norm not in ("batch", "group"):
-            raise ConfigError(f"model.norm={config.norm} is not batch or group")
+            raise ConfigError(f"model.norm={config.norm} must be batch or group")
 
     def build(self, config: ResNetConfig, ops: Ops, seed: int) -> nn.Module:
         """Return the module. Its parameters are those of torchvision's ResNet-18: 11,181,642 for ten classes."""
@@ -77,7 +77,7 @@ class ResNetSpec(ModelSpec[ResNetConfig]):
 
 @dataclass
 class FakeImagesConfig(DatasetConfig):
-    """Random images of ten classes that a model can learn: noise around one random image per class."""
+    """Random images of ten classes: noise added to one random image per class, so that a model can learn them."""
 
     global_batch_size: int = 32
     samples: int = 2048
@@ -94,7 +94,7 @@ class CifarConfig(DatasetConfig):
 
 
 class Images:
-    """Images fp32 [3, 32, 32] and class numbers; `augment` crops and flips at random."""
+    """Images fp32 [3, 32, 32] and class indices. `augment` crops and flips images at random."""
 
     def __init__(self, images: np.ndarray, labels: np.ndarray, augment: bool, fingerprint: str) -> None:
         self.images, self.labels, self.augment, self.fingerprint = images, labels, augment, fingerprint
@@ -116,7 +116,7 @@ class Images:
 
 
 def open_fake(config: FakeImagesConfig) -> tuple[Images, Images]:
-    """Return training images, and an eighth as many for validation."""
+    """Return training images, and one eighth as many validation images."""
     import numpy as np
 
     draw = np.random.default_rng(0)
@@ -136,13 +136,13 @@ class _ArraysOnly(pickle.Unpickler):
     """Unpickler for numpy arrays and plain containers. Anything else could run code from the file."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return numpy's ndarray, dtype and the function that restores an array, and one that restores bytes."""
+        """Return a class or function that numpy arrays and bytes need. Raises UnpicklingError for any other."""
         restores = module.endswith(".multiarray") and name == "_reconstruct"
         if restores or (module, name) in (("numpy", "ndarray"), ("numpy", "dtype")):
             return super().find_class(module.replace("numpy.core", "numpy._core"), name)
         if (module, name) == ("_codecs", "encode"):
             return lambda text, _: text.encode("latin1")
-        raise pickle.UnpicklingError(f"it asks for {module}.{name}")
+        raise pickle.UnpicklingError(f"it uses {module}.{name}, which is not allowed")
 
 
 def open_cifar(config: CifarConfig) -> tuple[Images, Images]:

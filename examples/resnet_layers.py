@@ -1,16 +1,16 @@
-"""Layers of ResNet."""
+"""Layers of a ResNet."""
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 
 def norm_of(kind: str, channels: int) -> nn.Module:
-    """Return a norm over that many channels: `batch`, or `group` with 16 channels or more per group."""
+    """Return a norm over that many channels: `batch`, or `group` with at least 16 channels per group."""
     return nn.BatchNorm2d(channels) if kind == "batch" else nn.GroupNorm(max(1, min(32, channels // 16)), channels)
 
 
 class BasicBlock(nn.Module):
-    """Two 3x3 convolutions with a skip connection, which a 1x1 convolution matches where shapes change."""
+    """Two 3x3 convolutions with a skip connection, which has a 1x1 convolution if the shape changes."""
 
     def __init__(self, inputs: int, outputs: int, stride: int, norm: str) -> None:
         super().__init__()

@@ -112,7 +112,7 @@ def test_a_name_is_taken_once() -> None:
     class Spec(ConvSpec):
         name = "gpt"
 
-    with pytest.raises(ConfigError, match=r"a model gpt is registered already, by gptlite\.models\.gpt\.config"):
+    with pytest.raises(ConfigError, match=r"the model gpt is already registered by gptlite\.models\.gpt\.config"):
         register_model(Spec())
     register_optimizer("signum", SignumConfig)
     with pytest.raises(ConfigError, match=r"an optimizer adamw is registered already, by gptlite\.optimizer\.config"):

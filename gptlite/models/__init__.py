@@ -1,1 +1,1 @@
-"""Models, one folder each, and the common code that makes a model part of a run."""
+"""Models, one folder each, and the code shared by all models."""

@@ -1,7 +1,8 @@
-"""Batch normalization with statistics over the data ranks, equal on any layout with the same samples in a micro-batch.
+"""Batch normalization with statistics over all data ranks. They are the same on any layout with the same samples in a
+micro-batch of all data ranks.
 
 torch's SyncBatchNorm does not run on CPUs, and the statistics of nn.BatchNorm2d depend on the number of data ranks.
-Method: Ioffe & Szegedy 2015, arXiv:1502.03167, with the moments of all ranks' samples.
+Method: Ioffe & Szegedy 2015, arXiv:1502.03167, with the mean and variance of all ranks' samples.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from gptlite.parallelism.mesh import Mesh
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """Sum over the data ranks. Each rank's loss depends on it, so the gradient is a sum too."""
+    """Sum over the data ranks. Every rank's loss depends on the sum, so gradients are also summed over the ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, mesh: Mesh) -> Tensor:
@@ -32,17 +33,17 @@ class _SumOverRanks(torch.autograd.Function):
 
 
 class SyncedBatchNorm(_BatchNorm):
-    """Batch normalization of x [B, C, ...] whose mean and variance are those of the micro-batches of all data ranks.
+    """Batch normalization of x [B, C, ...] with the mean and variance of the micro-batches of all data ranks.
 
-    It takes the place of a module of torch, and its parameters and buffers. `tracks` is False while a block is
-    recomputed, whose statistics are already counted.
+    It replaces a batch norm of torch and shares its parameters and buffers. `tracks` is False while a block is
+    recomputed, since the running statistics already include its input.
     """
 
     tracks = True
 
     @classmethod
     def of(cls, norm: _BatchNorm, mesh: Mesh) -> SyncedBatchNorm:
-        """Return the module for one of torch's, sharing its parameters and buffers."""
+        """Return the replacement of a torch batch norm, with the same parameters and buffers."""
         new = cls(norm.num_features, norm.eps, norm.momentum, norm.affine, norm.track_running_stats, device="meta")
         new._parameters, new._buffers = norm._parameters, norm._buffers
         new.mesh = mesh
@@ -62,7 +63,7 @@ class SyncedBatchNorm(_BatchNorm):
             count = x.numel() // x.shape[1] * self.mesh.data_size
             mean = self._summed(x.sum(dims)) / count
             centered = x - mean.view(shape)
-            # In two passes, since E[x^2] - E[x]^2 cancels for a large mean.
+            # In two passes, since E[x^2] - E[x]^2 loses precision for a large mean.
             variance = self._summed((centered * centered).sum(dims)) / count
             if self.tracks and self.training:
                 self._track(mean.detach(), variance.detach() * (count / max(count - 1, 1)))
@@ -89,7 +90,7 @@ class SyncedBatchNorm(_BatchNorm):
 
 
 def sync_batch_norms(part: nn.Module, mesh: Mesh) -> None:
-    """Replace torch's batch norms in a part, in place."""
+    """Replace torch's batch norms in a part with SyncedBatchNorm, in place."""
     for name, module in list(part.named_modules()):
         if isinstance(module, _BatchNorm) and not isinstance(module, SyncedBatchNorm):
             path, _, last = name.rpartition(".")
@@ -97,19 +98,20 @@ def sync_batch_norms(part: nn.Module, mesh: Mesh) -> None:
 
 
 def has_batch_norm(part: nn.Module) -> bool:
-    """Return True if a part's loss depends on how many samples are in a micro-batch of all data ranks."""
+    """Return True if a part has a batch norm. Its loss then depends on the number of samples in a micro-batch of all
+    data ranks."""
     return any(isinstance(module, SyncedBatchNorm) for module in part.modules())
 
 
 def tracking_once(block: nn.Module, forward: Callable[..., Any]) -> Callable[[], Callable[..., Any]]:
-    """Return a function that makes, for one forward pass, a `forward` whose repetitions leave running statistics as
-    they are."""
+    """Return a function that creates a `forward` for each forward pass. Only the first call of such a `forward` updates
+    running statistics; a recomputation does not."""
     norms = [module for module in block.modules() if isinstance(module, SyncedBatchNorm)]
     return (lambda: _Once(forward, norms)) if norms else (lambda: forward)
 
 
 class _Once:
-    """A forward method that updates running statistics in its first call only."""
+    """Forward method that updates running statistics only in its first call."""
 
     def __init__(self, forward: Callable[..., Any], norms: Sequence[SyncedBatchNorm]) -> None:
         self.forward, self.norms, self.first = forward, norms, True

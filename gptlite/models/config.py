@@ -5,4 +5,4 @@ from dataclasses import dataclass
 
 @dataclass
 class ModelConfig:
-    """Base of all model configurations, for Hydra's type checks; it has no keys."""
+    """Base class of all model configurations, for Hydra's type checks. It has no keys."""

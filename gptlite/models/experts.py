@@ -1,7 +1,8 @@
-"""Mixture of experts without dropped tokens: router, experts, and the balance of their loads.
+"""Mixture of experts without token dropping: router, experts and load balancing.
 
-Every number here is one of tokens, sequences or the global batch, never of a micro-batch or a rank, so that all layouts
-agree. Shapes: B sequences of S positions (s of them on this rank), d features, E experts, K chosen for each token.
+All results are defined per token, per sequence or per global batch, never per micro-batch or rank, so that they are the
+same on all layouts. Shapes: B sequences of length S (s of it on this rank), hidden size d, E experts, K experts per
+token.
 """
 
 from __future__ import annotations
@@ -27,11 +28,12 @@ from gptlite.parallelism.torch_private import has_values
 
 
 class Router(nn.Module):
-    """Choice of K experts for each token: x [B, s, d] -> weights fp32 and numbers int64, both [B, s, K].
+    """Router that selects K experts for each token: x [B, s, d] -> weights fp32 and expert indices int64, both [B, s,
+    K].
 
-    Logits and scores are fp32. `bias` [E] is added to the scores to choose experts, but not to weigh them. `load` [E]
-    counts the tokens of each expert in a step, in the backward pass, which runs once for each micro-batch even if the
-    forward pass is repeated, and `losses` sums the router's losses; after the step both have the sums over all ranks.
+    Logits and scores are fp32. `bias` [E] is added to the scores to select experts, but not to compute their weights.
+    The backward pass adds the number of tokens of each expert to `load` [E] and the router's losses to `losses`. It is
+    done there since the forward pass may be recomputed. At the end of a step, both hold the sums over all ranks.
     """
 
     bias: Tensor
@@ -46,17 +48,17 @@ class Router(nn.Module):
         self.sequence_loss = self.z_loss = 0.0
         self.tensor_axis: TensorAxis | None = None
         self.context: ContextAxis | None = None
-        self.upstream: Tensor | None = None  # the gradient of a sum of losses, in training
+        self.upstream: Tensor | None = None  # gradient with respect to the sum of losses; None outside training
         self.weight = _drawn(experts, width)
         self.register_buffer("bias", torch.zeros(experts))
         self.register_buffer("load", torch.zeros(experts, dtype=torch.int64), persistent=False)
         self.register_buffer("losses", torch.zeros((), dtype=torch.float64), persistent=False)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        # Weights in the activations' dtype, as ZeRO gathers them; the product in fp32.
+        # The weight is rounded to the activations' dtype, in which ZeRO gathers it; the GEMM runs in fp32.
         logits = F.linear(x.float(), self.weight.to(x.dtype).float())
         scores = logits.sigmoid() if self.sigmoid else logits.softmax(-1)
-        # A stable sort takes the first of equal scores; topk takes any.
+        # Of equal scores, a stable sort puts the lower index first; topk may choose any.
         ranked = (scores.detach() + self.bias).sort(dim=-1, descending=True, stable=True).indices
         chosen = ranked[..., : self.top_k]
         weights = scores.gather(-1, chosen)
@@ -67,7 +69,7 @@ class Router(nn.Module):
         return weights, chosen
 
     def _losses(self, logits: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
-        """Return this rank's part of the router's losses, summed over tokens."""
+        """Return this rank's share of the router's losses, summed over tokens."""
         total = logits.new_zeros(())
         if self.z_loss:
             total = total + self.z_loss * logits.logsumexp(-1).square().sum()
@@ -82,15 +84,15 @@ class Router(nn.Module):
         return total
 
     def _sequence_groups(self) -> list[tuple[dist.ProcessGroup, int]]:
-        """Return the groups of ranks that share each sequence, and their sizes."""
+        """Return the process groups whose ranks share each sequence, with their sizes."""
         tensor, context = self.tensor_axis, self.context
         found = [] if tensor is None or not tensor.sequence else [(tensor.group, tensor.size)]
         return found if context is None or context.whole else [*found, (context.group, context.size)]
 
 
 class _Counted(torch.autograd.Function):
-    """Identity of the router's weights. The backward pass counts the chosen experts, and gives the router's losses
-    their gradient."""
+    """Identity function of the router's weights. Its backward pass counts the tokens of each expert and returns the
+    gradient of the router's losses."""
 
     @staticmethod
     def forward(ctx: Any, weights: Tensor, losses: Tensor, chosen: Tensor, router: Router) -> Tensor:
@@ -110,16 +112,17 @@ class _Counted(torch.autograd.Function):
 
 
 class Experts(nn.Module):
-    """Experts of a layer: x [B, s, d], weights and `chosen` [B, s, K] -> the weighted sum of the experts' outputs.
+    """Experts of a layer: x [B, s, d], weights and expert indices `chosen` [B, s, K] -> the weighted sum of the
+    experts' outputs.
 
-    `up` [E, u, d] and `down` [E, d, f] are the experts' matrices, stacked; with a gated activation, rows 2i and 2i + 1
-    of an expert's `up` are gate and value of unit i, as in the dense MLP. A tensor-parallel rank has some hidden units
-    of every expert.
+    `up` [E, u, d] and `down` [E, d, f] are the experts' stacked matrices. With a gated activation, rows 2i and 2i + 1
+    of an expert's `up` are gate and value of unit i, as in the dense MLP. A tensor-parallel rank holds some hidden
+    units of every expert.
     """
 
     matmul_dtype: torch.dtype | None = None
     fp8 = False
-    imbalance = 1.0  # rows that arrive over those that are sent, where tensors have no values
+    imbalance = 1.0  # assumed ratio of received to sent rows in the planner, where tensors have no values
 
     def __init__(self, experts: int, width: int, up: int, hidden: int, activation: str, *, fused: bool) -> None:
         super().__init__()
@@ -129,24 +132,25 @@ class Experts(nn.Module):
         self.up, self.down = _drawn(experts, up, width), _drawn(experts, width, hidden)
 
     def cut_(self, axis: TensorAxis) -> Experts:
-        """Keep this rank's hidden units, and return the module."""
+        """Keep only this rank's hidden units, and return the module."""
         self.axis, self.up, self.down = axis, cut(self.up, axis, 1), cut(self.down, axis, 2)
         return self
 
     def share_(self, axis: ExpertAxis) -> None:
-        """Keep this rank's experts. Call it on the meta device, after `cut_`."""
+        """Keep only this rank's experts. Call it on the meta device, after `cut_`."""
         dims = (None, None) if self.axis is None else (1, 2)
         self.shared_by, self.up, self.down = axis, axis.cut(self.up, dims[0]), axis.cut(self.down, dims[1])
 
     def forward(
         self, x: Tensor, weights: Tensor, chosen: Tensor, beside: Callable[[Tensor], Tensor] | None = None
     ) -> Tensor:
-        """Return the experts' sum, and with `beside` added to it what that returns for x, computed while rows are
-        exchanged."""
+        """Return the weighted sum of the experts' outputs, plus `beside(x)` if given. With expert parallelism, `beside`
+        is computed during the first all-to-all exchange."""
         dtype, given = x.dtype, x
         x = x.to(self.matmul_dtype or dtype)
         if self.axis is not None:
-            # Each rank has a part of every output, so gradients with respect to the weights are summed over the ranks.
+            # Each rank computes a partial sum of every output, so the gradients of x and of the router's weights are
+            # summed over the ranks.
             x, weights, chosen = (enter(each, self.axis) for each in (x, weights, chosen))
         dispatch = Dispatch.of(chosen.flatten(0, 1), self.up.shape[0])
         rows = dispatch.rows(x.flatten(0, 1))
@@ -172,7 +176,8 @@ class Experts(nn.Module):
         return grouped_linear(hidden, local(self.down), ends, fp8=self.fp8)
 
     def _sizes(self, dispatch: Dispatch, axis: ExpertAxis) -> tuple[list[int], list[int], Tensor]:
-        """Return the number of rows for each rank and from each, and the local expert of each row that arrives."""
+        """Return the number of rows to send to each rank, the number to receive from each rank, and the local expert
+        index of each received row."""
         counts = dispatch.ends.long().diff(prepend=dispatch.ends.new_zeros(1)).view(axis.size, -1)
         arriving = axis.counts(counts)
         if not has_values(counts):  # in the planner
@@ -185,7 +190,7 @@ class Experts(nn.Module):
 
 
 def _even(rows: int, ranks: int) -> list[int]:
-    """Return as many rows for each rank, the first ones having one more if they do not divide."""
+    """Split a number of rows evenly over the ranks. If there is a remainder, the first ranks get one more row each."""
     return [rows // ranks + (rank < rows % ranks) for rank in range(ranks)]
 
 
@@ -195,7 +200,8 @@ def _wait(pending: list[dist.Work]) -> None:
 
 
 def _drawn(*shape: int) -> nn.Parameter:
-    """Return a parameter of N(0, 1 / fan-in), for a module that is used by itself."""
+    """Return a random parameter with standard deviation 1 / sqrt(fan-in), for using the module outside a training
+    run."""
     return nn.Parameter(torch.randn(shape) / shape[-1] ** 0.5)
 
 
@@ -205,7 +211,7 @@ def routers(part: nn.Module) -> list[Router]:
 
 
 def begin(parts: Sequence[nn.Module], upstream: Tensor) -> None:
-    """Prepare the routers for a step, with the gradient of a sum of losses."""
+    """Prepare the routers for a step. `upstream`: gradient with respect to the sum of losses, a scalar tensor."""
     for router in (router for part in parts for router in routers(part)):
         router.upstream = upstream
         router.load.zero_()
@@ -214,15 +220,16 @@ def begin(parts: Sequence[nn.Module], upstream: Tensor) -> None:
 
 @torch.no_grad()
 def balance(parts: Sequence[nn.Module], mesh: Mesh) -> None:
-    """Sum the loads of the step over the ranks, and move the routers' biases against them. Collective.
+    """Sum the step's loads over the ranks, then raise the routers' biases of underloaded experts and lower those of
+    overloaded ones. Collective.
 
-    Loads are integers, so that all layouts agree to the bit.
+    Loads are integers, so the biases are bitwise identical on all layouts.
     """
     for part in parts:
         found = routers(part)
         if not found:
             continue
-        # fp64, in which the loads are exact, so that one collective sums everything.
+        # fp64 represents the loads exactly, so that one collective can sum both loads and losses.
         sums = torch.stack([torch.cat([router.load.double(), router.losses[None]]) for router in found])
         all_reduce(sums, mesh, DATA_AXES)
         axis = axis_of(part)
@@ -236,9 +243,11 @@ def balance(parts: Sequence[nn.Module], mesh: Mesh) -> None:
 
 @torch.no_grad()
 def loads_of(found: Mapping[int, Router], shape: tuple[int, int], mesh: Mesh) -> Tensor:
-    """Return the step's loads and losses of all routers, of which this rank has `found` by their number among the
-    layers with experts: fp64 [layers, E + 1], the last column of losses summed over tokens. `shape`: layers and E.
-    Collective."""
+    """Return the step's loads and losses of all routers, fp64 [layers with experts, E + 1]; the last column has the
+    losses, summed over tokens. Collective.
+
+    `found`: this rank's routers by index among the layers with experts. `shape`: the number of these layers, and E.
+    """
     table = torch.zeros(shape[0], shape[1] + 1, dtype=torch.float64, device=mesh.device)
     for row, router in found.items():
         table[row] = torch.cat([router.load.double(), router.losses[None]])

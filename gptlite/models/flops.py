@@ -1,4 +1,4 @@
-"""FLOPs of a model whose spec gives none, counted by torch in one pass on the meta device."""
+"""FLOPs of a model whose spec has no formula, counted by torch in one pass on the meta device."""
 
 from __future__ import annotations
 
@@ -28,17 +28,18 @@ class Uncounted(ValueError):
 
 
 def count_flops(model: Model, length: int, example: tuple[Any, Tensor] | None = None) -> int:
-    """Return the FLOPs of a token, forward and backward, of the whole model on one sequence of `length`.
+    """Return the FLOPs per token of a forward and backward pass of the whole model on one sequence of `length`.
 
-    With an `example`, the input and the target of one sample, return those of that sample.
+    With an `example`, the input and the target of one sample, return the FLOPs of that sample.
 
-    The formulas are torch.utils.flop_counter's, including those that libraries have registered there. Ops that it
-    ignores (elementwise ops, reductions, copies) count as zero. Attention counts as two products forward and four
-    backward, including the masked half. Nothing is computed: tensors are on the meta device.
+    The formulas are those of torch.utils.flop_counter, including the ones that libraries have registered there. Ops
+    that it ignores (elementwise ops, reductions, copies) count as zero. Attention counts as two matrix multiplications
+    in the forward pass and four in the backward pass, including the masked half. Tensors are on the meta device, so no
+    values are computed.
 
-    Raises Uncounted with the name of the first op without a formula: one of another library, or torch's products,
-    convolutions, attention, transforms, recurrent layers, grid samplers and linear algebra. Also raised if the pass
-    fails.
+    Raises Uncounted with the name of the first op without a formula. Such an op is one of another library, or one of
+    torch's matrix multiplications, convolutions, attention, transforms, recurrent layers, grid samplers and linear
+    algebra. Also raised if the pass fails.
     """
     with _Unknown() as unknown:
         try:
@@ -51,11 +52,11 @@ def count_flops(model: Model, length: int, example: tuple[Any, Tensor] | None = 
                 inputs = Inputs(targets, torch.zeros(1, dtype=torch.int64))
                 model.spec.forward(part, x, inputs).backward()
         except Exception as error:  # a model may raise anything, and unknown ops often cannot run without data
-            if not unknown.names:  # else the unknown op is the better explanation, reported below
+            if not unknown.names:  # otherwise the unknown op, reported below, explains the failure better
                 reason = (str(error).splitlines() or [type(error).__name__])[0]
-                raise Uncounted(f"a pass on the meta device fails: {reason}; give the spec `flops`") from error
+                raise Uncounted(f"a pass on the meta device fails: {reason}; define `flops` in the spec") from error
     if unknown.names:
-        raise Uncounted(f"no FLOP formula for {unknown.names[0]}; give the spec `flops`")
+        raise Uncounted(f"no FLOP formula for {unknown.names[0]}; define `flops` in the spec")
     return round(counter.get_total_flops() / (length if example is None else 1))
 
 

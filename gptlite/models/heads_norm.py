@@ -1,4 +1,5 @@
-"""RMS norm over all heads of queries, or of keys, together (OLMo 2, arXiv:2501.00656; OLMoE, arXiv:2409.02060)."""
+"""RMS norm over all query heads together, or over all key heads together (OLMo 2, arXiv:2501.00656; OLMoE,
+arXiv:2409.02060)."""
 
 from __future__ import annotations
 
@@ -9,9 +10,9 @@ from gptlite.parallelism.tensor import TensorAxis, cut, local, summed
 
 
 class HeadsNorm(nn.Module):
-    """RMS norm of x [B, S, K, G, D] over its K G heads and their widths D, in fp32, with a gain for each element.
+    """RMS norm of x [B, S, K, G, D] over its last three dimensions, in fp32, with a gain for each element.
 
-    A tensor-parallel rank has some of the K groups, and the sum of squares is that of all ranks.
+    A tensor-parallel rank has some of the K groups; the sum of squares is summed over the ranks.
     """
 
     def __init__(self, heads: int, width: int, eps: float, *, gain: bool) -> None:
@@ -21,7 +22,7 @@ class HeadsNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(self.size)) if gain else None
 
     def cut_(self, axis: TensorAxis) -> HeadsNorm:
-        """Keep this rank's heads, and return the module."""
+        """Keep only this rank's heads, and return the module."""
         self.axis = axis
         if self.weight is not None:
             self.weight = cut(self.weight, axis, 0)

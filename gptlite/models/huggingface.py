@@ -1,4 +1,4 @@
-"""Interface of the conversion between a model and Hugging Face's transformers. No torch here."""
+"""Interface for converting models to and from Hugging Face's transformers. Does not import torch."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ C = TypeVar("C", bound=ModelConfig)
 
 
 def unchanged(ours: Tensor) -> Tensor:
-    """Return the tensor itself: the view of a tensor with the same layout in both formats."""
+    """Return the tensor itself: the `view` of a Weight with the same layout in both formats."""
     return ours
 
 
 @dataclass(frozen=True)
 class Weight:
-    """A parameter: its name and shape in transformers, and its name and shape in gptlite. With `ours` None it is zeros
-    in transformers and absent in gptlite.
+    """A parameter's name and shape in transformers, and its name and shape in gptlite.
 
-    `view` returns a view of our tensor whose elements, in row-major order, are those of the tensor in transformers: an
-    export reads it, an import writes into it.
+    If `ours` is None, the parameter is zero in transformers and does not exist in gptlite. `view` returns a view of our
+    tensor whose elements, in row-major order, are those of the tensor in transformers: an export reads it, an import
+    writes into it.
     """
 
     name: str
@@ -38,8 +38,8 @@ class Weight:
 
 @dataclass(frozen=True)
 class Piece:
-    """A tensor of transformers that is made of other files: its name and shape, its dtype, and a function that returns
-    it."""
+    """A transformers tensor that is made from files in another format: its name, shape and dtype, and a function that
+    returns it."""
 
     name: str
     shape: tuple[int, ...]
@@ -48,8 +48,7 @@ class Piece:
 
 
 class Adapter(Generic[C]):
-    """Conversion of a model to and from a class of transformers. Required are `weights`, `to_json` and
-    `from_json`.
+    """Conversion of a model to and from a transformers class. `weights`, `to_json` and `from_json` are required.
 
     `model_type`: the key in config.json by which an import finds the model. `model_class`: the class with
     `from_pretrained`. `title`: the model's name in messages.
@@ -61,35 +60,35 @@ class Adapter(Generic[C]):
 
     def weights(self, config: C) -> Iterator[Weight]:
         """Yield every parameter of the transformers model, in the order of the file."""
-        raise NotImplementedError(f"{type(self).__name__} has no weights")
+        raise NotImplementedError(f"{type(self).__name__} does not define `weights`")
 
     def differences(self, config: C) -> list[str]:
-        """Return the configuration values, as `model.key=value`, that the transformers model cannot have."""
+        """Return the configuration values, as `model.key=value`, that the transformers class does not support."""
         return []
 
     def to_json(self, config: C, torch_dtype: str, eod: int | None) -> dict[str, Any]:
         """Return the content of config.json. `eod` is the id of the end-of-document token."""
-        raise NotImplementedError(f"{type(self).__name__} has no to_json")
+        raise NotImplementedError(f"{type(self).__name__} does not define `to_json`")
 
     def from_json(self, content: Mapping[str, Any], name: str) -> C:
-        """Return the configuration that a config.json describes, with its vocabulary size; `name` is used by models
-        with a name. Raises ConfigError with the key for unsupported values."""
-        raise NotImplementedError(f"{type(self).__name__} has no from_json")
+        """Return the configuration that a config.json describes, with its vocabulary size. `name`: the model's name,
+        for configurations with that key. Raises ConfigError, naming the key, for unsupported values."""
+        raise NotImplementedError(f"{type(self).__name__} does not define `from_json`")
 
     def from_meta(
         self, params: Mapping[str, Any], shards: Sequence[Mapping[str, Tensor]]
     ) -> tuple[dict[str, Any], list[Piece]] | None:
-        """Return the content of config.json, and the tensors, of a model as Meta distributes it: its params.json, and
-        the tensors of each consolidated.NN.pth. None if the model is not one of Meta's. Raises ConfigError with the key
-        or tensor for another model."""
+        """Convert a model in Meta's format: its params.json, and the tensors of each consolidated.NN.pth. Return the
+        content of config.json and the tensors; None if this model has no Meta format. Raises ConfigError, naming the
+        key or tensor, if the files are of an unsupported model."""
         return None
 
     def canonical(self, name: str) -> str | None:
-        """Return the one name of a tensor that checkpoints store under several names; None if it is not a parameter,
-        such as a mask."""
+        """Return the canonical name of a tensor that checkpoints store under several names; None if the tensor is not a
+        parameter but, for example, a mask."""
         return name
 
     def copies(self) -> Mapping[str, str]:
-        """Return `{copy: parameter}`, in canonical names, for tensors that a checkpoint may store twice. They must be
+        """Return `{copy: parameter}`, in canonical names, for tensors that a checkpoint may store twice. Both must be
         equal."""
         return {}

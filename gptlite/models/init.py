@@ -1,7 +1,7 @@
 """Layout-independent initial weights: each element is drawn from (seed, global name, global offset).
 
-The generator is Philox, keyed by seed and name with the offset as counter. So any shard draws its part independently
-and gets the same values as the whole tensor would, on a CPU and on a GPU.
+The generator is Philox, with seed and name as key and the offset as counter. Any shard can therefore be drawn
+independently, and has the same values as in the whole tensor, on CPUs and GPUs.
 """
 
 import hashlib
@@ -22,14 +22,14 @@ BLOCK = 2**20  # elements drawn at a time: bounds the memory of drawing
 
 
 def init_weights(model: Model, part: nn.Module, seed: int) -> None:
-    """Fill a part with the model's own initial values, or defaults by shape: see ModelSpec.initial."""
+    """Set the parameters of a part to their initial values: see ModelSpec.initial."""
     with torch.no_grad():
         for name, parameter in model.named_weights(part):
             init_weight_(model, name, parameter, seed)
 
 
 def init_weight_(model: Model, name: str, parameter: Tensor, seed: int) -> None:
-    """Fill this rank's shard of one parameter, see init_weights."""
+    """Fill this rank's shard of one parameter: see init_weights."""
     match model.spec.initial(model.config, name, tuple(parameter.shape)):
         case Constant(value):
             parameter.fill_(value)
@@ -38,7 +38,7 @@ def init_weight_(model: Model, name: str, parameter: Tensor, seed: int) -> None:
 
 
 def draw_box_(parameter: Tensor, std: float, seed: int, name: str) -> None:
-    """Fill this rank's shard of a parameter with the values that the whole parameter has there."""
+    """Fill this rank's shard of a parameter with N(0, std), the same values as in the whole parameter."""
     if not isinstance(parameter, DTensor):
         draw_normal_(parameter, std, seed, name)
         return
@@ -50,8 +50,8 @@ def draw_box_(parameter: Tensor, std: float, seed: int, name: str) -> None:
 def _draw_part_(
     target: Tensor, whole: tuple[int, ...], at: tuple[int, ...], draw: Callable[..., None], offset: int = 0
 ) -> None:
-    """Fill the part of a tensor of shape `whole` that begins at the indices `at`. `offset`: the tensor's own first
-    element in the parameter."""
+    """Fill `target`, the part of a tensor of shape `whole` that starts at the indices `at`. `offset`: position of that
+    tensor's first element in the parameter."""
     size = math.prod(whole[1:])
     if tuple(target.shape[1:]) == whole[1:]:
         draw(target, offset=offset + at[0] * size)
@@ -60,7 +60,7 @@ def _draw_part_(
         for index, each in enumerate(target):
             _draw_part_(each, whole[1:], at[1:], draw, offset + (at[0] + index) * size)
         return
-    # Counters run along whole rows, of which this rank has some columns.
+    # This rank has only some columns. Counters run along whole rows, so draw these and keep the columns.
     rows, columns = target.shape
     for start in range(0, rows, step := max(1, BLOCK // size)):
         block = target.new_empty(min(step, rows - start), size)
@@ -72,7 +72,7 @@ def draw_normal_(parameter: Tensor, std: float, seed: int, name: str, offset: in
     """Fill a contiguous fp32 parameter with N(0, std) from (seed, name), starting at element `offset` of the whole
     tensor.
 
-    A shard gets the same bits as it has in the whole tensor. Raises ValueError for a negative offset.
+    A shard is bitwise identical to its part of the whole tensor. Raises ValueError for a negative offset.
     """
     if offset < 0:
         raise ValueError(f"offset={offset} must not be negative")
@@ -85,11 +85,12 @@ def draw_normal_(parameter: Tensor, std: float, seed: int, name: str, offset: in
 
 
 def _normal(start: int, count: int, key: tuple[int, int], device: torch.device) -> Tensor:
-    """Return N(0, 1) for elements start ... start + count, float64: two Box-Muller pairs from each Philox counter.
+    """Return float64 samples of N(0, 1) for elements `start` to `start + count - 1`: two Box-Muller pairs from each
+    Philox counter.
 
-    In double precision, so that devices whose logarithms differ in the last digit round to the same fp32.
+    With double precision, devices whose logarithms differ in the last digit round to the same fp32 values.
     """
-    counter = torch.arange(start // 4, (start + count + 3) // 4, device=device)  # a counter gives four values
+    counter = torch.arange(start // 4, (start + count + 3) // 4, device=device)  # each counter gives four values
     zero = torch.zeros_like(counter)
     bits = philox((counter & WORD, counter >> 32, zero, zero), key)
     # In (0, 1), so that the logarithm is finite.
@@ -102,5 +103,5 @@ def _normal(start: int, count: int, key: tuple[int, int], device: torch.device) 
 
 
 def parameter_count(parameters: Iterable[Tensor]) -> int:
-    """Return the total number of elements."""
+    """Return the total number of elements of the parameters."""
     return sum(p.numel() for p in parameters)

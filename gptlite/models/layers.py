@@ -1,8 +1,8 @@
-"""Basic layers whose parameters follow their input's dtype.
+"""Basic layers that cast their parameters to their input's dtype.
 
-Parameters are fp32 masters; activations have the compute dtype. The casts here give a single device the numerics of
+Parameters are fp32 master weights; activations have the compute dtype. The casts give a single device the numerics of
 FSDP2's mixed precision (cast, compute, gradient back to fp32), and are no-ops if FSDP2 has already cast. If activations
-stay in fp32 (Apex's O1), a layer's `matmul_dtype` is the dtype of its product.
+stay in fp32 (Apex's O1), a layer's `matmul_dtype` is the dtype of its GEMM.
 """
 
 import torch
@@ -18,8 +18,8 @@ from gptlite.ops.weight_copies import as_dtype
 
 
 class Linear(nn.Linear):
-    """Linear layer: x [..., in] -> [..., out], in x's dtype or in `matmul_dtype` if set; with `fp8`, its products run
-    in fp8."""
+    """Linear layer: x [..., in] -> [..., out], computed in `matmul_dtype` if set, otherwise in x's dtype. With `fp8`,
+    its GEMMs run in fp8."""
 
     matmul_dtype: torch.dtype | None = None
     fp8 = False
@@ -32,7 +32,7 @@ class Linear(nn.Linear):
         return self._product(x, self.bias)
 
     def project(self, x: Tensor) -> Tensor:
-        """Return the product without the bias, for an op that adds it."""
+        """Return the output without the bias, which a later op adds."""
         return self._product(x, None)
 
     def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -42,12 +42,12 @@ class Linear(nn.Linear):
         return linear(x, self.weight, bias, self.fused)
 
     def local_bias(self, dtype: torch.dtype) -> Tensor | None:
-        """Return the bias in a compute dtype."""
+        """Return the bias cast to `dtype`; None without a bias."""
         return cast(self.bias, dtype)
 
 
 class Head(nn.Linear):
-    """Output projection with its loss; `matmul_dtype` as in Linear."""
+    """Output projection and loss; `matmul_dtype` as in Linear."""
 
     matmul_dtype: torch.dtype | None = None
 
@@ -60,9 +60,9 @@ class Head(nn.Linear):
     def forward(
         self, hidden: Tensor, targets: Tensor | None, vocab_size: int, known: LossGradient = NOTHING_KNOWN
     ) -> Tensor:
-        """Return the sum of the losses, fp32; without targets, logits [B, V], fp32, of one position.
+        """Return the sum of the losses, fp32; without targets, the logits [B, V] of the first position, fp32.
 
-        hidden [B, S, d]; targets [B, S]; rows from `vocab_size` on are padding.
+        hidden [B, S, d]; targets [B, S]. The weight's rows from `vocab_size` on are padding.
         """
         hidden = hidden.to(self.matmul_dtype or hidden.dtype)
         weight = self.weight if known.table is None else self.weight.detach()  # its gradient goes to `known.table`
@@ -77,7 +77,7 @@ class Head(nn.Linear):
 class LayerNorm(nn.LayerNorm):
     """Layer norm over the last dimension, in x's dtype with fp32 statistics.
 
-    With `fp32` it is computed in fp32 with gains that are not cast, and rounded to x's dtype afterwards.
+    With `fp32`, it computes in fp32 with uncast parameters and rounds the result to x's dtype.
     """
 
     fp32 = False
@@ -94,8 +94,8 @@ class LayerNorm(nn.LayerNorm):
     def after_residual(
         self, x: Tensor, residual: Tensor, p: float, key: DropoutKey | None, x_bias: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return the norm of residual + dropout(x + x_bias), and that sum; without a key nothing is dropped."""
-        if self.fp32 or self.apex:  # the fused op has one dtype, and Apex's norm has no addition
+        """Return the norm of h = residual + dropout(x + x_bias), and h. Without a key, there is no dropout."""
+        if self.fp32 or self.apex:  # the fused op supports one dtype, and Apex's norm has no residual addition
             h = residual + dropout(x if x_bias is None else x + x_bias, p, key, self.fused)
             return self(h), h
         return residual_norm(x, residual, Norm(*self._gain(x.dtype), self.eps), p, key, self.fused, x_bias)
@@ -107,8 +107,8 @@ class LayerNorm(nn.LayerNorm):
 class RMSNorm(nn.Module):
     """RMS norm over the last dimension (arXiv:1910.07467), in x's dtype with fp32 statistics; `fp32` as in LayerNorm.
 
-    `gain`: it has a weight. `of_heads`: it normalizes heads, of which a tensor-parallel rank has some, so that the
-    weight's gradients are summed over the ranks.
+    `gain`: the norm has a weight. `of_heads`: the norm is applied to each attention head. A tensor-parallel rank has
+    only some of the heads, so the weight's gradient is summed over the ranks.
     """
 
     fp32 = False
@@ -126,8 +126,8 @@ class RMSNorm(nn.Module):
     def after_residual(
         self, x: Tensor, residual: Tensor, p: float, key: DropoutKey | None, x_bias: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return the norm of residual + dropout(x + x_bias), and that sum; without a key nothing is dropped."""
-        if self.fp32:  # the fused op has one dtype
+        """Return the norm of h = residual + dropout(x + x_bias), and h. Without a key, there is no dropout."""
+        if self.fp32:  # the fused op supports one dtype
             h = residual + dropout(x if x_bias is None else x + x_bias, p, key, self.fused)
             return self(h), h
         norm = Norm(self._gain(x.dtype), None, self.eps, rms=True)

@@ -1,4 +1,4 @@
-"""A model's own metrics, such as the accuracy: sums that its loss records, in training and in evaluations."""
+"""A model's own metrics, such as accuracy: sums that its loss records in training and evaluation."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from gptlite.ops.inputs import Inputs
 
 
 def check_metrics(spec: ModelSpec, found: Mapping[str, Any]) -> None:
-    """Raise ConfigError unless `found`, recorded by one call of the loss, has one number for each of the spec's
-    `metrics`."""
+    """Raise ConfigError unless `found`, recorded by one call of the loss, has a scalar for each of the spec's
+    `metrics`, and nothing else."""
     key = f"the {spec.name} model"
     if missing := [name for name in spec.metrics if name not in found]:
-        raise ConfigError(f"{key}: its loss does not record {missing[0]} in inputs.metrics, which `metrics` declares")
+        raise ConfigError(f"{key}: its loss does not record {missing[0]}, declared in `metrics`, in inputs.metrics")
     if more := [name for name in found if name not in spec.metrics]:
-        raise ConfigError(f"{key}: its loss records {more[0]}; add that to `metrics`")
+        raise ConfigError(f"{key}: its loss records {more[0]}; add {more[0]} to the spec's `metrics`")
     for name, value in found.items():
         if not isinstance(value, Tensor | int | float) or (isinstance(value, Tensor) and value.dim()):
-            words = f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-            raise ConfigError(f"{key}: the metric {name} is {words}; record one number, the sum over the samples")
+            words = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            raise ConfigError(f"{key}: the metric {name} is {words}; record a scalar, the sum over the samples")
 
 
 def metric_values(spec: ModelSpec, found: Mapping[str, Any], device: torch.device) -> Tensor:
-    """Return the recorded sums in the order of the spec's `metrics`, fp64. Raises ConfigError, see check_metrics."""
+    """Return the recorded sums in the order of the spec's `metrics`, fp64. Raises ConfigError as check_metrics does."""
     check_metrics(spec, found)
     return torch.stack([torch.as_tensor(found[name], device=device).detach().double() for name in spec.metrics])
 
 
 class Recording:
-    """Forward pass that adds up the metrics of a step's micro-batches on this rank, on the device.
+    """Forward pass that sums a step's metrics over this rank's micro-batches, on the device.
 
-    In a pipeline only the part with the loss records any. A recomputed block cannot add to the sums again, as they are
-    read when the forward pass returns.
+    In a pipeline, only the part with the loss records metrics. A recomputed block cannot add to the sums a second time,
+    since they are read when the forward pass returns.
     """
 
     def __init__(self, spec: ModelSpec, forward: Callable[[nn.Module, Any, Inputs], Tensor]) -> None:
@@ -55,7 +55,7 @@ class Recording:
         return out
 
     def take(self, device: torch.device) -> Tensor:
-        """Return the sums since the last call, fp64, and set them to zero."""
+        """Return the sums since the last call, fp64, and reset them to zero."""
         none = torch.zeros(len(self._spec.metrics), dtype=torch.float64, device=device)
         sums, self._sums = self._sums, None
         return none if sums is None else sums

@@ -23,8 +23,11 @@ from gptlite.precision import Policy
 
 @dataclass(frozen=True)
 class Model:
-    """A spec and its configuration. `dtype` is that of activations; `autocast` that of products in layers that do not
-    cast by themselves, None if no cast is needed."""
+    """A model spec with its configuration.
+
+    `dtype`: dtype of the activations. `autocast`: dtype of autocast, for a model whose layers do not cast their inputs;
+    None turns autocast off.
+    """
 
     spec: ModelSpec
     config: Any
@@ -33,7 +36,7 @@ class Model:
 
     @classmethod
     def of(cls, config: Any, policy: Policy | None = None) -> Model:
-        """Return the model of a configuration, with the dtypes of a precision policy."""
+        """Return the model of a configuration, with the dtypes of a precision policy (fp32 without one)."""
         spec = spec_of(config)
         if policy is None:
             return cls(spec, config)
@@ -50,16 +53,17 @@ class Model:
         return build_whole(self.spec, self.config, ops, seed)  # no memory yet: each rank allocates only its parts
 
     def forward(self, part: nn.Module, x: Any, inputs: Inputs) -> Tensor:
-        """Return the sum of a part's losses, or its activations: see ModelSpec.forward."""
+        """Return the sum of the losses, or the activations of a part without the loss: see ModelSpec.forward."""
         if self.autocast is None:
             return self.spec.forward(part, x, inputs)
-        # Only for models whose layers do not cast: autocast chooses a dtype op by op, FSDP2 does not.
+        # Only for models whose layers do not cast: autocast chooses a dtype for each op, which FSDP2 cannot.
         with torch.autocast(inputs.targets.device.type, self.autocast):
             out = self.spec.forward(part, x, inputs)
         return out.to(self.dtype) if out.dim() else out  # activations, which the next part of a pipeline receives
 
     def scores(self, part: nn.Module, x: Any, inputs: Inputs) -> Tensor:
-        """Return the scores [B, S, 2] of the targets [B, S], or a part's activations: see ModelSpec.scores."""
+        """Return the scores [B, S, 2] of the targets [B, S], or the activations of a part without the loss: see
+        ModelSpec.scores."""
         if self.autocast is None:
             return self.spec.scores(part, x, inputs)
         with torch.autocast(inputs.targets.device.type, self.autocast):
@@ -67,14 +71,15 @@ class Model:
         return out if out.shape == (*inputs.targets.shape, 2) else out.to(self.dtype)  # activations, as in `forward`
 
     def count(self, targets: Tensor) -> Tensor:
-        """Return the number of losses of these targets, a 0-dim tensor on their device: see ModelSpec.count."""
+        """Return the number of losses for these targets, a scalar tensor on their device: see ModelSpec.count."""
         return torch.as_tensor(self.spec.count(targets), device=targets.device)
 
     def check_pass(self, x: Any, targets: Tensor) -> None:
-        """Raise ConfigError if a forward pass on inputs of these shapes fails, its loss is not one number, or the loss
-        does not record the metrics that the spec declares.
+        """Raise ConfigError if a forward pass on inputs of these shapes fails, its loss is not a scalar tensor, or the
+        loss does not record the metrics that the spec declares.
 
-        Nothing is computed: tensors are on the meta device. A pass that needs values cannot be checked there.
+        The pass runs on the meta device, without computing values. A model that needs values, or whose spec `casts`, is
+        not checked.
         """
         if self.spec.casts:
             return
@@ -85,7 +90,7 @@ class Model:
                 x, targets = tree_map(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype), (x, targets))
                 loss = self.spec.forward(self.build(Ops(), 0).eval(), x, Inputs(targets, metrics=found))
         except NotImplementedError as error:
-            if type(self.spec).__name__ in str(error):  # a method of the spec that is missing
+            if type(self.spec).__name__ in str(error):  # a method that the spec does not define
                 raise ConfigError(str(error)) from error
             return
         except ConfigError:
@@ -98,18 +103,19 @@ class Model:
             raise ConfigError(f"{key}: {one_line(error)}{hint}") from error
         if not isinstance(loss, Tensor) or loss.dim():
             words = _shapes(loss) if isinstance(loss, Tensor) else type(loss).__name__
-            raise ConfigError(f"{key}: the loss is {words}; return one number, the sum over the samples")
+            raise ConfigError(f"{key}: the loss is {words}; return a scalar tensor, the sum over the samples")
         check_metrics(self.spec, found)
 
     def activations(self, batch: int, length: int) -> tuple[int, ...]:
-        """Return the shape of the activations between any two blocks. Raises ValueError if it depends on the blocks."""
+        """Return the shape of the activations between blocks. Raises ValueError if the spec gives no single shape for
+        all of them."""
         shape = self.spec.activations(self.config, batch, length)
         if shape is None:
-            raise ValueError(f"{self.spec.name} does not give one shape of `activations` for all of its blocks")
+            raise ValueError(f"the activations of the {self.spec.name} model may differ in shape between blocks")
         return shape
 
     def boundaries(self, x: Tensor, length: int, stages: int) -> list[tuple[int, ...]]:
-        """Return the shape of each pipeline stage's input, for a micro-batch x, whose values are not read. `length`:
+        """Return the shape of each pipeline stage's input for a micro-batch x, whose values are not read. `length`:
         sequence length of the activations."""
         shape = self.spec.activations(self.config, len(x), length)
         if shape is not None:
@@ -118,17 +124,17 @@ class Model:
         return [shapes[blocks.start] for blocks in self.stage_blocks(stages)]
 
     def flops_per_token(self, length: int) -> int | None:
-        """Return the FLOPs of a token, forward and backward, for sequences of `length`; None if the model has no
+        """Return the FLOPs per token of a forward and backward pass on sequences of `length`; None if the model has no
         formula."""
         found, count = self.spec.flops(self.config, length), self.spec.num_blocks(self.config)
         return None if found is None or count is None else count * found[0] + found[1]
 
     def stage_blocks(self, stages: int) -> list[range]:
         """Return the blocks of each pipeline stage, balanced by FLOPs including the layers after the last block. Raises
-        ValueError for a model without a number of blocks."""
+        ValueError if the model's number of blocks is unknown."""
         count = self.spec.num_blocks(self.config)
         if count is None:
-            raise ValueError(f"{self.spec.name} has no number of blocks to cut into stages")
+            raise ValueError(f"the {self.spec.name} model has no stages, since its number of blocks is unknown")
         block, end = self.spec.flops(self.config, self.spec.max_length(self.config) or 1) or (1, 0)
         return split_layers(count, stages, block, end)
 
@@ -137,37 +143,39 @@ class Model:
         return self.spec.blocks(part)
 
     def named_weights(self, part: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield parameters with their names in the whole model: a tied copy has the name of the parameter it copies."""
+        """Yield parameters with their names in the whole model. A tied copy has the name of the parameter that it
+        copies."""
         for name, parameter in part.named_parameters():
             yield self.tied.get(name, name), parameter
 
     def named_buffers(self, part: nn.Module) -> Iterator[tuple[str, Tensor]]:
-        """Yield the buffers that a checkpoint stores."""
+        """Yield the persistent buffers, which a checkpoint stores, with their names."""
         for path, module in part.named_modules():
             for name, buffer in module.named_buffers(recurse=False):
                 if name not in module._non_persistent_buffers_set:  # torch has no public way to ask
                     yield f"{path}.{name}" if path else name, buffer
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return `{name: shape}` of the whole model's parameters, a tied one once."""
+        """Return `{name: shape}` of the whole model's parameters. Tied parameters appear once."""
         return {name: tuple(weight.shape) for name, weight in self.named_weights(self.build(Ops(), 0))}
 
     def initial_buffers(self) -> dict[str, Tensor]:
-        """Return `{name: initial value}` of the buffers of the whole model that a checkpoint stores."""
+        """Return `{name: initial value}` of the whole model's persistent buffers, which a checkpoint stores."""
         names = [name for name, _ in self.named_buffers(self.build(Ops(), 0))]
         values = self.spec.buffers(self.config, Ops(), 0) if names else {}
         return {name: values[name].clone() for name in names}
 
     def tie(self, part: nn.Module) -> None:
-        """Tie parameters again in a part that holds both: a move to another device separates them."""
+        """Tie parameters again in a part that holds both of a pair, since moving a module to another device unties
+        them."""
         for copy, owner in self.tied.items():
             if (found := _parameter(part, owner)) is not None and _parameter(part, copy) is not None:
                 path, _, name = copy.rpartition(".")
                 setattr(part.get_submodule(path), name, found)
 
     def tied_copies(self, parts: Sequence[nn.Module]) -> Iterator[tuple[nn.Parameter | None, nn.Parameter | None]]:
-        """Yield for each tied pair the parameter and its copy in another part, None for one that these parts do not
-        hold."""
+        """Yield each tied pair: the owner, and its copy in another part. A parameter that these parts do not hold is
+        None."""
         for copy, owner in self.tied.items():
             owners = [_parameter(part, owner) for part in parts]
             # A part that holds both has one parameter for them.
@@ -177,7 +185,7 @@ class Model:
             yield next((p for p in owners if p is not None), None), next((p for p in copies if p is not None), None)
 
     def fill_buffers(self, part: nn.Module, ops: Ops, seed: int) -> None:
-        """Fill a part's buffers, built on the meta device, with their initial values."""
+        """Set the buffers of a part that was built on the meta device to their initial values."""
         mine = dict(part.named_buffers())
         if not mine:
             return
@@ -193,7 +201,7 @@ def _shapes(x: Any) -> str:
 
 
 def _parameter(part: nn.Module, name: str) -> nn.Parameter | None:
-    """Return a parameter by its name, None if the part has none of that name."""
+    """Return a parameter by name; None if the part has no parameter of that name."""
     module: Any = part
     for component in name.split("."):
         module = getattr(module, component, None)

@@ -1,4 +1,5 @@
-"""Parallelization of a model's parts on a mesh: sharding along each axis, recomputation, compilation, and dtypes."""
+"""Parallelization of a model's parts on a mesh: sharding along each axis, activation checkpointing, compilation and
+dtypes."""
 
 import copy
 from collections.abc import Sequence
@@ -45,8 +46,8 @@ from gptlite.precision import Policy
 IN_BLOCKS = (Linear, ColumnParallelLinear, RowParallelLinear)
 MULTIPLYING = (*IN_BLOCKS, Experts, Head, VocabParallelHead)
 NORMS = (LayerNorm, RMSNorm)
-# Ops whose results selective checkpointing keeps: linear layers and SDPA. Pointwise ops are cheap to recompute, and so,
-# for the memory they need, are materialized attention scores (Korthikanti et al. 2022, arXiv:2205.05198, section 5).
+# Ops whose results selective checkpointing keeps: linear layers and SDPA. Pointwise ops are cheap to recompute. So are
+# materialized attention scores, given their memory (Korthikanti et al. 2022, arXiv:2205.05198, section 5).
 KEPT = (
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
@@ -60,20 +61,21 @@ KEPT = (
 def parallelize(
     model: Model, whole: nn.Module, mesh: Mesh, config: ParallelismConfig, policy: Policy, *, compile: bool = False
 ) -> list[nn.Module]:
-    """Return this rank's parts of the pipeline, ready to be materialized; on one device the only part is `whole`
-    itself.
+    """Return this rank's parts of the pipeline, ready to be materialized. Without pipeline parallelism, the only part
+    is `whole` itself.
 
-    The order is pipeline, tensor, context, recomputation, compilation, ZeRO, as each wraps the result of the one
-    before.
+    The order is pipeline, tensor, expert, context, activation checkpointing, compilation, ZeRO, since each wraps the
+    result of the previous one.
     """
     for parameter in whole.parameters():  # buffers, such as running statistics, keep their dtype
         parameter.data = parameter.data.to(policy.parameter_dtype)
     parts = _cut_blocks(model, whole, mesh, config)
     split_backward = splits_backward(config)
-    # A split backward pass would run an overlapping layer's communication in both halves; compiled code is reordered by
-    # the compiler itself.
+    # If the backward pass is split, a layer that overlaps communication would repeat it in the input- and the
+    # weight-gradient pass. Compiled code is reordered by the compiler itself.
     axis = tensor_axis(mesh, config.sequence, overlap=not (split_backward or compile))
-    # Recomputation repeats the gather as well, and compiled code does not support memory that is resized.
+    # Keys and values are gathered again for the backward pass, unless the block is recomputed, which repeats the gather
+    # anyway, or compiled: compiled code does not support resizing a tensor's memory.
     context = context_axis(mesh, config.activation_checkpointing is ActivationCheckpointing.none and not compile)
     mode, among = config.activation_checkpointing, expert_axis(mesh)
     for part in parts:
@@ -89,7 +91,7 @@ def parallelize(
         if context is not None:
             _set_axis(part, "context", context)
         offload, blocks = ActivationOffload(), list(model.blocks(part).values())
-        if compile:  # experts read their rows' numbers, and routers count loads, which would be compiled anew each time
+        if compile:  # experts read row counts and routers count loads, which would recompile them each time
             for module in part.modules():
                 if isinstance(module, Experts | Router):
                     module.forward = torch.compiler.disable(module.forward)  # type: ignore[method-assign]
@@ -98,9 +100,9 @@ def parallelize(
                 offload.wrap(block, first=block is blocks[0])
             _recompute(block, mode, split_backward, among is not None, keyed=model.spec.keyed_dropout)
             if compile:
-                compile_block(block)  # keeps the module, and so the parameters' names
+                compile_block(block)  # in place, so that parameter names do not change
         set_dtypes(model, part, policy, recomputes=mode.recomputes)
-        # Under autocast products cast their operands, so parameters are gathered in their own dtype.
+        # Under autocast, GEMMs cast their operands, so parameters are gathered in their own dtype.
         gathered = policy.gather_dtype if model.autocast is None else policy.parameter_dtype
         shard(part, _gathered_alone(model, part, blocks), mesh, config, gathered, policy.reduce_dtype, experts)
         if not policy.master_weights:
@@ -126,15 +128,15 @@ def materialize(model: Model, parts: Sequence[nn.Module], device: torch.device) 
     """Allocate uninitialized memory for parameters built on the meta device."""
     for part in parts:
         part.to_empty(device=device)
-        model.tie(part)  # `to_empty` creates every parameter anew, a shared one twice
+        model.tie(part)  # `to_empty` creates new parameters, two of them for a shared one
         for parameter in part.parameters():
-            parameter.grad_dtype = torch.float32  # sums over micro-batches and ranks, of bf16 parameters too
+            parameter.grad_dtype = torch.float32  # for sums over micro-batches and ranks, also of bf16 parameters
 
 
 def copy_weights(parts: Sequence[nn.Module], mesh: Mesh, policy: Policy) -> None:
     """Create 16-bit copies of the weights that layers cast in each forward pass, see ops/weight_copies.py.
 
-    Only on a single device that holds fp32 weights whole. Call it after `materialize`.
+    Only on a single device that holds whole fp32 weights; otherwise does nothing. Call it after `materialize`.
     """
     if mesh.world_size > 1 or policy.compute_dtype.itemsize > 2:
         return
@@ -152,7 +154,7 @@ def copy_weights(parts: Sequence[nn.Module], mesh: Mesh, policy: Policy) -> None
 
 
 def _is_cast(parameter: nn.Parameter, dtype: torch.dtype, mesh: Mesh) -> bool:
-    whole = not isinstance(parameter, DTensor) and parameter.device.type == mesh.device.type  # offloaded ones are not
+    whole = not isinstance(parameter, DTensor) and parameter.device.type == mesh.device.type  # not offloaded
     return whole and parameter.dtype == torch.float32 and dtype != parameter.dtype
 
 
@@ -166,9 +168,9 @@ def build_passes(
     sequence_length: int,
     example: torch.Tensor | None = None,
 ) -> OnePart | Pipeline:
-    """Return the object that runs a step forward and backward through this rank's parts, over `micro_batches`.
+    """Return the object that runs a step's forward and backward passes through this rank's parts, over `micro_batches`.
 
-    `example`: the shape and dtype of one sample's input, if it is not a sequence of tokens.
+    `example`: a tensor with the shape and dtype of one sample's input, if that is not a sequence of tokens.
     """
     forward = Recording(model.spec, model.forward) if model.spec.metrics else model.forward
     if runner.mesh.size("pp") == 1:
@@ -183,11 +185,11 @@ def build_passes(
 
 @torch.no_grad()
 def finish_gradients(model: Model, parts: Sequence[nn.Module], mesh: Mesh) -> torch.Tensor | None:
-    """Sum the gradients that no layer sums: over the tensor axis those of sequence slices and of modules of heads, and
-    a tied parameter's over both ends of the pipeline.
+    """Sum the gradients that are still partial: over the tensor axis, those of sequence slices and of modules with some
+    of the heads; over the two ends of the pipeline, those of tied parameters.
 
-    Call it once per step, after ZeRO's reduction and before clipping. It also ends the model's own step,
-    and returns what ModelSpec.end_step returns.
+    Call it once per step, after ZeRO's reduction and before clipping. It also calls ModelSpec.end_step, and returns its
+    result.
     """
     for part in parts:
         axis = axis_of(part)
@@ -214,14 +216,14 @@ def _cut_blocks(model: Model, whole: nn.Module, mesh: Mesh, config: ParallelismC
 
 
 def _gathered_alone(model: Model, part: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
-    """Return the blocks without a tied parameter. FSDP2 would separate one from its copy in another block, so ZeRO
-    gathers the other blocks with the rest of the part."""
+    """Return the blocks without a tied parameter, each of which ZeRO gathers separately. FSDP2 would untie a parameter
+    from its copy in another block, so the other blocks are gathered with the rest of the part."""
     tied = {id(each) for name, each in part.named_parameters(remove_duplicate=False) if name in model.tied}
     return [block for block in blocks if tied.isdisjoint(map(id, block.parameters()))]
 
 
 def layers_to_cut(model: Model, part: nn.Module) -> list[tuple[str, Cut]]:
-    """Return the layers of a part that the model's sharding plan names, with their kind of sharding over the tensor
+    """Return the layers of a part that the model's sharding plan names, with the kind of sharding over the tensor
     axis."""
     plan = [(pattern.split("."), cut) for pattern, cut in model.spec.cuts(model.config).items()]
 
@@ -236,7 +238,7 @@ def layers_to_cut(model: Model, part: nn.Module) -> list[tuple[str, Cut]]:
 
 
 def _cut_tensors(model: Model, part: nn.Module, axis: TensorAxis) -> None:
-    """Replace the layers that the model's sharding plan names by tensor-parallel ones."""
+    """Replace the layers that the model's sharding plan names with tensor-parallel ones."""
     for name, cut in layers_to_cut(model, part):
         path, _, last = name.rpartition(".")
         setattr(part.get_submodule(path), last, _shared(part.get_submodule(name), cut, axis))
@@ -270,8 +272,8 @@ def _set_axis(part: nn.Module, name: str, axis: TensorAxis | ContextAxis) -> Non
 
 
 def _plain_products(part: nn.Module) -> None:
-    """Switch to torch's own products, which can compute the input's gradient and the weight's separately; our fused
-    function computes both at once."""
+    """Switch linear layers to torch's own GEMMs, which can compute the gradients of input and weight separately. The
+    fused function computes both at once."""
     for module in part.modules():
         if isinstance(module, Linear):
             module.fused = False
@@ -280,8 +282,11 @@ def _plain_products(part: nn.Module) -> None:
 def _recompute(
     block: nn.Module, mode: ActivationCheckpointing, split_backward: bool, gathers: bool, *, keyed: bool
 ) -> None:
-    """Wrap a block's forward method in checkpointing; the parameters keep their names. `gathers`: ZeRO gathers some of
-    them inside the block. Dropout is replayed from its key, or if it is not `keyed` from the generator's state."""
+    """Wrap a block's forward method in activation checkpointing. The parameters keep their names.
+
+    `gathers`: ZeRO gathers some of the parameters inside the block. `keyed`: dropout masks are recomputed from their
+    keys; otherwise the generator's state is restored.
+    """
     if not mode.recomputes:
         return
     once = tracking_once(block, block.forward)
@@ -296,7 +301,7 @@ def _recompute(
 
 
 def _keep(split_backward: bool, gathers: bool) -> tuple[Any, Any]:
-    """Return the contexts of a selective forward pass and of its recomputation."""
+    """Return the context managers of selective checkpointing: for the forward pass and for its recomputation."""
     forward, backward = create_selective_checkpoint_contexts(_policy)
     if gathers:
         forward, backward = OnlyKept(forward, is_kept), OnlyKept(backward, is_kept)
@@ -305,7 +310,7 @@ def _keep(split_backward: bool, gathers: bool) -> tuple[Any, Any]:
 
 def is_kept(op: object) -> bool:
     """Return True if selective checkpointing keeps the op's result."""
-    # By name, since our ops exist only once the kernels are loaded, and names of fp8 products vary by torch version.
+    # By name, since our ops exist only once the kernels are loaded, and names of fp8 GEMMs vary by torch version.
     kept = ("gptlite.attention", "gptlite_experts.grouped_product", "aten._scaled_mm", "torch_attn._varlen_attn")
     return op in KEPT or str(op).startswith(kept)
 

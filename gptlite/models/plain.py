@@ -1,4 +1,5 @@
-"""Defaults of ModelSpec for a plain nn.Module: blocks, parts of a pipeline, the call and the loss."""
+"""Default implementations of ModelSpec's methods for a plain nn.Module: blocks, pipeline parts, forward call and
+loss."""
 
 from __future__ import annotations
 
@@ -19,16 +20,17 @@ if TYPE_CHECKING:
     from gptlite.models.spec import ModelSpec
 
 
-# By `build` and configuration. Global on purpose: a search of layouts asks for the same model thousands of times.
+# Number of blocks by `build` method and configuration. Global on purpose: a search over layouts needs it for the same
+# model thousands of times.
 _COUNTS: dict[tuple[Callable[..., nn.Module], str], int | None] = {}
 
 
 class Dropped(nn.Identity):
-    """Placeholder of a block of an nn.Sequential that another pipeline stage holds."""
+    """Placeholder for a block of an nn.Sequential that another pipeline stage holds."""
 
 
 def blocks_of(part: nn.Module) -> dict[int, nn.Module]:
-    """Return the children of an nn.Sequential, or the elements of all outermost nn.ModuleLists, by number."""
+    """Return the children of an nn.Sequential, or the elements of all outermost nn.ModuleLists, by index."""
     if isinstance(part, nn.Sequential):
         return {number: block for number, block in enumerate(part) if not isinstance(block, Dropped)}
     lists: list[nn.ModuleList] = []
@@ -45,7 +47,8 @@ def _find_lists(module: nn.Module, found: list[nn.ModuleList]) -> None:
 
 
 def build_whole(spec: ModelSpec, config: Any, ops: Ops, seed: int) -> nn.Module:
-    """Build a whole model on the meta device, which takes no memory. Raises ConfigError if the spec's `build` fails."""
+    """Build a whole model on the meta device, without allocating memory. Raises ConfigError if the spec's `build`
+    fails."""
     try:
         with torch.device("meta"):
             whole = spec.build(config, ops, seed)
@@ -59,7 +62,7 @@ def build_whole(spec: ModelSpec, config: Any, ops: Ops, seed: int) -> nn.Module:
 
 
 def count_blocks(spec: ModelSpec, config: Any) -> int | None:
-    """Return the number of blocks of a model that is an nn.Sequential; None for another module."""
+    """Return the number of children of a model that is an nn.Sequential; None for any other module."""
     key = type(spec).build, repr(config)
     if key not in _COUNTS:
         module = build_whole(spec, spec.with_vocabulary(config, 1), Ops(), 0)
@@ -75,16 +78,18 @@ def shared_parameters(spec: ModelSpec, config: Any) -> dict[str, str]:
 
 
 def keep_blocks(part: nn.Module, blocks: range) -> None:
-    """Drop the other blocks of an nn.Sequential. The names of parameters stay."""
+    """Keep these blocks of an nn.Sequential. Replace the others with placeholders, so that parameter names do not
+    change."""
     if not isinstance(part, nn.Sequential):
-        raise TypeError(f"{type(part).__name__} is not an nn.Sequential: give the spec `keep`")
+        raise TypeError(f"{type(part).__name__} is not an nn.Sequential: define `keep` in the spec")
     for number in set(range(len(part))) - set(blocks):
         part[number] = Dropped()
 
 
 @torch.no_grad()
 def input_shapes(spec: ModelSpec, config: Any, x: Tensor) -> list[tuple[int, ...]]:
-    """Return the shape of each block's input, for a micro-batch of the shape and dtype of x, without its values."""
+    """Return the shape of each block's input, for a micro-batch with the shape and dtype of x. The values of x are not
+    read."""
     with torch.device("meta"):
         out, shapes = torch.empty(x.shape, dtype=x.dtype), []
         for block in build_whole(spec, config, Ops(), 0).eval().children():  # batch norm refuses to train on one value
@@ -94,22 +99,23 @@ def input_shapes(spec: ModelSpec, config: Any, x: Tensor) -> list[tuple[int, ...
 
 
 def has_end(part: nn.Module) -> bool:
-    """Return True if a part's output goes to the loss."""
+    """Return True if a part includes the model's last block, so that its output goes to the loss."""
     return not (isinstance(part, nn.Sequential) and len(part) and isinstance(part[-1], Dropped))
 
 
 def call(part: nn.Module, x: Any) -> Any:
-    """Call a module with the inputs of samples: a tensor, a tuple of arguments, or a dict of keyword arguments."""
+    """Call a module with a micro-batch's inputs: a tensor, a tuple of arguments, or a dict of keyword arguments."""
     if isinstance(x, Mapping):
         return part(**x)
     return part(*x) if isinstance(x, tuple | list) else part(x)
 
 
 def cross_entropy(spec: ModelSpec, out: Any, inputs: Inputs) -> Tensor:
-    """Return the sum of the cross entropies of logits [B, ..., classes], and record the accuracy.
+    """Return the summed cross entropy of logits [B, ..., classes]. If the spec declares the metric "accuracy", record
+    the number of correct predictions.
 
-    `out` may be an object with `logits`, as the models of Hugging Face return. Raises TypeError for other outputs and
-    for targets that are no class numbers.
+    `out` may also be an object with an attribute `logits`, as Hugging Face models return. Raises TypeError for other
+    outputs and for targets that are not class indices.
     """
     logits, targets = getattr(out, "logits", out), inputs.targets
     if not isinstance(logits, Tensor) or targets.is_floating_point() or logits.shape[:-1] != targets.shape:
@@ -117,32 +123,32 @@ def cross_entropy(spec: ModelSpec, out: Any, inputs: Inputs) -> Tensor:
         raise TypeError(
             f"{type(spec).__name__}.loss: cross entropy needs logits [..., classes] and int64 targets [...], "
             f"not output {found} and targets {targets.dtype} {tuple(targets.shape)}; "
-            "give class numbers as targets, or the spec a `loss`"
+            "use class indices as targets, or define `loss` in the spec"
         )
     logits, targets = logits.flatten(0, -2).float(), targets.flatten()
     if "accuracy" in spec.metrics:
         inputs.metrics["accuracy"] = (logits.argmax(-1) == targets).sum()
     try:
         return F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum")
-    except IndexError as error:  # on a CPU; a GPU stops with an assertion of its kernel
+    except IndexError as error:  # on a CPU; on a GPU, the kernel fails with a device-side assertion
         classes = logits.shape[-1]
         raise ConfigError(
-            f"the {spec.name} model has {classes} classes, numbered from 0, and the data has another: {error}"
+            f"the {spec.name} model has {classes} classes, with indices from 0, but the data has another index: {error}"
         ) from error
 
 
 def scores(spec: ModelSpec, part: nn.Module, x: Any, targets: Tensor) -> Tensor:
-    """Return the scores of targets [B, S] from the module's logits [B, S, V], see ModelSpec.scores."""
+    """Return the scores of targets [B, S] from the module's logits [B, S, V]: see ModelSpec.scores."""
     from gptlite.models.spec import ModelSpec  # here, since the spec imports this module
 
-    words = f"the {spec.name} model gives no logits of tokens, which lm-eval's tasks need"
+    words = f"the {spec.name} model returns no token logits, which lm-eval's tasks need"
     if type(spec).forward is not ModelSpec.forward:
-        raise ConfigError(f"{words}: {type(spec).__name__} has its own `forward`; give it `scores`")
+        raise ConfigError(f"{words}: {type(spec).__name__} has its own `forward`; define `scores` in it")
     out = call(part, x)
     if not has_end(part):
         return out
     logits = getattr(out, "logits", out)
     if not isinstance(logits, Tensor) or logits.shape[:-1] != targets.shape:
         found = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
-        raise ConfigError(f"{words}: its output is {found}; give {type(spec).__name__} `scores`")
+        raise ConfigError(f"{words}: its output is {found}; define `scores` in {type(spec).__name__}")
     return token_scores(logits, targets, lambda rows: rows)

@@ -1,4 +1,4 @@
-"""Registry of models. No torch here."""
+"""Registry of models. Does not import torch."""
 
 from gptlite.errors import ConfigError
 from gptlite.models.config import ModelConfig
@@ -12,7 +12,7 @@ PRESETS: list[str] = []  # names of registered models: `model=<name>` has the sc
 
 
 def register_model(spec: ModelSpec) -> None:
-    """Add a model, and a preset of its name with its schema's default values. Raises ConfigError for a name in use.
+    """Add a model, and a preset of its name with its schema's default values. Raises ConfigError if the name is taken.
 
     A plugin calls it when it is imported; a second call for the same model has no effect.
     """
@@ -22,7 +22,7 @@ def register_model(spec: ModelSpec) -> None:
     if taken := SCHEMAS.get(key):
         if (taken.__module__, taken.__qualname__) == (spec.schema.__module__, spec.schema.__qualname__):
             return
-        raise ConfigError(f"a model {spec.name} is registered already, by {taken.__module__}; give it another name")
+        raise ConfigError(f"the model {spec.name} is already registered by {taken.__module__}; choose another name")
     if not (isinstance(spec.schema, type) and issubclass(spec.schema, ModelConfig)):
         raise ConfigError(
             f"model={spec.name}: schema={spec.schema!r} does not extend gptlite.models.config.ModelConfig"
@@ -30,7 +30,7 @@ def register_model(spec: ModelSpec) -> None:
     # A configuration's class identifies its model.
     if others := [each.name for each in SPECS if each.schema is spec.schema]:
         raise ConfigError(
-            f"model={spec.name}: {spec.schema.__name__} is the schema of model={others[0]}; define a dataclass for each"
+            f"model={spec.name}: {spec.schema.__name__} is the schema of model={others[0]}; define another dataclass"
         )
     SPECS.append(spec)
     SCHEMAS[key] = spec.schema

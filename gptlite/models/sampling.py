@@ -1,4 +1,4 @@
-"""Sampling parameters of text generation. No torch here."""
+"""Sampling parameters of text generation. Does not import torch."""
 
 import math
 from dataclasses import dataclass
@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Sampling:
-    """Parameters of sampling the next token. Temperature 0 takes the most likely one; top_k 0 and top_p 1 disable the
-    limits."""
+    """Parameters for sampling the next token. Temperature 0 selects the most likely token; `top_k` 0 and `top_p` 1 turn
+    these limits off."""
 
     temperature: float = 0.8
     top_k: int = 0
@@ -16,7 +16,7 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < math.inf:
-            raise ValueError(f"temperature={self.temperature} must be 0 (the likeliest token) or more, and finite")
+            raise ValueError(f"temperature={self.temperature} must be finite and at least 0 (0: most likely token)")
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"seed={self.seed} must be at least 0 and below 2**63")
         if self.top_k < 0:

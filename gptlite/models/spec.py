@@ -1,11 +1,11 @@
 """ModelSpec: the interface between the engine and a model.
 
-A new model is a configuration dataclass, a module and a subclass of ModelSpec. `build` is required, and `loss` if it is
-not the cross entropy of logits. The others have defaults for a plain nn.Module (gptlite.models.plain); if a parallelism
-axis needs one that is missing, the configuration is refused before any rank starts. Importing a spec must not import
-torch, so that composing a configuration stays fast.
+A new model consists of a configuration dataclass, a module and a subclass of ModelSpec. `build` is required, and also
+`loss` if it is not the cross entropy of logits. The other methods have defaults for a plain nn.Module
+(gptlite.models.plain). If a parallelism axis needs a method that is missing, the configuration is refused before any
+rank starts. Importing a spec must not import torch, so that composing a configuration stays fast.
 
-Shapes: B sequences of a micro-batch, S positions.
+Shapes: B sequences in a micro-batch, sequence length S.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ C = TypeVar("C", bound=ModelConfig)
 class Cut(Enum):
     """Sharding of a layer of gptlite.models.layers over the tensor axis."""
 
-    column = "column"  # each computes some of a linear layer's outputs, or has the gains of its heads
-    row = "row"  # each takes some of a linear layer's inputs, and the results are added up
-    features = "features"  # each has some columns of an embedding
-    vocabulary = "vocabulary"  # each has some rows of an embedding, or of the head over it
-    experts = "experts"  # each has some hidden units of every expert, and the results are added up
+    column = "column"  # each rank computes some outputs of a linear layer, or holds the gains of its heads
+    row = "row"  # each rank takes some inputs of a linear layer, and the results are summed
+    features = "features"  # each rank holds some columns of an embedding
+    vocabulary = "vocabulary"  # each rank holds some rows of an embedding, or of the output head
+    experts = "experts"  # each rank holds some hidden units of every expert, and the results are summed
 
     @property
     def dims(self) -> dict[str, int]:
-        """`{parameter: sharded dim}` of such a layer; other parameters are replicated."""
+        """`{parameter: sharded dim}` of such a layer. Other parameters are replicated."""
         if self is Cut.experts:
             return {"up": 1, "down": 2}
         return {"weight": 1} if self in (Cut.row, Cut.features) else {"weight": 0, "bias": 0}
@@ -59,16 +59,19 @@ class Normal:
 
 @dataclass(frozen=True)
 class Constant:
-    """One initial value for all elements."""
+    """The same initial value for all elements."""
 
     value: float
 
 
 @dataclass(frozen=True)
 class Matrices:
-    """Matrix structure that Muon needs: `edges`, name suffixes of matrices that AdamW steps (embeddings, the head);
-    `fused`, `{name suffix: (groups, relative rows of each matrix in a group)}` of parameters that consist of several
-    matrices; `batched`, name suffixes of parameters [number, rows, columns] with a matrix of each expert."""
+    """Matrix structure of the parameters, for Muon.
+
+    `edges`: name suffixes of matrices that AdamW updates instead (embeddings, the head). `fused`: `{name suffix:
+    (number of groups, relative rows of each matrix in a group)}` of parameters that consist of several matrices.
+    `batched`: name suffixes of parameters [E, rows, columns] with one matrix per expert.
+    """
 
     edges: tuple[str, ...] = ()
     fused: Mapping[str, tuple[int, tuple[int, ...]]] | None = None
@@ -78,15 +81,15 @@ class Matrices:
 class ModelSpec(Generic[C]):
     """Interface of a model for the engine. Methods take the model's configuration, an instance of `schema`.
 
-    `name` is that of its schema in presets: `defaults: [<name>_schema, _self_]`. `casts` is True if its layers compute
-    in their input's dtype, whatever their parameters' dtype, as gptlite.models.layers do; other models run under
-    autocast.
+    `name` is that of its schema in presets: `defaults: [<name>_schema, _self_]`. `casts` is True if the model's layers
+    compute in their input's dtype, whatever their parameters' dtype, as gptlite.models.layers do. Other models run
+    under autocast.
     """
 
     name: str
     schema: type[C]
     casts = False
-    reads: str = "tokens"  # or "samples": of a dataset that is not text
+    reads: str = "tokens"  # or "samples", for a dataset that is not text
     keyed_dropout = False  # True if dropout masks are keyed by sample, not drawn from torch's generator
     metrics: tuple[str, ...] = ()  # names of the sums that `loss` records, such as "accuracy"
     writes_text = False  # True if `generate` is implemented
@@ -100,54 +103,56 @@ class ModelSpec(Generic[C]):
         """Raise ConfigError for a configuration that is invalid by itself."""
 
     def num_blocks(self, config: C) -> int | None:
-        """Return the number of blocks that can be divided into pipeline stages; None: parallelism.pipeline > 1 is
-        refused. By default that of an nn.Sequential, which is built on the meta device to count them."""
+        """Return the number of blocks that can be divided into pipeline stages; if None, parallelism.pipeline > 1 is
+        refused. By default, builds the model on the meta device and counts the children of an nn.Sequential; None for
+        any other module."""
         from gptlite.models.plain import count_blocks
 
         return count_blocks(self, config)
 
     def equal_blocks(self, config: C) -> bool:
-        """Return True if all blocks are equal, so that the planner profiles one of them."""
+        """Return True if all blocks have the same layers and shapes, so that the planner profiles only one of them."""
         return True
 
     def takes_tokens(self, config: C) -> bool:
-        """Return True if every part of a pipeline needs the tokens, which only the first one has as x."""
+        """Return True if every pipeline stage needs the tokens, not only the first one, which gets them as x."""
         return False
 
     def tensor_sizes(self, config: C) -> dict[str, int] | None:
-        """Return `{key: size}` of sizes that parallelism.tensor must divide; None: parallelism.tensor > 1 is
+        """Return `{key: size}` of the sizes that parallelism.tensor must divide; if None, parallelism.tensor > 1 is
         refused."""
         return None
 
     def max_length(self, config: C) -> int | None:
-        """Return the longest sequence that the model takes; None if there is no limit."""
+        """Return the maximum sequence length; None if there is no limit."""
         return None
 
     def takes_context(self, config: C) -> bool:
-        """Return True if attention supports sequences shared among ranks; False: parallelism.context > 1 is refused."""
+        """Return True if attention supports sequences sharded over ranks; if False, parallelism.context > 1 is
+        refused."""
         return False
 
     def experts(self, config: C) -> int | None:
-        """Return the number of experts of a layer, which parallelism.expert must divide; None: parallelism.expert > 1
+        """Return the number of experts per layer, which parallelism.expert must divide; if None, parallelism.expert > 1
         is refused."""
         return None
 
     def idle_parameters(self, config: C) -> int:
-        """Return the number of parameters of the experts that a token does not take."""
+        """Return the number of parameters in the experts that a token is not routed to, over all layers."""
         return 0
 
     def upcycled(self, config: C, experts: int, top_k: int) -> tuple[C, dict[str, str]]:
-        """Return the configuration with that many experts, each a copy of the dense MLP, and `{parameter of experts:
-        parameter that each copies}`. Raises ConfigError for a model that cannot have them."""
-        raise ConfigError(f"the {self.name} model has no experts; a mixture can be made of a GPT")
+        """Return the configuration with `experts` experts in place of the dense MLP, and `{expert parameter: dense
+        parameter that each expert copies}`. Raises ConfigError for a model that cannot have experts."""
+        raise ConfigError(f"the {self.name} model cannot have experts; only a GPT can be upcycled")
 
     def table_rows(self, config: C) -> int | None:
-        """Return the number of embedding rows, which the tensor axis shards; None if it is not known yet."""
+        """Return the number of embedding rows, which the tensor axis shards; None while it is unknown."""
         return None
 
     def product_sizes(self, config: C) -> dict[str, int] | None:
-        """Return `{key: size}` of the products' dimensions, which must be multiples of 16 for precision=fp8; None: fp8
-        is refused."""
+        """Return `{key: size}` of the GEMM dimensions, which must be multiples of 16 for precision=fp8; if None, fp8 is
+        refused."""
         return None
 
     def norms_have_biases(self, config: C) -> bool:
@@ -155,24 +160,25 @@ class ModelSpec(Generic[C]):
         return False
 
     def vocab_size(self, config: C) -> int | None:
-        """Return the number of token ids of the model, by default its key vocab_size; None: as many as the
-        tokenizer."""
+        """Return the vocabulary size, by default the configuration key `vocab_size`; if None, the model uses the
+        tokenizer's."""
         return getattr(config, "vocab_size", None)
 
     def with_vocabulary(self, config: C, vocab_size: int) -> C:
-        """Return the configuration with the tokenizer's number of token ids, unless it already has a number. By default
-        that of a key vocab_size."""
+        """Return the configuration with the tokenizer's vocabulary size, unless it already has one. By default, sets
+        the key `vocab_size` if it is null."""
         unset = getattr(config, "vocab_size", 0) is None
         return replace(config, vocab_size=vocab_size) if unset else config  # type: ignore[call-arg]
 
     def flops(self, config: C, length: int) -> tuple[int, int] | None:
-        """Return the FLOPs of a token, forward and backward, in one block and in everything after the blocks. None:
-        they are counted for MFU (gptlite.models.flops), and a pipeline treats all blocks as equal."""
+        """Return the FLOPs per token, forward and backward, of one block and of everything after the last block. If
+        None, FLOPs are counted on the meta device for MFU (gptlite.models.flops), and pipeline stages treat all blocks
+        as equal."""
         return None
 
     def attention(self, config: C) -> tuple[int, int, bool] | None:
-        """Return the number of heads, their width, and True if attention has dropout, for the banner's line on SDPA's
-        kernel; None: no such line."""
+        """Return the number of heads, their width, and True if attention has dropout, for the banner's line on the SDPA
+        kernel; if None, there is no such line."""
         return None
 
     def label(self, config: C) -> str:
@@ -180,32 +186,34 @@ class ModelSpec(Generic[C]):
         return getattr(config, "name", self.name)
 
     def words(self, config: C) -> str:
-        """Return the banner's description, printed after the number of parameters."""
+        """Return the model's description for the banner, printed after the number of parameters."""
         return ""
 
     def huggingface(self) -> Sequence[Adapter[C]]:
-        """Return the converters to and from classes of Hugging Face's transformers; none: exports are refused."""
+        """Return the converters to and from classes of Hugging Face's transformers. If there are none, exports are
+        refused."""
         return ()
 
     # Methods on modules.
 
     def build(self, config: C, ops: Ops, seed: int) -> nn.Module:
-        """Build the whole model on the default device, which is meta in a run. `seed` keys its dropout."""
-        raise NotImplementedError(f"{type(self).__name__} has no build")
+        """Build the whole model on the default device, which is the meta device in a run. `seed` keys its dropout."""
+        raise NotImplementedError(f"{type(self).__name__} does not define `build`")
 
     def blocks(self, part: nn.Module) -> dict[int, nn.Module]:
-        """Return the blocks of a part by their number in the whole model, in forward order. They are the units of
-        ZeRO's gathers, of pipeline stages and of activation checkpointing. By default the children of an nn.Sequential,
-        or the elements of all outermost nn.ModuleLists."""
+        """Return the blocks of a part by their index in the whole model, in forward order. Blocks are the units of
+        ZeRO's all-gathers, pipeline stages and activation checkpointing. By default, they are the children of an
+        nn.Sequential, or the elements of all outermost nn.ModuleLists."""
         from gptlite.models.plain import blocks_of
 
         return blocks_of(part)
 
     def forward(self, part: nn.Module, x: Any, inputs: Inputs) -> Tensor:
-        """Return the sum of the losses, fp32, in nats, of tokens x int64 [B, S], or of the samples' inputs.
+        """Return the sum of the losses, fp32, in nats. x: tokens int64 [B, S], or the inputs of samples.
 
-        In a pipeline a part without the beginning is given activations, and one without the end returns activations.
-        By default calls the module with x (`**x` for a dict, `*x` for a tuple), and `loss` with its output.
+        In a pipeline, a part without the model's beginning gets activations as x, and a part without its end returns
+        activations. By default, calls the module with x (`**x` for a dict, `*x` for a tuple), and `loss` with its
+        output.
         """
         from gptlite.models.plain import call, has_end
 
@@ -213,70 +221,75 @@ class ModelSpec(Generic[C]):
         return self.loss(out, inputs) if has_end(part) else out
 
     def loss(self, out: Any, inputs: Inputs) -> Tensor:
-        """Return the fp32 sum of the losses of the module's output, by default the cross entropy of logits
-        [B, ..., classes].
+        """Return the fp32 sum of the losses of the module's output, by default the cross entropy of logits [B, ...,
+        classes].
 
-        If the spec declares `metrics`, `inputs.metrics` is a dict, in which this stores the sum of each over the
-        micro-batch, a number or a 0-dim tensor. They are divided by `count`, like the loss. The default stores the
-        number of correct predictions as "accuracy".
+        If the spec declares `metrics`, this method stores the sum of each over the micro-batch, a number or a scalar
+        tensor, in the dict `inputs.metrics`. The sums are divided by `count`, like the loss. The default can record
+        "accuracy", the number of correct predictions.
         """
         from gptlite.models.plain import cross_entropy
 
         return cross_entropy(self, out, inputs)
 
     def scores(self, part: nn.Module, x: Any, inputs: Inputs) -> Tensor:
-        """Return fp32 [B, S, 2] for the targets [B, S]: the log probability of each target, and 1 if no token is more
-        likely, else 0; zeros where a target is -100. A part without the end returns activations.
+        """Return the scores of the targets [B, S], fp32 [B, S, 2]: the log probability of each target, and 1 if no
+        token is more likely, otherwise 0. Both are 0 where the target is -100. A part without the model's end returns
+        activations.
 
-        By default of the module's output, logits [B, S, V]. Raises ConfigError for another output, and if the spec has
-        its own `forward`.
+        By default, scores are computed from the module's output, logits [B, S, V]. The default raises ConfigError for
+        any other output, or if the spec has its own `forward`.
         """
         from gptlite.models.plain import scores
 
         return scores(self, part, x, inputs.targets)
 
     def count(self, targets: Tensor) -> Tensor | int:
-        """Return the number of losses that `forward` sums for these targets; by default of targets other than -100.
+        """Return the number of losses that `forward` sums for these targets, by default the number of targets other
+        than -100.
 
-        A sample whose target has several numbers but one loss needs its own: `len(targets)`.
+        Override it with `len(targets)` if a sample has one loss but a target of several elements.
         """
         from gptlite.ops.cross_entropy import IGNORE
 
         return (targets != IGNORE).sum()
 
     def keep(self, part: nn.Module, config: C, blocks: range) -> None:
-        """Reduce the whole model to the part with these blocks: drop other blocks, and the ends of the model that are
-        not in it. By default for an nn.Sequential, whose blocks each map a tensor to a tensor."""
+        """Reduce the whole model to the part with these blocks: remove the other blocks, and the layers at either end
+        of the model that are not in the part. The default supports an nn.Sequential whose blocks each map a tensor to a
+        tensor."""
         from gptlite.models.plain import keep_blocks
 
         keep_blocks(part, blocks)
 
     def activations(self, config: C, batch: int, length: int) -> tuple[int, ...] | None:
-        """Return the shape of the activations that one part of a pipeline sends to the next, if it is the same between
-        all blocks; None: the blocks are run on the meta device to find the shapes."""
+        """Return the shape of the activations that one pipeline stage sends to the next, if it is the same between all
+        blocks. If None, the blocks are run on the meta device to find the shapes."""
         return None
 
     def cuts(self, config: C) -> Mapping[str, Cut]:
-        """Return `{module name: sharding}` of layers over the tensor axis; `*` matches one component of a name."""
+        """Return `{module name: sharding}` of the layers that are sharded over the tensor axis; `*` matches one
+        component of a name."""
         return {}
 
     def tied(self, config: C) -> Mapping[str, str]:
-        """Return `{copy: owner}` of the names of tied parameters. In a pipeline the first stage holds the owner and the
-        last one the copy. By default the parameters that several modules share; a pipeline is refused for these."""
+        """Return `{copy: owner}`, the names of tied parameters. In a pipeline, the first stage holds the owner and the
+        last stage the copy. By default, these are the parameters that several modules share, for which pipelines are
+        refused."""
         from gptlite.models.plain import shared_parameters
 
         return shared_parameters(self, config)
 
     def initial(self, config: C, name: str, shape: tuple[int, ...]) -> Normal | Constant:
-        """Return the initial values of a parameter. The defaults depend on the shape: matrices and filters N(0, 1 /
-        fan-in), vectors 1 if they are named `weight` (a norm's gain), else 0."""
+        """Return the initial values of a parameter. By default, matrices and filters are normal with standard deviation
+        1 / sqrt(fan-in). Vectors are 1 if their name ends with `weight` (a norm's gain), otherwise 0."""
         if len(shape) > 1:
             return Normal(1 / math.sqrt(math.prod(shape[1:])))
         return Constant(1.0 if name.endswith("weight") else 0.0)
 
     def buffers(self, config: C, ops: Ops, seed: int) -> dict[str, Tensor]:
-        """Return `{name: initial value}` of the whole model's buffers. By default a model is built on the CPU for
-        this."""
+        """Return `{name: initial value}` of the whole model's buffers. By default, builds the model on the CPU to get
+        them."""
         import torch
 
         with torch.device("cpu"):
@@ -286,13 +299,14 @@ class ModelSpec(Generic[C]):
         """Set up a part for a precision policy, once. `recomputes`: its blocks are recomputed in the backward pass."""
 
     def begin_step(self, config: C, parts: Sequence[nn.Module], upstream: Tensor) -> None:
-        """Prepare parts for a step. `upstream`: the gradient with respect to a sum of losses, a 0-dim tensor."""
+        """Prepare parts for a step. `upstream`: the gradient with respect to the sum of losses, a scalar tensor."""
 
     def end_step(self, config: C, parts: Sequence[nn.Module], mesh: Mesh) -> Tensor | None:
-        """Update what depends on the whole step, after its last backward pass. Called on all ranks.
+        """Update state that depends on the whole step, after its last backward pass. Called on all ranks.
 
-        Returns the loads of a mixture of experts, the same on all ranks: fp64 [layers with experts, E + 1], the tokens
-        of each expert and in the last column the router's losses, summed over tokens.
+        Returns the loads of a mixture of experts, the same on all ranks; None for other models. The loads are fp64
+        [layers with experts, E + 1]: the number of tokens of each expert and, in the last column, the router's losses
+        summed over tokens.
         """
 
     def generate(
@@ -305,12 +319,12 @@ class ModelSpec(Generic[C]):
         stop: int | None,
         cache: bool,
     ) -> Iterator[int]:
-        """Yield up to `max_tokens` tokens that continue `prompt`, ending before the first `stop`, if the model
-        `writes_text`. `cache`: results for earlier tokens are kept. Called by all ranks of a pipeline."""
-        raise NotImplementedError(f"{type(self).__name__} writes no text")
+        """Yield up to `max_tokens` tokens that continue `prompt`, ending before the first `stop`. Required if the spec
+        sets `writes_text`. `cache`: keep the keys and values of earlier tokens. All ranks call it."""
+        raise NotImplementedError(f"{type(self).__name__} does not generate text")
 
     def matrices(self, config: C) -> Matrices:
-        """Return the matrix structure for Muon."""
+        """Return the matrix structure of the parameters, for Muon."""
         return Matrices()
 
 

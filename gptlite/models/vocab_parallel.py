@@ -1,4 +1,4 @@
-"""Vocabulary-parallel output head: each rank of the tensor axis holds some of its rows."""
+"""Vocabulary-parallel output head: each tensor-parallel rank holds some rows of its weight."""
 
 import torch
 from torch import Tensor, nn
@@ -9,7 +9,7 @@ from gptlite.parallelism.tensor import TensorAxis, cut, enter, first_row, local,
 
 
 class VocabParallelHead(nn.Module):
-    """Head with this rank's rows of the weight. Logits of other ranks' rows are not gathered in training."""
+    """Head with this rank's rows of the weight. In training, logits are not gathered."""
 
     matmul_dtype: torch.dtype | None = None
 
@@ -21,10 +21,10 @@ class VocabParallelHead(nn.Module):
     def forward(
         self, hidden: Tensor, targets: Tensor | None, vocab_size: int, known: LossGradient = NOTHING_KNOWN
     ) -> Tensor:
-        """Return the sum of the losses of the whole sequence, fp32; without targets, logits [B, V], fp32, of one
-        position.
+        """Return the sum of the losses of the whole sequence, fp32; without targets, the logits [B, V] of the first
+        position, fp32, gathered from all ranks.
 
-        hidden [B, S or s, d]; targets [B, S]. Logits are gathered only without targets, for a single position.
+        hidden [B, S, d], or with sequence parallelism this rank's slice [B, s, d]; targets [B, S].
         """
         hidden = hidden.to(self.matmul_dtype or hidden.dtype)
         longest = rows_per_rank(self.weight, self.axis)

@@ -1,1 +1,2 @@
-"""Ops of the models, one public function each, with a reference and a fused path. Import an op from its own module."""
+"""Ops of the models: one public function for each, with a reference path and a fused path. Import an op from its own
+module."""

@@ -12,7 +12,8 @@ OPTIMIZERS, LAYER_NORM = "amp_C", "fused_layer_norm_cuda"
 
 
 def why_not(extension: str) -> str:
-    """Return the reason why a part of Apex cannot be used here, and the fix. Empty if it can, judging by its files.
+    """Return the reason why an Apex extension cannot be used here, and the fix; an empty string if its files are
+    present.
 
     PyPI's `apex` is a different project. A build without CUDA extensions can be imported, but raises when it is used.
     """

@@ -25,10 +25,10 @@ ONE_QUERY = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBack
 
 
 class Spans(NamedTuple):
-    """N documents of B sequences of S positions that are laid end to end.
+    """Boundaries of N documents in B concatenated sequences of length S.
 
-    `cumulative`, int32 [N + 1], has the start of each document and the last end. Documents may be empty. None has more
-    than `longest` positions.
+    `cumulative`, int32 [N + 1]: the start of each document, then the end of the last one. Documents may be empty. No
+    document is longer than `longest`.
     """
 
     cumulative: Tensor
@@ -47,12 +47,14 @@ def causal_attention(
 ) -> Tensor:
     """Return softmax(q kᵀ / sqrt(D) + causal mask) v.
 
-    q [B, H, Sq, D]; k, v [B, H, Sk, D], Sq <= Sk: the queries are the last Sq positions. Returns [B, H, Sq, D]. With
-    fewer heads of k and v, each serves a run of query heads (grouped-query attention, arXiv:2305.13245). `mask`, bool
-    and broadcast to [B, H, Sq, Sk], hides further entries where it is True; a fully masked query gets zeros. Dropout
-    always computes explicit scores, since SDPA's dropout would depend on the layout. Masks do too, except with SDPA.
-    `fused_scores`: explicit scores use our softmax and dropout kernels. The choices `fused` and `fused_softmax` always
-    do.
+    q [B, H, Sq, D]; k, v [B, H, Sk, D], Sq <= Sk: the queries are the last Sq positions. Returns [B, H, Sq, D]. If k
+    and v have fewer heads, each serves several consecutive query heads (grouped-query attention, arXiv:2305.13245).
+    `mask`, bool and broadcast to [B, H, Sq, Sk], hides further entries where it is True; a fully masked query gets
+    zeros.
+
+    With dropout, scores are always materialized, since SDPA's dropout would depend on the layout. With a mask, they are
+    materialized unless `choice` is `sdpa`. `fused_scores`: materialized scores use our softmax and dropout kernels. The
+    choices `fused` and `fused_softmax` always use these kernels.
     """
     dropping = dropout_p > 0.0 and key is not None
     k, v = (_for_queries(each, q.shape[1]) for each in (k, v))
@@ -79,10 +81,10 @@ def packed_causal_attention(
     mask: Tensor | Spans | None = None,
     fused_scores: bool = False,
 ) -> Tensor:
-    """Return causal attention of a projection's output qkv [B, S, K, G + 2, D], as [B, S, K G, D] for the next
-    projection: G queries, a key and a value for each of K heads of keys.
+    """Return causal attention of a QKV projection's output qkv [B, S, K, G + 2, D], with G query heads, k and v for
+    each of K key/value heads. The result is [B, S, K G, D].
 
-    Arguments are as in `causal_attention`; `mask` may also be `Spans`, for flash attention restricted to documents,
+    Arguments are as in `causal_attention`. `mask` may also be `Spans`, for flash attention restricted to documents,
     without dropout.
     """
     if isinstance(mask, Spans):
@@ -109,7 +111,7 @@ def heads(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _for_queries(x: Tensor, heads: int) -> Tensor:
-    """Repeat heads of keys or values, in dim 1, for as many query heads."""
+    """Repeat the heads of keys or values, in dim 1, to match the number of query heads."""
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
 
 
@@ -125,7 +127,8 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, choice: Attention) -> Tensor:
 
 
 def _backends(choice: Attention, device: torch.device, several: bool) -> list[SDPBackend]:
-    """Return the SDPA kernels that may run, empty for all. `several`: more than one query; generation has one."""
+    """Return the SDPA kernels that may run; an empty list allows all. `several`: more than one query; generation has
+    one."""
     if not several:  # cuDNN would build a new plan for every number of keys
         return ONE_QUERY if device.type == "cuda" else []
     return {Attention.cudnn: [SDPBackend.CUDNN_ATTENTION], Attention.fa3: [SDPBackend.FLASH_ATTENTION]}.get(choice, [])
@@ -166,7 +169,8 @@ class _Heads(torch.autograd.Function):
 
 
 class _FusedAttention(torch.autograd.Function):
-    """Our CPU kernel, on heads q, k, v with any strides, or on packed qkv [B, S, H, 3, D] without three copies."""
+    """Attention by our CPU kernel: of q, k, v with any strides, or of packed qkv [B, S, H, 3, D], without copying q, k
+    and v."""
 
     @staticmethod
     def forward(ctx: Any, *qkv: Tensor) -> Tensor:
@@ -185,19 +189,20 @@ class _FusedAttention(torch.autograd.Function):
 
 
 def _probabilities(q: Tensor, k: Tensor, start: int, end: int, scale: float) -> Tensor:
-    """Return the attention probabilities [N, end-start, end'] of one block of queries, without keys after the block."""
+    """Return the attention probabilities [N, end - start, keys] of queries `start` to `end - 1`, without keys after the
+    last of these queries."""
     keys = end + k.shape[1] - q.shape[1]
     bias = torch.zeros(end - start, keys, dtype=q.dtype, device=q.device)
     bias.masked_fill_(future(end - start, keys, q.device), float("-inf"))
-    # Mask and scale are part of the product, which saves two passes over the scores.
+    # Mask and scale are part of the matrix multiplication, which saves two passes over the scores.
     return torch.softmax(torch.baddbmm(bias, q[:, start:end], k[:, :keys].transpose(1, 2), alpha=scale), dim=-1)
 
 
 class _MatmulAttention(torch.autograd.Function):
     """Attention of [N, S, D] tensors, one block of queries at a time.
 
-    The backward pass recomputes the scores (as FlashAttention does, arXiv:2205.14135), except for a single block, whose
-    probabilities are saved.
+    The backward pass recomputes the scores (as in FlashAttention, arXiv:2205.14135). With a single block, the
+    probabilities are saved instead.
     """
 
     @staticmethod
@@ -226,7 +231,7 @@ class _MatmulAttention(torch.autograd.Function):
             dv[:, :keys] += torch.bmm(p.transpose(1, 2), g)
             dscores = torch.bmm(g, v[:, :keys].transpose(1, 2))
             dscores = torch.ops.aten._softmax_backward_data(dscores, p, -1, p.dtype)
-            # scaled here, as dq has fewer elements than dscores
+            # scaled here, since dq has fewer elements than dscores
             dq[:, start:end] = torch.bmm(dscores, k[:, :keys]) * scale
             dk[:, :keys] += torch.bmm(dscores.transpose(1, 2), q[:, start:end]) * scale
         return dq, dk, dv

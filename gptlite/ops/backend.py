@@ -22,12 +22,12 @@ CHECKS: dict[str, Callable[..., bool]] = {
 
 
 def sdpa_words(device: torch.device, dtype: torch.dtype, heads: int, length: int, width: int) -> str:
-    """Return e.g. `cuDNN for bfloat16 heads of 64; flash can run; efficient cannot: ...` for causal training."""
+    """Return, for causal training, e.g. `cuDNN for bfloat16 heads of 64; flash can run; efficient cannot: ...`."""
     qkv = torch.empty(1, length, heads, 3, width, device=device, dtype=dtype, requires_grad=True)
     q, k, v = qkv.permute(3, 0, 2, 1, 4).unbind(0)
     # torch has no public function for its choice.
     choice: Any = torch._fused_sdp_choice  # type: ignore[attr-defined]
-    taken = NAMES.get(SDPBackend(choice(q, k, v, is_causal=True)), "another")
+    taken = NAMES.get(SDPBackend(choice(q, k, v, is_causal=True)), "another kernel")
     words = [f"{taken} for {str(dtype).removeprefix('torch.')} heads of {width}"]
     if device.type != "cuda":
         return words[0]

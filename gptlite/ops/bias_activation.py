@@ -1,4 +1,4 @@
-"""Bias and activation: the elementwise part of the MLP, between its two products."""
+"""Bias and activation: the elementwise part of the MLP, between its two GEMMs."""
 
 from collections.abc import Callable
 from functools import partial
@@ -16,7 +16,7 @@ FORMULAS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_erf": F.gelu,
     "relu": F.relu,
     "relu2": lambda x: F.relu(x).square(),  # arXiv:2109.08668
-    "swiglu": F.silu,  # arXiv:2002.05202, as the next
+    "swiglu": F.silu,  # arXiv:2002.05202, also for geglu
     "geglu": F.gelu,
 }
 

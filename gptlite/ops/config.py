@@ -4,22 +4,21 @@ from dataclasses import dataclass
 from enum import Enum
 
 QUERY_BLOCK = 256  # queries per block of matmul attention: bounds memory, and skips most of the upper triangle
-# Limit of the logits held at once. The kernel's CPU chunk stays in a cache of some 100 MB between matrix products. On a
-# GPU, 32,768 tokens with GPT-2's vocabulary are one chunk (3.3 GB in 16 bits).
-# The meta device stands for a GPU when a step is traced.
+# Limit of the bytes of logits in memory at once. On a GPU, 32,768 tokens with GPT-2's vocabulary are one chunk (3.3 GB
+# in 16-bit precision). The meta device has the values of a GPU, since steps are traced on it.
 LOGIT_BYTES = {"cpu": 256 * 2**20, "cuda": 4 * 2**30, "meta": 4 * 2**30}
-# Limit of the fp32 logits of a softmax block. On a CPU they fit the cache.
+# Limit of the bytes of fp32 logits in a block of the softmax. On a CPU, a block fits in the cache.
 SOFTMAX_BYTES = {"cpu": 4 * 2**20, "cuda": 256 * 2**20, "meta": 256 * 2**20}
-CHUNK_ROWS = 128  # with aligned products, a chunk's rows are a multiple of it: the tile of a GPU's matrix product
+CHUNK_ROWS = 128  # with aligned GEMMs, a chunk's number of rows is a multiple of this, the tile size of GPU GEMMs
 
 
 @dataclass(frozen=True)
 class Products:
-    """Alignment and output dtype of matrix products on a type of device.
+    """Alignment and output dtype of GEMMs on a device type.
 
     `multiple`: dimensions and strides of every operand are multiples of this number of elements; 1 means no alignment.
-    cuBLAS uses TMA only for data aligned to 16 bytes, and falls back to slower kernels otherwise. `fp32`: a product of
-    16-bit operands can be written, or accumulated, in fp32.
+    cuBLAS uses TMA only for data aligned to 16 bytes, and falls back to slower kernels otherwise. `fp32`: a GEMM of
+    16-bit operands can write or accumulate its result in fp32.
     """
 
     multiple: int = 1
@@ -40,10 +39,10 @@ PRODUCTS = {"cpu": Products(), "cuda": ON_GPU, "meta": ON_GPU}
 
 
 def logit_rows(device: str, tokens: int, columns: int, itemsize: int) -> int:
-    """Return the number of tokens per chunk of logits, with this many `columns`. The last chunk may have fewer.
+    """Return the number of tokens per chunk of logits with this many `columns`. The last chunk may have fewer.
 
-    With aligned products, chunks have about equal size, so that none is a small product. Rounding up may exceed the
-    limit by CHUNK_ROWS.
+    With aligned GEMMs, chunks have about equal size, so that no GEMM is small. Rounding up may exceed the limit by up
+    to CHUNK_ROWS rows.
     """
     most = LOGIT_BYTES[device]
     if not PRODUCTS[device].aligned:
@@ -81,9 +80,9 @@ class CrossEntropy(Enum):
 class Attention(Enum):
     """Implementation of attention. `auto` chooses by device. `fused` is our CPU kernel.
 
-    `sdpa`: torch's SDPA, which chooses a kernel. `cudnn` and `fa3` (FlashAttention 3): that SDPA kernel, on GPUs.
-    `fused_softmax` and `matmul`: explicit scores, which support any mask and dropout, with our softmax kernel or in
-    plain torch.
+    `sdpa`: torch's SDPA, which selects a kernel. `cudnn` and `fa3` (FlashAttention 3): SDPA with only that kernel, on
+    GPUs. `fused_softmax` and `matmul`: materialized scores, which support any mask and dropout, with our softmax kernel
+    or in plain torch.
     """
 
     auto = "auto"
@@ -97,14 +96,14 @@ class Attention(Enum):
 
 @dataclass
 class OpsConfig:
-    """Implementation of each op. `implementation` is the default for the keys that are `auto`."""
+    """Implementation of each op. `implementation` applies to the keys that are `auto`."""
 
     implementation: Implementation = Implementation.auto
     attention: Attention = Attention.auto
-    layer_norm: LayerNorm = LayerNorm.auto  # also for a residual addition with layer norm
-    activation: Implementation = Implementation.auto  # of the MLP, with the bias before it
-    rope: Implementation = Implementation.auto  # rotary position embeddings and norms of queries and keys
+    layer_norm: LayerNorm = LayerNorm.auto  # layer norm and RMS norm, alone or after a residual addition
+    activation: Implementation = Implementation.auto  # bias and activation of the MLP
+    rope: Implementation = Implementation.auto  # rotary position embeddings, and norms of queries and keys
     dropout: Implementation = Implementation.auto
-    linear: Implementation = Implementation.auto  # weight gradients: on GPUs, and for bf16 on CPUs with AVX512-BF16
+    linear: Implementation = Implementation.auto  # weight gradients; fused on GPUs, and for bf16 with AVX512-BF16
     cross_entropy: CrossEntropy = CrossEntropy.auto
     adamw: Implementation = Implementation.auto  # AdamW, Adam and the gradient norm

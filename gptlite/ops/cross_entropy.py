@@ -1,4 +1,5 @@
-"""Output head and loss in one op, so that a batch's logits are never held in fp32, or all at once."""
+"""Output head and loss in one op. Except with `reference`, logits are computed in chunks of limited size, and only
+small blocks of them are in fp32."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -32,11 +33,11 @@ class VocabShard:
 
 @dataclass(frozen=True)
 class LossTerms:
-    """Changes to the loss -log softmax(logits)[target].
+    """Modifications of the loss -log softmax(logits)[target].
 
-    With a `softcap` c > 0 logits are first replaced by c tanh(logits / c) (Gemma 2, arXiv:2408.00118). Label smoothing
-    e spreads a fraction e of the target's weight over the whole vocabulary (arXiv:1512.00567). z_loss times the square
-    of log sum exp keeps the logits from drifting (arXiv:2204.02311).
+    With a `softcap` c > 0, logits are first replaced by c tanh(logits / c) (Gemma 2, arXiv:2408.00118). Label smoothing
+    e spreads a fraction e of the target's weight over the whole vocabulary (arXiv:1512.00567). `z_loss` is the
+    coefficient of the squared log-sum-exp, which keeps the logits from drifting (arXiv:2204.02311).
     """
 
     label_smoothing: float = 0.0
@@ -46,11 +47,12 @@ class LossTerms:
 
 @dataclass(frozen=True)
 class LossGradient:
-    """Facts about a loss's gradients that are known before the backward pass.
+    """Properties of a loss's gradients that are known before the backward pass.
 
-    `upstream`: the gradient with respect to the loss, which can then be applied while the logits' gradients are
-    computed. If the backward pass gets another one, or on a GPU, it costs a pass over the weight's gradient. `table`:
-    receives the gradient of a weight that is also an embedding's; autograd then gets none from this op.
+    `upstream`: the gradient with respect to the loss. It is applied when the logits' gradients are computed. If the
+    backward pass gets a different one, or on a GPU, rescaling takes a pass over the weight's gradient. `table`:
+    receives the gradient of a weight that the embedding shares; autograd then gets no gradient of the weight from this
+    op.
     """
 
     upstream: float | None = None
@@ -74,14 +76,14 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Return the sum over tokens of -log softmax(hidden weightᵀ)[target] and the other terms, fp32.
 
-    hidden [N, D]; weight [V', D], multiplied in hidden's dtype; rows from `vocab_size` on are padding, without
-    probability or gradient; targets [N] int64, IGNORE is not counted. `reference` computes all logits in fp32, by the
+    hidden [N, D]; weight [V', D], cast to hidden's dtype; rows from `vocab_size` on are padding, without probability or
+    gradient; targets [N] int64, where IGNORE is not counted. `reference` computes all logits in fp32, directly from the
     formula. The other paths compute gradients in the forward pass, while the logits exist (as in Liger Kernel,
-    arXiv:2410.10989). The backward pass scales them by the upstream gradient, unless that is the `known` one. Aligned
-    products (see Products) include the padding, as zeros.
+    arXiv:2410.10989). The backward pass scales the gradients by the upstream gradient, unless that is the `known` one.
+    Aligned GEMMs (see Products) include the padding, as zeros.
 
-    With a `shard`, weight holds only its rows. The ranks exchange three floats per token (log sum exp, the target's
-    logit, the sum of logits). Every rank returns the whole loss, and hidden's gradient is this rank's share.
+    With a `shard`, weight holds only this rank's rows. The ranks exchange three floats per token (log-sum-exp, the
+    target's logit, the sum of logits). Every rank returns the whole loss, and this rank's share of hidden's gradient.
     `reference` then works like `chunked`.
     """
     if not PRODUCTS[hidden.device.type].aligned:
@@ -91,7 +93,7 @@ def linear_cross_entropy(
     # In fp16, gradients of single logits divided by a batch's number of tokens would underflow.
     upstream = None if hidden.dtype == torch.float16 else known.upstream
     loss = _Loss(vocab_size, shard, choice is CrossEntropy.fused, terms, fused_linear, upstream)
-    # The gradients are computed with the loss, wanted or not; evaluation runs without grad mode.
+    # In grad mode, gradients are always computed with the loss. Evaluation runs without grad mode.
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
         return _LinearCrossEntropy.apply(hidden, weight, targets, loss, known.table)
     table, rows = loss.table(weight, hidden.dtype), loss.rows(weight)
@@ -146,7 +148,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if ctx.scaled_by is not None:
             # A schedule that splits the backward pass runs it twice: for hidden's gradient, then for the weight's.
             if ctx.shared is not None:
-                raise RuntimeError("second backward pass: the table's gradient has already been passed on")
+                raise RuntimeError("second backward pass: the tied weight's gradient has already been passed on")
             factor = grad / ctx.scaled_by
             return dhidden * factor, dweight * factor, None, None, None
         ctx.scaled_by = grad
@@ -165,14 +167,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _Loss:
-    """Sum of the losses of logits [N, V]. Their gradient overwrites the logits."""
+    """Computation of the summed loss of logits [N, V]. Their gradient overwrites the logits."""
 
     vocab_size: int
     shard: VocabShard | None
     fused: bool
     terms: LossTerms
     fused_linear: bool
-    upstream: float | None  # factor of the gradient; None for 1
+    upstream: float | None  # factor of the gradient; None means 1
 
     @property
     def scale(self) -> float:
@@ -184,12 +186,12 @@ class _Loss:
         return min(len(weight), max(0, self.vocab_size - (self.shard.first if self.shard else 0)))
 
     def table(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the right operand of the logits' product, in its dtype: the rows that are not padding.
+        """Return the weight as operand of the logits' GEMM, without padding rows.
 
-        With aligned products, the result is a copy, padded with zeros to a multiple; a cast would copy anyway. The
-        padding's contents must not reach hidden's gradient, since 0 times NaN is NaN. With zeros, the padding's logits
-        are 0 and equal their gradients. (If the weight already has the dtype, the copy moves 154 MB at GPT-3 Small, 36
-        us on an H200, of a micro-batch's 55 ms.)
+        With aligned GEMMs, the result is a copy in `dtype`, padded with zeros to a multiple; a cast would copy anyway.
+        The padding's contents must not reach hidden's gradient, since 0 times NaN is NaN. With zeros, the padding's
+        logits are 0 and equal their gradients. (If the weight already has the dtype, the copy moves 154 MB at GPT-3
+        Small, 36 us on an H200, of a micro-batch's 55 ms.)
         """
         rows, products = self.rows(weight), PRODUCTS[weight.device.type]
         if not products.aligned:
@@ -204,7 +206,7 @@ class _Loss:
     def table_gradient(
         self, dlogits: Tensor, hidden: Tensor, table: Tensor, dtype: torch.dtype, before: Tensor | None
     ) -> Tensor:
-        """Return the weight's gradient of a chunk, added to that of the chunks `before`, if any."""
+        """Return a chunk's gradient of the weight, added to `before`, the sum over earlier chunks, if there is one."""
         if PRODUCTS[table.device.type].aligned:
             return product(dlogits.t(), hidden, dtype, before)
         part = linear_gradients(dlogits, hidden, table, None, self.fused_linear)[0]
@@ -212,7 +214,7 @@ class _Loss:
 
     def chunks(self, hidden: Tensor, targets: Tensor, weight: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the rows of `hidden` and `targets` for each chunk of logits. Without rows, there is one empty chunk."""
-        # The number of chunks must be the same on every rank, so that collectives match.
+        # Every rank must have the same number of chunks, so that collectives match.
         device = hidden.device.type
         whole = len(weight) if PRODUCTS[device].aligned else self.vocab_size
         columns = self.shard.longest if self.shard else whole
@@ -254,7 +256,7 @@ class _Loss:
         return torch.stack(losses).sum()
 
     def _sum(self, log_sum: Tensor, target_logit: Tensor, total: Tensor | None, valid: Tensor) -> Tensor:
-        """Return the loss from each row's log sum exp, target logit and, for label smoothing, sum of logits."""
+        """Return the summed loss from each row's log-sum-exp, target logit and, for label smoothing, sum of logits."""
         smoothing = self.terms.label_smoothing
         loss = log_sum - (1 - smoothing) * target_logit
         if smoothing and total is not None:
@@ -298,7 +300,8 @@ class _Loss:
 
 
 def _stats(logits: Tensor, index: Tensor, mine: Tensor) -> Tensor:
-    """Return [N, 3] fp32: log sum exp, the target's logit or 0, the sum of the logits. Without columns: -inf, 0, 0."""
+    """Return [N, 3] fp32: log-sum-exp, the target's logit or 0, the sum of the logits. Without columns, these are -inf,
+    0, 0."""
     if logits.shape[1] == 0:
         stats = logits.new_zeros(len(logits), 3, dtype=torch.float32)
         stats[:, 0] = -torch.inf
@@ -309,6 +312,6 @@ def _stats(logits: Tensor, index: Tensor, mine: Tensor) -> Tensor:
 
 
 def _cache_sized(logits: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yield views of a few rows of each tensor at a time."""
+    """Yield blocks of rows of each tensor, whose fp32 logits take at most SOFTMAX_BYTES."""
     rows = max(1, SOFTMAX_BYTES[logits.device.type] // (max(1, logits.shape[1]) * 4))
     return zip(*(tensor.split(rows) for tensor in (logits, *others)), strict=True)

@@ -1,4 +1,4 @@
-"""Positions of documents in packed sequences, computed by the loader on the host for the model's attention."""
+"""Document boundaries in packed sequences, which the data loader computes on the host for the model's attention."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Documents:
-    """Document boundaries of a batch. `starts` int64 [B, S]: the first position of each position's document.
+    """Document boundaries of a batch. `starts` int64 [B, S]: for each position, the first position of its document.
 
-    `ends` int32 [B, K]: the end of each document, with rows laid end to end. A row with fewer than K documents repeats
-    its own end, as documents of length 0. `longest`: an upper bound on the length of a document. K and `longest` are
-    powers of two, or S, so that there are few distinct shapes and attention gets both without a device synchronization.
+    `ends` int32 [B, K]: the end of each document, with rows concatenated. A row with fewer than K documents repeats its
+    own end, which adds documents of length 0. `longest`: an upper bound on the length of a document. K and `longest`
+    are powers of two, or S, so that there are few distinct shapes and attention gets both without a device
+    synchronization.
     """
 
     starts: Tensor
@@ -24,12 +25,13 @@ class Documents:
     longest: int = 0
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Documents:
-        """Return a copy with `change` applied to both tensors."""
+        """Return a copy with `change` applied to `starts` and `ends`."""
         return Documents(change(self.starts), None if self.ends is None else change(self.ends), self.longest)
 
 
 def joined(batches: Sequence[Documents]) -> Documents:
-    """Return the rows of several micro-batches, concatenated. `ends` count from the start of each micro-batch."""
+    """Return the documents of several micro-batches, with rows concatenated. `ends` count from the start of each
+    micro-batch."""
     import torch
 
     starts = torch.cat([each.starts for each in batches])

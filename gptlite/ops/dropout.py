@@ -1,8 +1,8 @@
 """Dropout with a mask that is a pure function of an element's position, independent of the rank that computes it.
 
-The mask comes from the counter-based generator Philox4x32-10 (Salmon et al., SC'11): key (seed, site), counter (element
-// 4, position, sample id, head). It therefore does not depend on the layout, needs no state in a checkpoint, and is the
-same when activation checkpointing recomputes it.
+The mask comes from the counter-based generator Philox4x32-10 (Salmon et al., SC'11), with key (seed, site) and counter
+(element // 4, position, sample id, head). It therefore does not depend on the layout, needs no state in a checkpoint,
+and is the same when activation checkpointing recomputes it.
 """
 
 from dataclasses import dataclass, replace
@@ -19,12 +19,12 @@ from gptlite.ops.philox import WORD, philox
 class DropoutKey:
     """Key of a mask: the run's seed, the dropout's site in the model, and the global sample numbers of the batch.
 
-    For a shard of a tensor, `first_position` and `first_head` are its offsets; it gets the corresponding part of the
-    whole mask. Its positions are contiguous, or two halves of equal length that are `gap` positions apart.
+    For a shard of a tensor, `first_position` and `first_head` are its offsets; the shard gets the corresponding part of
+    the whole mask. Its positions are contiguous, or two halves of equal length with `gap` positions between them.
     """
 
     seed: int  # 0 <= seed < 2**32
-    site: int | Tensor  # unique to each dropout in the model; a 0-dim tensor keeps one compiled graph for all layers
+    site: int | Tensor  # unique to each dropout in the model; a scalar tensor gives one compiled graph for all layers
     sample_ids: Tensor  # [B] int64
     first_position: int = 0
     first_head: int = 0
@@ -46,7 +46,7 @@ def keep_mask(shape: torch.Size, p: float, key: DropoutKey) -> Tensor:
     # Sample numbers may exceed 2**32, so their upper half shares a counter word with the head.
     counter = (torch.arange(lanes, device=device), position, sample & WORD, head + ((sample >> 32) << 16))
     words = torch.broadcast_tensors(*philox(counter, (key.seed, key.site)))
-    # Integers are compared, so that no device rounds differently.
+    # Compare integers, so that rounding cannot differ between devices.
     return torch.stack(words, dim=-1).flatten(-2)[..., :width] >= int(p * 2**32)
 
 
@@ -57,7 +57,7 @@ def dropout(x: Tensor, p: float, key: DropoutKey | None, fused: bool = False) ->
     """
     if key is None or p == 0.0:
         return x
-    if fused and key.gap:  # the kernel supports one contiguous run
+    if fused and key.gap:  # the kernel supports only contiguous positions
         halves = x.split(x.shape[-2] // 2, -2)
         return torch.cat([_Dropout.apply(h, *kernel_key(p, k)) for h, k in zip(halves, runs(key, x), strict=True)], -2)
     if fused:
@@ -67,7 +67,8 @@ def dropout(x: Tensor, p: float, key: DropoutKey | None, fused: bool = False) ->
 
 
 def kernel_key(p: float, key: DropoutKey | None) -> tuple[float, int, Tensor | None, Tensor | None, int, int]:
-    """Return a kernel's arguments for a mask: p, seed, site, sample ids, first position and head. No key: p is 0."""
+    """Return a kernel's arguments for a mask: p, seed, site, sample ids, first position and first head. Without a key,
+    p is 0."""
     if key is None or p == 0.0:
         return 0.0, 0, None, None, 0, 0
     site = key.site if isinstance(key.site, Tensor) else torch.full((), key.site, device=key.sample_ids.device)
@@ -81,7 +82,7 @@ def runs(key: DropoutKey, x: Tensor) -> tuple[DropoutKey, DropoutKey]:
 
 
 class _Dropout(torch.autograd.Function):
-    """Dropout by the kernel. The mask is not saved; the backward pass computes it again."""
+    """Dropout by our kernel. The mask is not saved; the backward pass computes it again."""
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""Embedding whose weight is shared with the output head, on a CPU: one gradient for both instead of two.
+"""Embedding whose weight is shared with the output head, on a CPU: one gradient of the weight instead of two.
 
 A dense gradient of the embedding is zero except for one row per token. Writing it and adding it to the head's gradient
 would move 16 bytes per element of the weight.
@@ -34,14 +34,16 @@ class TableGradient:
 
 
 def embedding(tokens: Tensor, table: Tensor, shared: TableGradient) -> Tensor:
-    """Return the rows [..., D] of `table` [V, D] at tokens [...]. The head puts its gradient of `table` in `shared`."""
+    """Return the rows [..., D] of `table` [V, D] at tokens [...]. The head stores its gradient of `table` in
+    `shared`."""
     return _Embedding.apply(tokens, table, shared)
 
 
 def copied_rows(tokens: Tensor, table: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """Return the rows of `table` in a 16-bit dtype from its copy (weight_copies.py), or None without a valid copy.
+    """Return the rows of `table` in a 16-bit dtype from its copy (weight_copies.py); None without a valid copy.
 
-    The result equals a cast of the rows, at a third of the bytes. The gradient is summed in the dtype of `table`.
+    The result equals a cast of the rows, and reading it moves a third of the bytes. The gradient is summed in the dtype
+    of `table`.
     """
     copy = copy_of(table)
     return None if copy is None or copy.dtype != dtype else _CopiedRows.apply(tokens, table, copy)

@@ -1,11 +1,13 @@
-"""Linear layer whose three products run in fp8 (Micikevicius et al. 2022, arXiv:2209.05433).
+"""Linear layer whose three GEMMs (forward, input gradient, weight gradient) run in fp8 (Micikevicius et al. 2022,
+arXiv:2209.05433).
 
-Each tensor has one scale, which maps its largest magnitude to the largest value of its format: e4m3 for inputs and
-weights, which need precision, e5m2 for gradients, which need range. Sums are in fp32.
+Each tensor has one scale, which maps its absolute maximum (amax) to the largest value of its format: e4m3 for inputs
+and weights, which need precision, e5m2 for gradients, which need range. Sums are in fp32.
 
-Both operands of a product must be contiguous along the summed dimension. A tensor used in two products is therefore
-written in two layouts when it is quantized. The scale comes from the tensor itself, not from earlier ones (delayed
-scaling). Delayed scaling would save a read of the tensor, but needs state per layer in checkpoints and layouts.
+Both operands of a GEMM must be contiguous along the summed dimension. A tensor used in two GEMMs is therefore written
+in two layouts when it is quantized. The scale comes from the current tensor, not from those of earlier steps (delayed
+scaling). Delayed scaling would save a read of the tensor, but needs state per layer, which checkpoints would have to
+store for any layout.
 """
 
 from collections.abc import Callable
@@ -20,33 +22,33 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import ScalingType
 
 INPUT, GRADIENT = torch.float8_e4m3fn, torch.float8_e5m2
-MULTIPLE = 16  # required by the hardware for every side of a product
+MULTIPLE = 16  # the hardware requires every dimension of a GEMM to be a multiple of this
 SMALLEST_AMAX = 1e-12  # avoids a scale of 0 for a tensor of zeros
 
 
 def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return x [..., in] weight [out, in]ᵀ + bias [out], in x's dtype. `in` and `out` are multiples of MULTIPLE.
 
-    The backward pass also multiplies in fp8. Its saved copies of x and weight take one byte per element.
+    The GEMMs of the backward pass also run in fp8. The saved copies of x and weight take one byte per element.
     """
-    # Asked here: within a Function's forward, gradients are always off.
+    # Grad mode is read here, since it is always off within a Function's forward.
     rows = _Fp8Product.apply(x.reshape(-1, x.shape[-1]), weight, torch.is_grad_enabled())
     out = rows.view(*x.shape[:-1], len(weight))
     return out if bias is None else out + bias
 
 
 def fp8_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a [N, K] times b [K, M] in a's dtype, with a quantized to the fp8 format `dtype` and b to e4m3. M is a
-    multiple of MULTIPLE."""
+    """Return the matrix product of a [N, K] and b [K, M], in a's dtype. a is quantized to the fp8 format `dtype`, b to
+    e4m3. M is a multiple of MULTIPLE."""
     (a8, a_scale), (b8, b_scale) = _best(quantized, a)(a, dtype), _best(quantized, b)(b, INPUT)
     return _product(_filled(a8.contiguous()), a_scale, _filled(b8.t().contiguous()).t(), b_scale, a.dtype)
 
 
 def quantized(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return x / scale in an fp8 dtype, and the scale, 0-dim fp32."""
+    """Return x / scale in an fp8 dtype, and the scale, an fp32 scalar tensor."""
     most = torch.finfo(dtype).max
     scale = x.abs().amax().float().clamp(min=SMALLEST_AMAX) / most
-    return (x.float() / scale).clamp(-most, most).to(dtype), scale  # rounded up, the largest would become NaN
+    return (x.float() / scale).clamp(-most, most).to(dtype), scale  # values rounded up beyond `most` would become NaN
 
 
 def both_layouts(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -56,8 +58,8 @@ def both_layouts(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]
 
 
 def _best(quantize: Callable[..., tuple[Tensor, ...]], x: Tensor) -> Callable[..., tuple[Tensor, ...]]:
-    """Return `quantize`, compiled on a GPU. Per element, eager passes move 33 bytes, fused ones 5; transposing adds
-    2."""
+    """Return `quantize`, compiled if x is on a GPU. Eager passes move 33 bytes per element, fused ones 5. A transpose
+    adds 2."""
     if not x.is_cuda or torch.compiler.is_compiling():  # already inside a compiled region
         return quantize
     return compiled(quantize) if find_spec("triton") else quantize
@@ -65,10 +67,10 @@ def _best(quantize: Callable[..., tuple[Tensor, ...]], x: Tensor) -> Callable[..
 
 @cache
 def compiled(quantize: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
-    """Return the function compiled once for all shapes."""
-    from torch._inductor import config  # takes a second
+    """Return the function, compiled once for all shapes."""
+    from torch._inductor import config  # the import takes a second
 
-    exact = "eager_numerics.division_rounding"  # else Triton's division may be off by one ulp
+    exact = "eager_numerics.division_rounding"  # otherwise Triton's division may be off by one ulp
     options: dict[str, Any] = {exact: True} if exact in config.get_config_copy() else {}
     return torch.compile(quantize, dynamic=True, fullgraph=True, options=options)
 
@@ -92,12 +94,14 @@ class _Fp8Product(torch.autograd.Function):
 
 
 def _product(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a [N, K], row-major, times b [K, M], column-major, the layouts that the hardware requires."""
+    """Return the matrix product of a [N, K], row-major, and b [K, M], column-major: the layouts that the hardware
+    requires."""
     whole = ScalingType.TensorWise
     return F.scaled_mm(a, b, a_scale, whole, b_scale, whole, output_dtype=dtype)
 
 
 def _filled(x: Tensor) -> Tensor:
-    """Return x with zero columns appended up to a multiple of MULTIPLE. The columns are the summed dimension."""
+    """Return x with zero columns appended up to a multiple of MULTIPLE. The columns are the summed dimension of the
+    GEMM."""
     missing = -x.shape[1] % MULTIPLE
     return torch.cat([x, x.new_zeros(len(x), missing)], 1) if missing else x

@@ -1,4 +1,4 @@
-"""Model inputs of a micro-batch besides its tokens or samples."""
+"""Inputs of the model for a micro-batch, besides its tokens or samples."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Inputs:
-    """Targets int64 [B, S], where -100 is ignored, or of samples in their own shape, and optional inputs.
+    """Targets and optional inputs of a micro-batch.
 
-    `sample_ids` int64 [B]: global sample numbers for the dropout masks; None outside training. `documents`: document
-    boundaries of whole sequences, if attention is restricted to documents. `upstream`: the gradient with respect to the
-    sum of losses, if it is known in advance. `metrics`: `{name: sum over the micro-batch}`, filled by the loss with the
-    metrics that the spec declares. `tokens`: those of the micro-batch, for a spec whose parts of a pipeline all take
-    them.
+    `targets`: int64 [B, S], where -100 is ignored, or the targets of samples in their own shape. `sample_ids` int64
+    [B]: global sample numbers for the dropout masks; None outside training. `documents`: document boundaries of whole
+    sequences, if attention is restricted to documents. `upstream`: the gradient with respect to the sum of losses, if
+    it is known in advance. `metrics`: `{name: sum over the micro-batch}`, filled by the loss with the metrics that the
+    spec declares. `tokens`: the micro-batch's tokens, for a spec whose pipeline stages all need them.
     """
 
     targets: Tensor

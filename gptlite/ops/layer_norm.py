@@ -34,8 +34,8 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float, fused: bool = False) 
 
 
 class Norm(NamedTuple):
-    """A norm's parameters: weight and bias [D], or None. `rms`: RMS norm instead of layer norm; it has no bias, and may
-    have no weight."""
+    """Parameters of a norm: weight and bias [D], or None. `rms`: RMS norm instead of layer norm; it has no bias, and
+    may have no weight."""
 
     weight: Tensor | None
     bias: Tensor | None
@@ -59,7 +59,7 @@ def residual_norm(
     # The kernel adds the bias itself, unless dropout has to run before it.
     if x_bias is not None and not (fused and (key is None or not key.gap)):
         x, x_bias = x + x_bias, None
-    if fused and key is not None and key.gap:  # the kernel supports one run of positions
+    if fused and key is not None and key.gap:  # the kernel supports only contiguous positions
         x, p, key = dropout(x, p, key, fused), 0.0, None
     weight, bias, eps, rms = norm
     if fused:
@@ -100,7 +100,7 @@ class _ResidualNorm(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         (eps, rms), (p, seed, site, sample_ids, first, _) = kind, kernel_key(*dropping)
         ctx.key, ctx.has = (p, seed, first), (x_bias is not None, weight is not None, bias is not None)
-        ctx.set_materialize_grads(False)  # the last sum is not used elsewhere and has no gradient
+        ctx.set_materialize_grads(False)  # the model's last sum h is not used elsewhere, so it has no gradient
         y, h, mean, rstd = torch.ops.gptlite.residual_norm(
             x, x_bias, residual, weight, bias, eps, p, seed, site, sample_ids, first, rms
         )

@@ -1,7 +1,7 @@
-"""Linear layers with our own parameter gradients: on a CPU with AMX, torch's take twice as long.
+"""Linear layers that compute their parameter gradients themselves: on a CPU with AMX, torch takes twice as long.
 
-With AVX512-BF16 alone, the kernel gains a few percent, and saves the pass that converts its result to fp32. On a GPU,
-cuBLAS computes the product and writes fp32: rounding to 16 bits and widening again would be a pass over all gradients.
+With AVX512-BF16 alone, the kernel is a few percent faster, and saves the pass that converts its result to fp32. On a
+GPU, the cuBLAS GEMM writes fp32. Rounding to 16 bits and converting back would be a pass over all gradients.
 """
 
 from typing import Any
@@ -18,8 +18,8 @@ from gptlite.ops.weight_copies import as_dtype
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, fused: bool = False) -> Tensor:
     """Return x weightᵀ + bias, in x's dtype. x [..., in]; weight [out, in]; bias [out].
 
-    `fused`: parameters get their gradients in their own dtype. The CPU kernel supports only bf16; on a GPU it gains
-    nothing unless the weight is an fp32 master.
+    `fused`: gradients are computed in the dtype of their parameters. The CPU kernel supports only bf16. A GPU uses the
+    fused path only if the weight's dtype is not x's, as with fp32 master weights.
     """
     if fused and (weight.dtype != x.dtype if PRODUCTS[x.device.type].fp32 else x.dtype == torch.bfloat16):
         return _Linear.apply(x, weight, bias)
@@ -27,9 +27,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, fused: bool = 
 
 
 def linear_gradients(dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, fused: bool) -> tuple[Tensor, Any]:
-    """Return the gradients of weight and bias, rounded to x's dtype and cast to theirs. dy [..., out]; x [..., in].
+    """Return the gradients of weight and bias, rounded to x's dtype and cast to the dtypes of the parameters. dy [...,
+    out]; x [..., in].
 
-    `bias=None` means no bias. On a GPU, sums are in fp32 and rounded once, to the parameters' dtype.
+    `bias=None` means no bias. With `fused` on a GPU, sums are in fp32 and rounded once, to the parameters' dtype.
     """
     on_gpu = PRODUCTS[x.device.type].fp32
     if fused and x.dtype == torch.bfloat16 and not on_gpu:
@@ -45,9 +46,9 @@ def linear_gradients(dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None,
 
 
 def product(a: Tensor, b: Tensor, dtype: torch.dtype, onto: Tensor | None = None) -> Tensor:
-    """Return the product of a and b in `dtype` (the operands' dtype or fp32), added in place to `onto` if given.
+    """Return the matrix product of a and b in `dtype` (the operands' dtype or fp32), added in place to `onto` if given.
 
-    A GPU writes an fp32 product from its sums directly, which saves the pass of rounding and widening.
+    A GPU writes its fp32 sums directly, which saves a pass for rounding and converting back.
     """
     if a.dtype == dtype:
         return a @ b if onto is None else onto.addmm_(a, b)
@@ -60,18 +61,18 @@ def product(a: Tensor, b: Tensor, dtype: torch.dtype, onto: Tensor | None = None
 
 
 def cast(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """Return an optional bias in `dtype`; None for None."""
+    """Return a bias in `dtype`; None if there is no bias."""
     return None if tensor is None else as_dtype(tensor, dtype)
 
 
 class _Linear(torch.autograd.Function):
-    """Linear layer including the cast of its parameters: the kernel writes gradients in the parameters' dtype."""
+    """Linear layer including the cast of its parameters, so that gradients are written in the parameters' dtype."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         low = as_dtype(weight, x.dtype)
         ctx.save_for_backward(x, low)
-        # Empty tensors carry dtype and device, and keep no fp32 weight alive.
+        # Empty tensors have the dtype and device, and do not keep the fp32 weight alive.
         ctx.like, ctx.bias_like = weight.new_empty(0), None if bias is None else bias.new_empty(0)
         return F.linear(x, low, cast(bias, x.dtype))
 

@@ -1,4 +1,5 @@
-"""Rotary position embeddings (RoPE, Su et al. 2021, arXiv:2104.09864), with an RMS norm of queries and keys."""
+"""Rotary position embeddings (RoPE, Su et al. 2021, arXiv:2104.09864), optionally after an RMS norm of queries and
+keys."""
 
 import math
 from typing import Any
@@ -18,8 +19,8 @@ def frequencies(width: int, base: float, device: torch.device) -> Tensor:
 
 
 def scaled_frequencies(found: Tensor, factor: float, low: float, high: float, original_length: int) -> Tensor:
-    """Return Llama 3.1's frequencies: divided by `factor` below `low` turns per original length, unchanged above `high`
-    turns, and interpolated between."""
+    """Return frequencies scaled as in Llama 3.1: divided by `factor` below `low` turns per original length, unchanged
+    above `high` turns, and interpolated in between."""
     turns = original_length * found / (2 * math.pi)
     share = ((turns - low) / (high - low)).clamp(0, 1)
     return (1 - share) * found / factor + share * found
@@ -44,12 +45,12 @@ def rope(
     eps: float | None = None,
     fused: bool = False,
 ) -> Tensor:
-    """Return qkv [B, S, K, G + 2, D], G query heads, k and v for each of K groups, with queries and keys normed and
-    rotated.
+    """Return qkv [B, S, K, G + 2, D], with G query heads, k and v for each of K groups, after normalizing and rotating
+    queries and keys.
 
-    `angles`: cosines and sines [B or 1, S, 1, 1, D / 2], fp32; None: no rotation. `eps`: that of an RMS norm of each
-    head, with the gains [D] of queries and keys, in qkv's dtype or fp32 (None: 1); None: no norm. The fused kernel does
-    not round between norm and rotation. It saves qkv for the backward pass only for a norm.
+    `angles`: cosines and sines [B or 1, S, 1, 1, D / 2], fp32; None: no rotation. `eps`: epsilon of an RMS norm of each
+    head; None: no norm. `gains`: gains [D] of the norms of queries and keys, in qkv's dtype or fp32; None: 1. The fused
+    kernel does not round between norm and rotation. It saves qkv for the backward pass only if there is a norm.
     """
     if angles is None and eps is None:
         return qkv

@@ -33,11 +33,11 @@ class Ops:
     rope: bool = False
     dropout: bool = False
     linear: bool = False
-    fused_scores: bool = False  # with dropout or a mask beside SDPA, explicit scores use the kernels
+    fused_scores: bool = False  # if dropout or a mask rules out SDPA, materialized scores use our kernels
     deferred_add: bool = False  # a block's last sum and its biases are computed by the next layer norm kernel
     varlen: bool = False  # documents are separated by variable-length flash attention, without dropout
     adamw: bool = False
-    table: bool = False  # a tied embedding adds its rows to the head's gradient, without a dense one of its own
+    table: bool = False  # a tied embedding adds to the head's gradient in place, without its own dense gradient
     weight_copies: bool = False  # AdamW's kernel writes 16-bit weight copies; otherwise each forward pass casts
     apex_norm: bool = False  # Apex's layer norm; `layer_norm` is then False
     chosen: tuple[tuple[str, str], ...] = ()
@@ -45,11 +45,11 @@ class Ops:
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """Each path once, with the ops that use it, e.g. `layer_norm, dropout fused (why)`; the note is last."""
+        """Each path once, with the ops that use it, e.g. `layer_norm, dropout fused (why)`. The note comes last."""
         return self.reasons_without()
 
     def reasons_without(self, *left_out: str) -> tuple[str, ...]:
-        """Return `reasons` without some ops."""
+        """Return `reasons` without the ops in `left_out`."""
         paths: dict[str, list[str]] = {}
         for op, path in self.chosen:
             if op not in left_out:
@@ -70,16 +70,17 @@ def select_ops(
 
 
 def choose_ops(config: OpsConfig, device: torch.device, library: Loaded | Unavailable, documents: bool = False) -> Ops:
-    """Return the ops for a device and these kernels. The device need not be on this machine. Raises ConfigError."""
+    """Return the ops for a device and these kernels. The device need not be on this machine. Raises ConfigError if a
+    requested path cannot run."""
     here = _Selection(config, device, library, documents)
     linear, apex_norm = here.linear(), here.apex_norm()
     paths = {key: here.path(key) == "fused" for key in PLAIN if key not in here.chosen}
     cross_entropy = CrossEntropy(here.path("cross_entropy", otherwise="chunked"))
     attention = here.attention()
     table = device.type == "cpu" and cross_entropy is CrossEntropy.fused
-    # On a CPU, SDPA requested by name keeps the reference, since its purpose is comparison.
+    # On a CPU, SDPA is requested only for comparison, so materialized scores keep the reference path.
     fused_scores = device.type != "cpu" and attention in SDPA and paths["dropout"]
-    # On a CPU the sums stay separate, since the norms read them from the cache.
+    # On a CPU, the sums are not deferred, since the norms read them from the cache.
     deferred_add = device.type != "cpu" and paths.get("layer_norm", False)
     options: dict[str, Any] = {
         "linear": linear,
@@ -151,7 +152,7 @@ class _Selection:
         return self.library.reason
 
     def apex_norm(self) -> bool:
-        """Return True if layer norm is Apex's. Raises ConfigError."""
+        """Return True if layer norm is Apex's. Raises ConfigError if it is requested but cannot run."""
         if self.config.layer_norm is not LayerNorm.apex:
             return False
         if self.device.type != "cuda":
@@ -164,7 +165,8 @@ class _Selection:
         return True
 
     def linear(self) -> bool:
-        """Return True if the weight gradients of linear layers use the fused path. Raises ConfigError."""
+        """Return True if the weight gradients of linear layers use the fused path. Raises ConfigError if it is
+        requested but cannot run."""
         own = self.config.linear
         if Implementation.reference in (own, self.config.implementation) and own is not Implementation.fused:
             path = self.say("linear", "reference", "asked for")
@@ -175,7 +177,7 @@ class _Selection:
         return path == "fused"
 
     def _linear_of_products(self, asked: bool) -> str:
-        """Return the path on devices other than GPUs: fused on a CPU whose kernels use bf16 products."""
+        """Return the path on devices other than GPUs: fused on a CPU whose kernels use bf16 instructions."""
         if not self.available("ops.linear=fused", asked):
             return self.say("linear", "reference", self.reason())
         assert isinstance(self.library, Loaded)
@@ -188,7 +190,7 @@ class _Selection:
         return self.say("linear", "reference", lacks)
 
     def attention(self) -> Attention:
-        """Return the attention to run. Raises ConfigError."""
+        """Return the attention to run. Raises ConfigError if the requested one cannot run."""
         choice, why = self.config.attention, "asked for"
         if choice is Attention.auto:
             choice, why = self._auto_attention()
@@ -198,7 +200,7 @@ class _Selection:
             self._refuse_attention(choice)
             if self.documents and choice not in MASKED:
                 raise ConfigError(
-                    f"ops.attention={choice.value} supports no mask, which data.packing=documents needs; use "
+                    f"ops.attention={choice.value} does not support masks, which data.packing=documents needs; use "
                     f"ops.attention=auto, {', '.join(each.value for each in MASKED)}, or data.packing=concatenate"
                 )
         self.say("attention", choice.value, why)
@@ -206,7 +208,7 @@ class _Selection:
 
     def _auto_attention(self) -> tuple[Attention, str]:
         if self.device.type != "cpu":
-            return Attention.sdpa, "torch picks the kernel"
+            return Attention.sdpa, "torch selects the kernel"
         if self.config.implementation is Implementation.reference:
             return Attention.matmul, "reference asked for"
         if self.available("ops=fused", self.config.implementation is Implementation.fused):
@@ -225,7 +227,7 @@ class _Selection:
         if device.type != "cuda":
             raise ConfigError(f"{key} needs a GPU, but this runs on {device.type}; use ops.attention=auto")
         if choice is Attention.cudnn and not torch.backends.cudnn.is_available():
-            raise ConfigError(f"{key}: this torch has no cuDNN; use ops.attention=auto")
+            raise ConfigError(f"{key}: this build of torch has no cuDNN; use ops.attention=auto")
         if choice is Attention.fa3:
             if torch.cuda.get_device_capability(device)[0] != 9:
                 raise ConfigError(f"{key} needs an sm_90 GPU (H100, H200); use ops.attention=auto")

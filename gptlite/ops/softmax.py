@@ -8,9 +8,9 @@ from torch.autograd.function import once_differentiable
 
 
 def causal_softmax(scores: Tensor, scale: float, fused: bool = False) -> Tensor:
-    """Return softmax(scale * scores) over the keys visible to a query; scores [..., Sq, Sk].
+    """Return softmax(scale * scores) over the keys that a query may attend to; scores [..., Sq, Sk].
 
-    The queries are the last Sq positions: query i sees keys 0 .. i + Sk - Sq. Other entries are zero.
+    The queries are the last Sq positions: query i attends to keys 0 to i + Sk - Sq. Other entries are zero.
     """
     if fused:
         return _Softmax.apply(scores, None, scale, True)
@@ -24,7 +24,8 @@ def masked_softmax(scores: Tensor, mask: Tensor | None, scale: float, fused: boo
     """
     if fused:
         return _Softmax.apply(scores, mask, scale, False)
-    x = scores.to(torch.promote_types(scores.dtype, torch.float32)) * scale  # 16-bit scores in fp32; fp64 stays
+    # In fp32 for 16-bit scores, in fp64 for fp64 scores.
+    x = scores.to(torch.promote_types(scores.dtype, torch.float32)) * scale
     if mask is not None:
         x = x.masked_fill(mask, -torch.inf) if mask.dtype == torch.bool else x + mask
     # A row with only -inf would give 0 / 0, in the gradient too.

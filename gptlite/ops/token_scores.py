@@ -1,4 +1,4 @@
-"""Scores of given tokens: their log probabilities, and whether each is the most likely one."""
+"""Scores of given tokens: the log probability of each, and whether it is the most likely token."""
 
 from collections.abc import Callable
 
@@ -11,10 +11,10 @@ ROWS = 512  # logits computed at a time: 103 MB in fp32 for GPT-2's vocabulary
 
 
 def token_scores(hidden: Tensor, targets: Tensor, logits: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return fp32 [B, S, 2]: the log probability of each target, and 1 if no token is more likely, else 0.
+    """Return fp32 [B, S, 2]: the log probability of each target, and 1 if no token is more likely, otherwise 0.
 
-    `logits` maps rows of hidden [B, S, d] to logits [N, V]. It gets the rows of targets int64 [B, S] other than IGNORE,
-    whose scores are 0.
+    `logits` maps rows of hidden [B, S, d] to logits [N, V]. It is called only with the rows whose target, int64 [B, S],
+    is not IGNORE. The scores of all other rows are 0.
     """
     wanted = targets != IGNORE
     found = []

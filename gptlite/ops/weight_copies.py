@@ -1,7 +1,8 @@
 """16-bit copies of fp32 weights, which a forward pass uses instead of casting the weights each time.
 
-AdamW's kernel writes a copy together with its weight. A copy is valid while its weight keeps the version recorded then.
-Any other write to the weight (initialization, a checkpoint, a test) changes the version and so makes the copy stale.
+AdamW's kernel writes a copy together with its weight, and the weight's version is recorded. The copy is valid as long
+as the weight has this version. Any other write to the weight (initialization, a checkpoint, a test) changes the
+version, which makes the copy stale.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch.autograd.function import once_differentiable
 
 @dataclass
 class WeightCopy:
-    """Copy of a weight: `values` are its values at version `version`, rounded to 16 bits."""
+    """Copy of a weight. `values` are the weight's values at version `version`, rounded to 16 bits."""
 
     values: Tensor
     version: int = -1
@@ -33,7 +34,7 @@ def keep_copies(part: nn.Module, dtypes: Mapping[Any, torch.dtype]) -> None:
 
 @torch.no_grad()
 def refresh(parameters: Iterable[Tensor]) -> None:
-    """Write the copies that are stale."""
+    """Update the copies that are stale."""
     stale = [each for each in parameters if copy_of(each) is None]
     if stale:
         copies: list[WeightCopy] = [each.weight_copy for each in stale]  # type: ignore[attr-defined]
@@ -49,13 +50,13 @@ def mark_written(parameters: Iterable[Tensor]) -> None:
 
 
 def copy_of(parameter: Tensor) -> Tensor | None:
-    """Return a parameter's copy, or None if it has none or a stale one."""
+    """Return a parameter's copy; None if the parameter has no copy or a stale one."""
     copy: WeightCopy | None = getattr(parameter, "weight_copy", None)
     return None if copy is None or copy.version != parameter._version else copy.values
 
 
 def as_dtype(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a weight in a dtype: its copy if valid, else a cast. The gradient has the weight's dtype."""
+    """Return a weight in a dtype: its copy if that is valid, otherwise a cast. The gradient has the weight's dtype."""
     copy = copy_of(weight)
     if copy is None or copy.dtype != dtype:
         return weight.to(dtype)

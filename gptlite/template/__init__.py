@@ -1,4 +1,4 @@
-"""A model and a dataset for gptlite, which this package registers when it is imported."""
+"""A model and a dataset, which are registered with gptlite when this package is imported."""
 
 from gptlite.data.registry import register_data
 from gptlite.models.registry import register_model

@@ -1,4 +1,4 @@
-"""Points on two spirals, to be told apart: replace them by your data."""
+"""Points on two spirals, to be classified: replace this dataset with your own."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CLASSES = 2
 
 @dataclass
 class SpiralsConfig(DatasetConfig):
-    """Keys of the dataset: `data.noise=0.1` on the command line."""
+    """Configuration of the dataset. Set a key on the command line with e.g. `data.noise=0.1`."""
 
     global_batch_size: int = 64
     samples: int = 4096
@@ -24,10 +24,10 @@ class SpiralsConfig(DatasetConfig):
 
 
 class Spirals:
-    """Map-style dataset of (point [2], number of its spiral), drawn with a seed."""
+    """Map-style dataset of (point [2], index of its spiral), drawn with a seed."""
 
     def __init__(self, config: SpiralsConfig, seed: int, count: int) -> None:
-        import torch  # only here, as printing a configuration should not import torch
+        import torch  # here, since printing a configuration should not import torch
 
         draw = torch.Generator().manual_seed(seed)
         radius = torch.rand(count, 1, generator=draw)
@@ -44,5 +44,5 @@ class Spirals:
 
 
 def open_spirals(config: SpiralsConfig) -> tuple[Spirals, Spirals]:
-    """Return the training and the validation samples."""
+    """Return the training and the validation dataset."""
     return Spirals(config, 0, config.samples), Spirals(config, 1, 512)

@@ -1,4 +1,4 @@
-"""A multilayer perceptron: replace its configuration and `build` by those of your model."""
+"""A multilayer perceptron: replace its configuration and `build` with those of your model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class MLPConfig(ModelConfig):
-    """Keys of the model: `model.width=128` on the command line."""
+    """Configuration of the model. Set a key on the command line with e.g. `model.width=128`."""
 
     name: str = "template"
     peak_lr: float = 0.003
@@ -26,17 +26,17 @@ class MLPConfig(ModelConfig):
 
 
 class MLPSpec(ModelSpec[MLPConfig]):
-    """The model as gptlite trains it. docs/add_a_model.md lists the methods that can be added."""
+    """Interface between the model and gptlite. docs/add_a_model.md lists the methods that can be added."""
 
-    name = "template"  # the preset: model=template
+    name = "template"  # also the name of the preset: model=template
     schema = MLPConfig
     reads = "samples"
     metrics = ("accuracy",)
     positive = ("width", "depth")
 
     def build(self, config: MLPConfig, ops: Ops, seed: int) -> nn.Module:
-        """Return the module. The children of an nn.Sequential are units of ZeRO and pipeline stages."""
-        from torch import nn  # only here, as printing a configuration should not import torch
+        """Return the module. The children of an nn.Sequential are the units of ZeRO and of pipeline stages."""
+        from torch import nn  # here, since printing a configuration should not import torch
 
         width = config.width
         layers = [nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(config.depth)]

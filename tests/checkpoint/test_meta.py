@@ -132,8 +132,8 @@ def change(name: str) -> Callable[[Path], None]:
     ("what", "words"),
     [
         ("drop_shard", "give all shards, numbered from 00"),
-        ("drop_tensor", r"layers.1.attention.wk.weight is missing in 1 of 2 files"),
-        ("add_tensor", "layers.0.experts.weight is not a tensor of a Llama of 2 layers"),
+        ("drop_tensor", r"layers.1.attention.wk.weight is missing from 1 of 2 files"),
+        ("add_tensor", "layers.0.experts.weight is not a tensor of a Llama with 2 layers"),
         ("damage", r"consolidated.01.pth cannot be read as a state dict"),
         ({"moe_args": {}}, "moe_args is not a key of Llama 2 or 3"),
         ({"n_heads": "4"}, "params.json: n_heads='4' must be a whole number"),

@@ -38,5 +38,5 @@ def test_what_cannot_be_upcycled_is_refused_and_nothing_is_written(tmp_path: Pat
     assert run([str(step), str(new)], Options(experts=2)) == 0
     with pytest.raises(ConfigError, match="exists; nothing is overwritten"):
         run([str(step), str(new)], Options())
-    with pytest.raises(ConfigError, match=r"model\.moe\.experts=2: the model has experts already"):
+    with pytest.raises(ConfigError, match=r"model\.moe\.experts=2: the model already has experts"):
         run([str(new), str(tmp_path / "again")], Options())

@@ -69,7 +69,7 @@ def test_ranks_share_a_head_of_keys_equally_or_not_at_all():
     heads = ["model=gpt-lite", "model.num_heads=12", "model.d_model=96"]
     assert load([*heads, "model.kv_heads=2", "parallelism.tensor=4"]).parallelism.tensor == 4
     assert load([*heads, "model.kv_heads=6", "parallelism.tensor=3"]).parallelism.tensor == 3
-    shares = "usable shares of model.num_heads=12 with model.kv_heads=2 = 4"
+    shares = "the largest tensor degree for model.num_heads=12 with model.kv_heads=2 = 4"
     for keys, words, tensor in ((2, shares, 3), (2, shares, 6), (6, "model.kv_heads=6", 4)):
         with pytest.raises(ConfigError, match=f"{words} is not divisible by parallelism.tensor={tensor};"):
             load([*heads, f"model.kv_heads={keys}", f"parallelism.tensor={tensor}"])
@@ -88,10 +88,10 @@ REFUSED = {
     "model.mlp=gelu": "model.mlp: Invalid value 'gelu'",
     "model.activation=relu": "model.activation is now model.mlp",
     "ops.bias_gelu=fused": "ops.bias_gelu is now ops.activation",
-    "model.kv_heads=3": "model.num_heads=4 is not divisible by model.kv_heads=3; it can be 1, 2, 4",
+    "model.kv_heads=3": "model.num_heads=4 is not divisible by model.kv_heads=3; model.kv_heads can be 1, 2, 4",
     "model.softcap=0": "model.softcap=0 must be above 0; null turns it off",
-    "model.windows=[4,-1]": "model.windows=[4, -1]: each must be positive, or 0 for all positions",
-    "model.value_embeddings=-1": "model.value_embeddings=-1: it must be 0, for none, or N, for every Nth layer",
+    "model.windows=[4,-1]": "model.windows=[4, -1]: each must be positive, or 0 for full attention",
+    "model.value_embeddings=-1": "model.value_embeddings=-1 must be 0 (none) or N (every Nth layer)",
     "model.norm=layer_norm": "model.norm_gain=false needs model.norm=rms_norm, not layer_norm",
     "model.num_heads=7": "model.d_model=256 is not divisible by model.num_heads=7",
     "model.dropout=1": "model.dropout=1.0 must be",

@@ -116,12 +116,12 @@ NAMED = {
 
 @pytest.mark.parametrize("name", NAMED)
 def test_an_op_without_a_formula_is_named(name):
-    with pytest.raises(Uncounted, match=f"^no FLOP formula for {name}; give the spec `flops`$"):
+    with pytest.raises(Uncounted, match=f"^no FLOP formula for {name}; define `flops` in the spec$"):
         count_flops(changed(NAMED[name]), LENGTH)
 
 
 def test_a_pass_that_needs_data_says_so():
-    with pytest.raises(Uncounted, match=r"a pass on the meta device fails: .*item\(\).*; give the spec `flops`"):
+    with pytest.raises(Uncounted, match=r"a pass on the meta device fails: .*item\(\).*; define `flops` in the spec"):
         count_flops(changed(lambda y: y * float(y.detach().sum())), LENGTH)
 
 
@@ -152,13 +152,13 @@ def test_a_run_of_it_has_its_mfu(tmp_path, monkeypatch, peak):
 
 def test_a_run_says_why_it_has_none(tmp_path, monkeypatch):
     def refuse(*_: object) -> int:
-        raise Uncounted("no FLOP formula for counted::cube; give the spec `flops`")
+        raise Uncounted("no FLOP formula for counted::cube; define `flops` in the spec")
 
     monkeypatch.setattr(banner, "device_peak_flops", lambda *_: 1e12)
     monkeypatch.setattr(banner, "count_flops", refuse)
     assert pretrain(config_of(f"run.dir={tmp_path}", "trainer.max_steps=1")).exit_code == 0
     words = " ".join((tmp_path / "train.log").read_text().split())
-    assert "MFU n/a: no FLOP formula for counted::cube; give the spec `flops`" in words
+    assert "MFU n/a: no FLOP formula for counted::cube; define `flops` in the spec" in words
 
 
 def test_samples_are_counted_by_an_example():

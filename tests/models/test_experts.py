@@ -246,8 +246,8 @@ def test_a_cache_changes_no_logits():
     [
         (["model.moe.top_k=9"], "model.moe.top_k=9 is above model.moe.experts=8"),
         (["model.moe.top_k=0"], "model.moe.top_k=0 must be at least 1"),
-        (["model.moe.experts=-1"], "model.moe.experts=-1: it must be 0"),
-        (["model.moe.every=5"], "model.moe.every=5 leaves none of model.num_layers=4"),
+        (["model.moe.experts=-1"], "model.moe.experts=-1 must be 0"),
+        (["model.moe.every=5"], "model.moe.every=5 is above model.num_layers=4"),
         (["model.moe.z_loss=-1"], "model.moe.z_loss=-1 must be at least 0"),
         (["model.moe.d_ff=6", "parallelism.tensor=4"], "model.moe.d_ff=6 is not divisible by parallelism.tensor=4"),
         (

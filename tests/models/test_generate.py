@@ -128,7 +128,7 @@ def test_wrong_sampling_is_refused(wrong, message):
 
 
 def test_an_empty_prompt_is_refused(tiny):
-    with pytest.raises(ValueError, match="an empty prompt"):
+    with pytest.raises(ValueError, match="the prompt is empty"):
         next(generate(tiny(), [], 5, GREEDY))
 
 
@@ -140,5 +140,5 @@ def test_layer_cache():
         assert torch.equal(keys, k[:, :, :end])
         assert torch.equal(values, v[:, :, :end])
         assert cache.length == end
-    with pytest.raises(ValueError, match="8 tokens do not fit a cache of 7"):
+    with pytest.raises(ValueError, match="8 tokens do not fit into a KV cache of 7"):
         cache.append(k[:, :, :1], v[:, :, :1])

@@ -192,7 +192,7 @@ def test_parameter_names(tiny):
 
 def test_longer_than_the_learned_positions_is_refused(tiny):
     tokens = torch.zeros(1, 17, dtype=torch.int64)
-    with pytest.raises(ValueError, match=r"17 positions, but model\.sequence_length=16"):
+    with pytest.raises(ValueError, match=r"the sequence has 17 tokens, but model\.sequence_length=16"):
         tiny()(tokens, tokens)
 
 

@@ -243,7 +243,7 @@ class Bad(ModelSpec):
     ("fault", "refusal"),
     [
         ("width", "the bad model, given float32 [2, 4] and targets int64 [2]: RuntimeError"),
-        ("loss", "the loss is float32 [2]; return one number"),
+        ("loss", "the loss is float32 [2]; return a scalar tensor"),
         ("list", "the bad model: `build` returns list; return an nn.Module"),
         ("double", "should be the same; return float32 samples"),
         ("", None),
@@ -270,7 +270,7 @@ def test_what_an_opened_dataset_has_to_be(monkeypatch):
 
 
 def test_targets_that_are_no_classes_need_a_loss():
-    with pytest.raises(TypeError, match=r"Bad\.loss: cross entropy needs logits .* or the spec a `loss`"):
+    with pytest.raises(TypeError, match=r"Bad\.loss: cross entropy needs logits .* or define `loss` in the spec"):
         Bad().forward(nn.Sequential(nn.Linear(4, 3)), torch.zeros(2, 4), Inputs(torch.zeros(2)))
 
 
@@ -323,7 +323,7 @@ def test_a_dataclass_identifies_one_model_or_dataset():
 
 def test_a_target_without_a_class_is_named():
     spec = TiedSpec()
-    with pytest.raises(ConfigError, match="the tied model has 3 classes, numbered from 0, and the data has another"):
+    with pytest.raises(ConfigError, match="the tied model has 3 classes, with indices from 0, but the data"):
         ModelSpec.loss(spec, torch.zeros(2, 3), Inputs(torch.tensor([0, 3])))
 
 
@@ -349,7 +349,7 @@ def test_a_pickle_that_would_run_code_is_refused(tmp_path):
             return print, ("ran",)
 
     write_cifar(tmp_path, {b"data": Evil(), b"labels": [0]})
-    with pytest.raises(ConfigError, match=r"data_batch_1 cannot be read \(it asks for .*print\)"):
+    with pytest.raises(ConfigError, match=r"data_batch_1 cannot be read \(it uses .*print, which is not allowed\)"):
         open_cifar(CifarConfig(path=str(tmp_path)))
     with pytest.raises(ConfigError, match="data_batch_1 cannot be read"):
         open_cifar(CifarConfig(path=str(tmp_path / "none")))

@@ -75,6 +75,6 @@ def test_one_process_goes_on_with_what_two_ranks_have_saved(alone, two, tmp_path
     assert two.run("models.resnet:train", str(tmp_path), *stopped, timeout=120) == [0, 0]
     again = (BATCH, EIGHT[1], "parallelism=single", "trainer.stop_step=null")
     assert train(str(tmp_path), *again) == 0
-    assert "by more if data.micro_batch_size times the data ranks changes" in (tmp_path / "train.log").read_text()
+    assert "by more if data.micro_batch_size x data-parallel ranks changes" in (tmp_path / "train.log").read_text()
     assert curve(tmp_path) == pytest.approx(alone[BATCH][0], rel=2e-4)
     assert correct(tmp_path) == alone[BATCH][1]

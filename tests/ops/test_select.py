@@ -160,5 +160,5 @@ def test_documents_need_an_attention_with_a_mask(with_kernels):
     assert not select_ops(OpsConfig(), CUDA).varlen
     assert not select_ops(OpsConfig(attention=Attention.sdpa), CPU, documents=True).varlen
     assert not select_ops(OpsConfig(attention=Attention.fused_softmax), CUDA, documents=True).varlen
-    with pytest.raises(ConfigError, match=r"ops\.attention=fused supports no mask, which data\.packing"):
+    with pytest.raises(ConfigError, match=r"ops\.attention=fused does not support masks, which data\.packing"):
         select_ops(OpsConfig(attention=Attention.fused), CPU, documents=True)

@@ -62,7 +62,7 @@ def test_the_command_composes_to_the_model_and_is_what_the_plan_finds():
     assert words.count("model.num_layers=2") == 0
     text = report_largest(config, cluster, found, 5)
     assert f"{best.layers}" in text
-    assert "vocabulary 300 in" in text
+    assert "vocabulary 300 (padded to" in text
     deeper = replace(trained, model=replace(trained.model, num_layers=best.layers + 1))
     deeper.run.overrides = [*words, *NODE, *degrees]
     with pytest.raises(ConfigError, match="does not fit"):

@@ -74,10 +74,10 @@ class Scores(ModelSpec):
 @pytest.mark.parametrize(
     ("found", "said"),
     [
-        ({"accuracy": 1}, "its loss does not record margin in inputs.metrics, which `metrics` declares"),
-        ({"accuracy": 1, "margin": 2.0, "top5": 3}, "its loss records top5; add that to `metrics`"),
-        ({"accuracy": 1, "margin": torch.zeros(2)}, "the metric margin is a tensor [2]; record one number"),
-        ({"accuracy": 1, "margin": "high"}, "the metric margin is str; record one number"),
+        ({"accuracy": 1}, "its loss does not record margin, declared in `metrics`, in inputs.metrics"),
+        ({"accuracy": 1, "margin": 2.0, "top5": 3}, "its loss records top5; add top5 to the spec's `metrics`"),
+        ({"accuracy": 1, "margin": torch.zeros(2)}, "the metric margin is a tensor of shape [2]; record a scalar"),
+        ({"accuracy": 1, "margin": "high"}, "the metric margin is str; record a scalar"),
         ({"accuracy": 1, "margin": torch.zeros(())}, None),
     ],
 )

@@ -20,14 +20,15 @@ from gptlite.ops.weight_copies import as_dtype
 
 
 class SequenceCut(Protocol):
-    """Interface of the tensor axis for a model: the tensor-parallel ranks, which share its layers."""
+    """Interface of the tensor axis for a model whose layers are sharded over the tensor-parallel ranks."""
 
     sequence: bool  # True if activations between layers are slices of the sequence
     rank: int
     size: int
 
     def columns(self, x: Tensor, wanted: Sequence[Sequence[range]]) -> Tensor:
-        """Exchange columns of x [B, S, f / size], equal shares. Return those that this rank wants; see TensorAxis."""
+        """Exchange columns of x [B, S, f / size] between ranks with equal shares. Return the columns that this rank
+        wants; see TensorAxis."""
         ...
 
 
@@ -38,12 +39,12 @@ class ContextCut(Protocol):
     whole: bool  # True while sequences are not sharded
 
     def starts(self, length: int) -> tuple[int, int]:
-        """Return the first positions of this rank's two chunks, which have `length` positions together."""
+        """Return the first position of each of this rank's two chunks, which together have `length` positions."""
         ...
 
     def positions(self, first: int, count: int, length: int) -> tuple[int, int]:
         """Map `count` of this rank's `length` positions, from `first` on, to the whole sequence. Return the position of
-        the first, and the additional offset of the second half."""
+        the first one, and the additional offset of the second half."""
         ...
 
     def keys_and_values(self, qkv: Tensor) -> tuple[tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]], list[Tensor]]:
@@ -52,16 +53,16 @@ class ContextCut(Protocol):
         ...
 
     def give_back(self, out: Tensor, qkv: Tensor, memory: list[Tensor]) -> Tensor:
-        """Return `out`, attention's output, and free `memory` until its backward pass."""
+        """Return `out`, the output of attention, and free `memory` until the backward pass of attention."""
         ...
 
 
 class CausalSelfAttention(nn.Module):
     """Causal self-attention: x [B, S, d] -> [B, S, d].
 
-    The fused QKV projection is grouped by heads of keys (rows: the queries, k and v of head 0, those of head 1, ...) so
-    that a tensor-parallel shard of whole heads is one contiguous block of rows. Each head of keys has one query, or G
-    with grouped-query attention. `layer` is its number.
+    The rows of the fused QKV projection are grouped by key/value head (queries, k and v of head 0, then those of head
+    1, ...), so that a tensor-parallel shard of whole heads is one contiguous block of rows. Each key/value head has one
+    query head, or G with grouped-query attention. `layer` is the layer's index.
     """
 
     def __init__(self, config: GPTConfig, ops: Ops, layer: int = 0) -> None:
@@ -99,21 +100,23 @@ class CausalSelfAttention(nn.Module):
         *,
         bias: bool = True,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return attention's output; and the values [B, S, K, 1, D] if later layers take them as `first`.
+        """Return attention's output, and the values [B, S, K, 1, D] if later layers take them as `first`, otherwise
+        None.
 
-        `mask` is bool [B, 1, S, S of the whole sequence], True for earlier keys that a query must not attend to; or,
-        without dropout and context parallelism, the spans of documents. `rotary` rotates queries and keys. `first` and
-        `tokens` [B, S] are ValueMix's. Without `bias` the bias of the last layer is left to the next op.
+        `mask`: bool [B, 1, S, length of the whole sequence], True for earlier keys that a query must not attend to.
+        Without dropout and context parallelism, it may also be the spans of documents. `rotary`: cosines and sines that
+        rotate queries and keys. `first` and `tokens` [B, S] are passed to ValueMix. If `bias` is False, the next op
+        adds the output projection's bias.
         """
-        # The local number of heads follows from the tensor, so a shard of the heads needs no other code.
+        # The local number of heads follows from the tensor, so that a shard of the heads needs no special code.
         qkv = self.qkv(x)
-        batch, length, _ = qkv.shape  # not x's, which may be a slice of the sequence
+        batch, length, _ = qkv.shape  # not those of x, which may be a slice of the sequence
         qkv = self._positioned(self._split(qkv), rotary)
         given = qkv[..., -1:, :].contiguous() if self.gives_values else None
         if self.values is not None:
             qkv = torch.cat([qkv[..., :-1, :], self.values(qkv[..., -1:, :], first, tokens)], -2)
         if key is not None:
-            # Masks are keyed by global heads, so that they do not depend on the layout.
+            # Dropout masks are keyed by global head indices, so that they do not depend on the layout.
             heads_before = 0 if self.tensor_axis is None else self.tensor_axis.rank * qkv[..., :-2, 0].shape[2:].numel()
             key = replace(key, first_head=heads_before)
         if self.context is not None and not self.context.whole:
@@ -132,25 +135,26 @@ class CausalSelfAttention(nn.Module):
     def _split(self, qkv: Tensor) -> Tensor:
         """Return the projection's outputs on this rank as [B, S, K, G + 2, D].
 
-        If the tensor axis has more ranks than there are heads of keys, several ranks share such a head. Each has an
-        equal share of the group's rows, and takes its own queries and a copy of k and v from the others.
+        If there are more tensor-parallel ranks than key/value heads, several ranks share a head. Each of them holds an
+        equal share of the group's rows. It exchanges outputs with the others, to get its own queries and a copy of k
+        and v.
         """
         axis, group = self.tensor_axis, self.group
         if axis is not None and axis.size > self.kv_heads:
-            ranks = axis.size // self.kv_heads  # that share a head of keys
+            ranks = axis.size // self.kv_heads  # number of ranks that share a key/value head
             group //= ranks
             qkv = axis.columns(qkv, [self._rows(rank // ranks, rank % ranks, group) for rank in range(axis.size)])
         return qkv.view(*qkv.shape[:2], -1, group + 2, self.head_width)
 
     def _rows(self, head: int, share: int, queries: int) -> list[range]:
-        """Return the rows of the projection with one share, of `queries` heads, of a group's queries, and its k and
-        v."""
+        """Return the rows of the QKV projection that a rank needs: those of one share, `queries` query heads, of group
+        `head`, and those of the group's k and v."""
         width = self.head_width
         first, values = (head * (self.group + 2) + share * queries) * width, (head + 1) * (self.group + 2) * width
         return [range(first, first + queries * width), range(values - 2 * width, values)]
 
     def _positioned(self, qkv: Tensor, rotary: Angles | None) -> Tensor:
-        """Return qkv with normed and rotated queries and keys."""
+        """Return qkv with normalized and rotated queries and keys."""
         if isinstance(self.q_norm, HeadsNorm) and isinstance(self.k_norm, HeadsNorm):
             q, k, v = qkv[..., :-2, :], qkv[..., -2:-1, :], qkv[..., -1:, :]
             qkv = torch.cat([self.q_norm(q), self.k_norm(k), v], -2)
@@ -160,8 +164,8 @@ class CausalSelfAttention(nn.Module):
         return rope(qkv, rotary, gains, self.q_norm.eps, self.fused_rope)
 
     def _over_ranks(self, qkv: Tensor, key: DropoutKey | None, mask: Tensor | None, context: ContextCut) -> Tensor:
-        """Attend from qkv [B, s, K, G + 2, D] of this rank's two chunks to the whole sequence. Returns [B, s, K G,
-        D]."""
+        """Return the attention [B, s, K G, D] of this rank's two chunks, qkv [B, s, K, G + 2, D], to the whole
+        sequence."""
         length = qkv.shape[1]
         pairs, memory = context.keys_and_values(qkv)
         queries = qkv[:, :, :, :-2].flatten(2, 3).transpose(1, 2).chunk(2, 2)

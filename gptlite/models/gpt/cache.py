@@ -1,4 +1,4 @@
-"""Key-value cache of generation, so that each token is computed once."""
+"""KV cache for text generation, so that keys and values of each token are computed only once."""
 
 from torch import Tensor
 
@@ -16,7 +16,7 @@ class LayerCache:
         """Append k, v [B, H, S, D], and return all keys and values so far. Raises ValueError beyond the capacity."""
         end = self.length + k.shape[2]
         if end > self.capacity:
-            raise ValueError(f"{end} tokens do not fit a cache of {self.capacity}")
+            raise ValueError(f"{end} tokens do not fit into a KV cache of {self.capacity}")
         if self.keys is None or self.values is None:
             shape = (*k.shape[:2], self.capacity, k.shape[3])
             self.keys, self.values = k.new_empty(shape), v.new_empty(shape)

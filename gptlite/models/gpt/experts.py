@@ -1,14 +1,14 @@
-"""Checks, sizes and words of a GPT's mixture of experts. No torch here."""
+"""Checks, sizes and description of a GPT's mixture of experts. Does not import torch."""
 
 from gptlite.errors import ConfigError
 from gptlite.models.gpt.config import GPTConfig
 
 
 def check_experts(config: GPTConfig) -> None:
-    """Raise ConfigError for experts that cannot be built."""
+    """Raise ConfigError for an invalid mixture of experts."""
     moe = config.moe
     if moe.experts < 0:
-        raise ConfigError(f"model.moe.experts={moe.experts}: it must be 0, for a dense MLP, or the number of experts")
+        raise ConfigError(f"model.moe.experts={moe.experts} must be 0 (dense MLP) or the number of experts")
     if not moe.experts:
         return
     for key in ("top_k", "every", "d_ff"):
@@ -21,8 +21,8 @@ def check_experts(config: GPTConfig) -> None:
         raise ConfigError(f"model.moe.top_k={moe.top_k} is above model.moe.experts={moe.experts}")
     if moe.every > config.num_layers:
         raise ConfigError(
-            f"model.moe.every={moe.every} leaves none of model.num_layers={config.num_layers} with experts; "
-            "make it at most that number"
+            f"model.moe.every={moe.every} is above model.num_layers={config.num_layers}, so no layer has experts; "
+            f"use at most {config.num_layers}"
         )
 
 
@@ -33,10 +33,10 @@ def mlp_sizes(config: GPTConfig) -> dict[str, int]:
 
 
 def experts_words(config: GPTConfig) -> str:
-    """Return the banner's words on experts."""
+    """Return the description of the experts for the banner, empty without experts."""
     moe = config.moe
     if not moe.experts:
         return ""
     shared = f" and {moe.shared} shared" if moe.shared else ""
     layers = "" if config.moe_layers == config.num_layers else f" in {config.moe_layers} layers"
-    return f", {moe.top_k}{shared} of {moe.experts} experts of width {config.expert_size}{layers}"
+    return f", {moe.top_k} of {moe.experts} experts{shared} per token, expert width {config.expert_size}{layers}"

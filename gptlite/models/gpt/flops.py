@@ -1,27 +1,28 @@
-"""FLOPs of a training step, for MFU and for the balance of pipeline stages."""
+"""FLOPs of a training step, for MFU and for balancing pipeline stages, and the number of parameters."""
 
 from gptlite.models.gpt.config import GPTConfig, Norm, Position
 
 
 def matmul_parameters(config: GPTConfig) -> int:
-    """Return the number of weights that multiply a token: the blocks' matrices, of experts those of the chosen ones,
-    and the head, without embeddings, norms and biases."""
+    """Return the number of weights that a token is multiplied with: those of the head and of the blocks' matrices,
+    including only the chosen and the shared experts. Embeddings, norms and biases do not count."""
     return _matrices(config) + config.d_model * (config.vocab_size or config.padded_vocab_size)
 
 
 def flops_per_token(config: GPTConfig, sequence_length: int) -> int:
-    """Return the FLOPs of forward and backward per token: 6 per matmul weight, and 6·L·d·S of causal attention, where d
-    is the width of all queries. A window of w positions replaces S by 2w - w²/S.
+    """Return the FLOPs per token of a forward and backward pass: 6 per matmul weight, and 6·L·d·S for causal attention,
+    where d is the total width of the query heads. A window of w positions replaces S by 2w - w²/S.
 
-    A weight costs a multiply and an add in the forward pass, twice that in the backward. Attention does the same with
-    two S×S matmuls per layer, half of them masked (PaLM's 12·L·d·S, arXiv:2204.02311 appendix B, halved). Recomputation
-    is not counted: MFU is based on the model's FLOPs, not the hardware's.
+    A weight costs a multiply and an add in the forward pass, and twice that in the backward pass. Attention has two S×S
+    matmuls per layer, half of which is masked; this gives half of PaLM's 12·L·d·S (arXiv:2204.02311, appendix B).
+    Recomputation is not counted, since MFU is based on the model's FLOPs, not the hardware's.
     """
     return config.num_layers * layer_flops(config, sequence_length) + head_flops(config)
 
 
 def layer_flops(config: GPTConfig, sequence_length: int | None = None) -> int:
-    """Return a block's mean share of `flops_per_token`; by default at the longest sequence."""
+    """Return the FLOPs per token of one block, averaged over the blocks. The default `sequence_length` is the
+    maximum."""
     length = sequence_length or config.sequence_length
     seen = [min(config.window(layer) or length, length) for layer in range(config.num_layers)]
     keys = sum(2 * each - each * each / length for each in seen) / config.num_layers
@@ -29,8 +30,8 @@ def layer_flops(config: GPTConfig, sequence_length: int | None = None) -> int:
 
 
 def _matrices(config: GPTConfig, *, all_experts: bool = False) -> int:
-    """Return the number of weights in the blocks' matrices, by default without the experts that a token does not
-    take."""
+    """Return the number of weights in the blocks' matrices, by default without the experts that a token is not routed
+    to."""
     moe, dense = config.moe, config.num_layers - config.moe_layers
     hidden = dense * (config.up_size + config.ffn_size)
     expert = config.up_width(config.expert_size) + config.expert_size
@@ -40,13 +41,13 @@ def _matrices(config: GPTConfig, *, all_experts: bool = False) -> int:
 
 
 def idle_parameters(config: GPTConfig) -> int:
-    """Return the number of weights of experts that a token does not take."""
+    """Return the number of weights in the experts that a token is not routed to, over all layers."""
     idle = config.moe_layers * (config.moe.experts - config.moe.top_k)
     return max(0, idle) * config.d_model * (config.up_width(config.expert_size) + config.expert_size)
 
 
 def head_flops(config: GPTConfig) -> int:
-    """Return the output head's share of `flops_per_token`."""
+    """Return the FLOPs per token of the output head."""
     return 6 * config.d_model * (config.vocab_size or config.padded_vocab_size)
 
 

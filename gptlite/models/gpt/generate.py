@@ -23,15 +23,15 @@ def generate(
 ) -> Iterator[int]:
     """Yield up to `max_tokens` tokens that continue `prompt`, ending before the first `stop`.
 
-    Beyond the learned positions the older half of the context is dropped, with and without the cache alike, so both
-    give the same tokens, up to rounding. If the model is sharded over ranks, all of them call this function and get the
-    same tokens. Raises ValueError for an empty prompt.
+    When the context exceeds the model's sequence length, its older half is dropped. This happens with and without the
+    KV cache, so the two give the same tokens, up to rounding. If the model is sharded, all ranks call this function and
+    get the same tokens. Raises ValueError for an empty prompt.
     """
     if not prompt:
-        raise ValueError("an empty prompt: give at least one token, such as the end-of-document token")
+        raise ValueError("the prompt is empty; give at least one token, such as the end-of-document token")
     runner = model if isinstance(model, StageRunner) else StageRunner([model])
     limit = _first(runner).config.sequence_length
-    generator = torch.Generator().manual_seed(sampling.seed)  # on the host: the same draws on any device
+    generator = torch.Generator().manual_seed(sampling.seed)  # on the CPU, for the same draws on any device
     context, unread, caches = prompt[-limit:], prompt[-limit:], _caches(runner) if cache else None
     for _ in range(max_tokens):
         logits = _logits(runner, unread if caches else context, caches)
@@ -48,7 +48,7 @@ def generate(
 
 
 def _logits(runner: StageRunner, context: list[int], caches: list[list[LayerCache]] | None) -> Tensor:
-    """Return logits [V] of the next token on the rank with the last part, else an empty tensor."""
+    """Return logits [V] of the next token on the rank with the last part; an empty tensor on all others."""
     tokens = torch.tensor([context], device=runner.mesh.device)
     shape, dtype = (1, len(context), _first(runner).config.stage_width), _first(runner).compute_dtype
     shapes = [shape] * runner.num_stages
@@ -69,7 +69,7 @@ def _first(runner: StageRunner) -> GPT:
 
 
 def _caches(runner: StageRunner) -> list[list[LayerCache]]:
-    """Return a cache for each layer of each of this rank's parts."""
+    """Return a KV cache for each layer of each of this rank's parts."""
     limit = _first(runner).config.sequence_length
     return [[LayerCache(limit) for _ in part.layers] for part in runner.parts if isinstance(part, GPT)]
 
@@ -77,7 +77,7 @@ def _caches(runner: StageRunner) -> list[list[LayerCache]]:
 def _draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
     """Draw one token from logits [V]."""
     if sampling.temperature == 0:
-        return int(logits.argmax())  # the limit of low temperatures
+        return int(logits.argmax())  # the limit as the temperature approaches 0
     logits = logits / sampling.temperature
     if 0 < sampling.top_k < len(logits):
         logits = logits.masked_fill(logits < logits.topk(sampling.top_k).values[-1], float("-inf"))

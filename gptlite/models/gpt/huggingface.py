@@ -1,7 +1,7 @@
 """Conversion of a GPT to Hugging Face's GPT-2: parameter names, shapes, config.json.
 
-GPT-2 stores a matrix as [in, out] (`Conv1D`), and the fused projection of queries, keys and values as q | k | v, which
-is grouped by head here. Its embedding has as many rows as the vocabulary; here it is padded.
+Hugging Face stores a matrix as [in, out] (`Conv1D`). The outputs of its fused QKV projection are ordered q | k | v;
+here they are grouped by head. Its embedding has as many rows as the vocabulary; here it is padded.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 PREFIX = "transformer."  # of names in a GPT2LMHeadModel; GPT2Model has none
-# Masks that older versions stored beside the weights.
+# Attention masks, which older versions of transformers stored with the weights.
 _BUFFERS = re.compile(r"(?:transformer\.)?h\.\d+\.attn\.(?:bias|masked_bias)")
 
-# An export writes the first name of each activation.
+# Of several names of an activation, an export writes the first.
 ACTIVATIONS = {
     "gelu_new": MLPKind.gelu_tanh,
     "gelu_pytorch_tanh": MLPKind.gelu_tanh,
     "gelu": MLPKind.gelu_erf,
     "relu": MLPKind.relu,
 }
-# Keys that change the meaning of the weights, with the only value of each that matches this model.
+# Keys of config.json that change the meaning of the weights, with the only supported value.
 FIXED = {
     "scale_attn_weights": True,
     "scale_attn_by_inverse_layer_idx": False,
@@ -41,7 +41,7 @@ FIXED = {
 }
 
 
-# Values of this model that GPT-2 has.
+# Values of GPTConfig that make a GPT a GPT-2.
 OF_GPT2 = {
     **{"kv_heads": None, "head_dim": None, "position": Position.learned, "norm": Norm.layer_norm},
     **{"qk_norm": False, "softcap": None, "windows": [], "value_residual": False, "value_embeddings": 0},
@@ -49,10 +49,10 @@ OF_GPT2 = {
 
 
 def unlike(config: GPTConfig, values: Mapping[str, Any], mlp: set[MLPKind], moe: bool = False) -> list[str]:
-    """Return `model.key=value` for each key whose value is not that in `values`, the MLP if it is not in `mlp`, and the
-    number of experts unless the class has `moe`.
+    """Return `model.key=value` for each key whose value is not that in `values`, for an MLP kind that is not in `mlp`,
+    and for experts unless `moe` is True.
 
-    A number of heads or a width that equals its default is the default, as null is.
+    `kv_heads` and `head_dim` count as null if they equal their default values.
     """
     if config.kv_heads == config.num_heads:
         config = replace(config, kv_heads=None)
@@ -72,7 +72,8 @@ class GPT2(Adapter[GPTConfig]):
     title = "GPT-2"
 
     def weights(self, config: GPTConfig) -> Iterator[Weight]:
-        """Yield every parameter, with biases, which GPT-2 always has. A tied head is not a separate parameter."""
+        """Yield every parameter, including the biases, which GPT-2 always has. A tied head is not a separate
+        parameter."""
         width, inner, vocab_size, padded = config.d_model, config.ffn_size, config.vocab_size, config.padded_vocab_size
         assert vocab_size is not None
         table, unpadded = ((vocab_size, width), (padded, width)), partial(rows, count=vocab_size)
@@ -131,9 +132,11 @@ class GPT2(Adapter[GPTConfig]):
         }
 
     def from_json(self, content: Mapping[str, Any], name: str) -> GPTConfig:
-        """Return the model that a config.json describes. Raises ConfigError with the key for anything but a GPT-2.
+        """Return the configuration that a config.json describes. Raises ConfigError, naming the key, for unsupported
+        values.
 
-        Missing keys take GPT-2's default; sizes have no default here. GPT-2's three dropouts become one: the largest.
+        Missing keys get GPT-2's defaults, except sizes, which are required. GPT-2's three dropout probabilities become
+        one: the largest.
         """
         refuse_other_values(content, FIXED)
         activation = content.get("activation_function", "gelu_new")
@@ -162,10 +165,10 @@ class GPT2(Adapter[GPTConfig]):
 
 
 def refuse_other_values(content: Mapping[str, Any], fixed: Mapping[str, Any]) -> None:
-    """Raise ConfigError if config.json has another value than `fixed` for one of its keys."""
+    """Raise ConfigError if config.json has a different value for a key of `fixed`."""
     for key, value in fixed.items():
         found = content.get(key, value)
-        if found != value and (found or value):  # null, {} and false all mean none
+        if found != value and (found or value):  # null, {} and false all turn the key off
             raise ConfigError(f"config.json: {key}={found!r}: only {key}={value!r} can be imported")
 
 
@@ -193,7 +196,7 @@ def _qkv(ours: Tensor, num_heads: int) -> Tensor:
 
 
 def whole(content: Mapping[str, Any], key: str, file: str = "config.json") -> int:
-    """Return a positive whole number of config.json, or another file. Raises ConfigError, naming the key, for another
+    """Return a positive integer from config.json, or another file. Raises ConfigError, naming the key, for any other
     value."""
     value = content.get(key)
     if type(value) is not int or value < 1:  # a bool is an int too
@@ -204,9 +207,10 @@ def whole(content: Mapping[str, Any], key: str, file: str = "config.json") -> in
 def number(
     content: Mapping[str, Any], key: str, default: float, below: float = float("inf"), file: str = "config.json"
 ) -> float:
-    """Return a number of config.json, or another file, of at least 0. Raises ConfigError, naming the key, for another
-    value."""
+    """Return a number from config.json, or another file: at least 0 and less than `below`. Raises ConfigError, naming
+    the key, for any other value."""
     value = content.get(key, default)
     if type(value) not in (int, float) or not isfinite(value) or not 0 <= value < below:
-        raise ConfigError(f"{file}: {key}={value!r} must be a number of at least 0 and below {below:g}")
+        limit = f" and below {below:g}" if isfinite(below) else ""
+        raise ConfigError(f"{file}: {key}={value!r} must be a finite number of at least 0{limit}")
     return float(value)

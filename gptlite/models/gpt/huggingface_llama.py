@@ -1,7 +1,8 @@
 """Conversion of a GPT to Hugging Face's Llama and Qwen3: parameter names, shapes, config.json.
 
-They store queries, keys and values as three matrices, and the two projections of a gated MLP as two; here each is one
-matrix whose rows are grouped by head and by hidden unit. Rotations pair rows i and i + width / 2 of a head in both.
+Hugging Face stores queries, keys and values as three matrices, and gate and up projection of the MLP as two. Here, each
+group is one matrix whose rows are grouped by head or by hidden unit. In both formats, RoPE pairs rows i and i + width /
+2 of a head.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from gptlite.models.huggingface import Adapter, Piece, Weight
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Keys that change the meaning of the weights, with the only value of each that matches this model.
+# Keys of config.json that change the meaning of the weights, with the only supported value.
 FIXED = {
     **{"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "use_sliding_window": False},
     **{"attention_dropout": 0.0, "pretraining_tp": 1, "quantization_config": None},
 }
-# Values of this model that a Llama has.
+# Values of GPTConfig that make a GPT a Llama.
 OF_LLAMA = {
     **{"position": Position.rope, "norm": Norm.rms_norm, "norm_gain": True, "bias": False, "dropout": 0.0},
     **{"softcap": None, "windows": [], "value_residual": False, "value_embeddings": 0, "qk_norm_heads": True},
@@ -37,7 +38,7 @@ SCALING = {
 
 
 class Llama(Adapter[GPTConfig]):
-    """Hugging Face's Llama: versions 1 to 3."""
+    """Hugging Face's Llama, versions 1 to 3."""
 
     model_type = "llama"
     model_class = "LlamaForCausalLM"
@@ -121,7 +122,8 @@ class Llama(Adapter[GPTConfig]):
         }
 
     def from_json(self, content: Mapping[str, Any], name: str) -> GPTConfig:
-        """Return the model that a config.json describes. Raises ConfigError with the key for what this model lacks."""
+        """Return the configuration that a config.json describes. Raises ConfigError, naming the key, for unsupported
+        values."""
         refuse_other_values(content, FIXED)
         heads, width = whole(content, "num_attention_heads"), whole(content, "hidden_size")
         kv_heads = heads if content.get("num_key_value_heads") is None else whole(content, "num_key_value_heads")
@@ -153,7 +155,7 @@ class Llama(Adapter[GPTConfig]):
 
 
 class Qwen3(Llama):
-    """Hugging Face's Qwen3, a Llama with norms of queries and keys."""
+    """Hugging Face's Qwen3: a Llama with norms of queries and keys."""
 
     model_type = "qwen3"
     model_class = "Qwen3ForCausalLM"
@@ -162,7 +164,8 @@ class Qwen3(Llama):
 
 
 def _rope(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of RoPE: `rope_theta` and `rope_scaling`, or `rope_parameters` in files of transformers 5."""
+    """Return the configuration keys of RoPE, from `rope_theta` and `rope_scaling`, or from `rope_parameters` in files
+    of transformers 5."""
     found = content.get("rope_parameters") or content.get("rope_scaling") or {}
     base = number({"rope_theta": 10000.0} | dict(content) | dict(found), "rope_theta", 10000.0)
     kind = found.get("rope_type", found.get("type", "default"))
@@ -175,7 +178,8 @@ def _rope(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _of_heads(ours: Tensor, kv_heads: int, width: int, place: int | slice) -> Tensor:
-    """Return the rows of queries, keys or values: those at `place` of each group [queries per key + 2, D, d]."""
+    """Return the rows of queries, keys or values: those at `place` of each group [query heads per key head + 2, D,
+    d]."""
     return ours.unflatten(0, (kv_heads, -1, width))[:, place]
 
 

@@ -1,7 +1,8 @@
 """Conversion of a GPT with experts to Hugging Face's Mixtral, Qwen3-MoE and OLMoE.
 
-Their files store the matrices of each expert by themselves; here those of a layer are one tensor. No class has a
-bias for the selection of experts, so a model that was balanced by one is refused, and an imported model has none.
+Hugging Face stores the matrices of each expert as separate tensors; here, those of a layer are one tensor. None of the
+classes has a bias for selecting experts, so a model with `bias_rate` is refused, and imported models have
+`bias_rate=0`.
 """
 
 from __future__ import annotations
@@ -22,15 +23,17 @@ if TYPE_CHECKING:
 
 
 class WithExperts(Llama):
-    """A Llama with experts. `block` is the name of a layer's experts, `matrices` those of an expert's gate, up and down
-    projection."""
+    """A Llama with experts.
+
+    `block`: name of the module with a layer's experts. `matrices`: names of an expert's gate, up and down projections.
+    """
 
     qk_norm_heads = True
     block: str
     matrices: tuple[str, str, str]
-    width = "intermediate_size"  # the key of an expert's width
-    renormalizes = False  # without a key norm_topk_prob
-    unsupported: tuple[str, str]  # a key without a counterpart here, and its only value
+    width = "intermediate_size"  # the config.json key of an expert's width
+    renormalizes = False  # the default of norm_topk_prob in config.json
+    unsupported: tuple[str, str]  # a key that gptlite does not support, and its only accepted value
 
     def _mlp(self, config: GPTConfig, layer: int, theirs: str, ours: str) -> Iterator[Weight]:
         if not config.has_experts(layer):
@@ -59,11 +62,12 @@ class WithExperts(Llama):
         return [*found, *(f"model.moe.{key}={getattr(value, 'value', value)}" for key, value in differ.items())]
 
     def of_moe(self) -> dict[str, Any]:
-        """Return the values of MoEConfig that every model of the class has."""
+        """Return the values of MoEConfig that all models of the class have."""
         return {}
 
     def from_json(self, content: Mapping[str, Any], name: str) -> GPTConfig:
-        """Return the model that a config.json describes. Raises ConfigError with the key for what this model lacks."""
+        """Return the configuration that a config.json describes. Raises ConfigError, naming the key, for unsupported
+        values."""
         key, only = self.unsupported
         if content.get(key) not in (None, []):
             raise ConfigError(f"config.json: {key}={content[key]}: only {only} can be imported")
@@ -137,5 +141,6 @@ class OLMoE(WithExperts):
 
 
 def _of_expert(ours: Tensor, expert: int, place: int | None = None) -> Tensor:
-    """Return an expert's matrix, or of gate and up projection in pairs of rows the one at `place`."""
+    """Return an expert's matrix. With `place`, that matrix has gate and up projection in alternating rows: return the
+    gate (0) or the up projection (1)."""
     return ours[expert] if place is None else of_pairs(ours[expert], place)

@@ -1,7 +1,8 @@
-"""Llama 2 and 3 as Meta distributes them: params.json and shards of weights, as Hugging Face's config.json and tensors.
+"""Conversion of Llama 2 and 3 from Meta's files, params.json and sharded weights, to Hugging Face's config.json and
+tensors.
 
-Meta cuts matrices over tensor-parallel ranks, one file each, and pairs the neighbouring rows 2i and 2i + 1 of a head in
-rotations. Hugging Face, and this model, pair rows i and i + width / 2, so that the rows of queries and keys move.
+Meta shards matrices over tensor-parallel ranks, one file per rank. Its RoPE pairs the adjacent rows 2i and 2i + 1 of a
+head. Hugging Face and gptlite pair rows i and i + width / 2, so the rows of queries and keys are reordered.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 FILE = "params.json"
-# Meta's name, Hugging Face's, and the dim that ranks cut; None: each has the whole.
+# Meta's name, Hugging Face's name, and the sharded dim; None: every file has the whole tensor.
 OF_MODEL = (
     ("tok_embeddings", "model.embed_tokens", 1),
     ("norm", "model.norm", None),
@@ -43,8 +44,8 @@ KEYS = (
 
 
 def from_meta(params: Mapping[str, Any], shards: Sequence[Mapping[str, Tensor]]) -> tuple[dict[str, Any], list[Piece]]:
-    """Return the content of Hugging Face's config.json, and the tensors. Raises ConfigError with the key or tensor for
-    what is not a Llama."""
+    """Return the content of Hugging Face's config.json, and the tensors. Raises ConfigError, naming the key or tensor,
+    if the model is not a Llama."""
     for key in params:
         if key not in KEYS:
             raise ConfigError(f"{FILE}: {key} is not a key of Llama 2 or 3{did_you_mean(key, KEYS)}")
@@ -56,7 +57,7 @@ def from_meta(params: Mapping[str, Any], shards: Sequence[Mapping[str, Tensor]])
             names[f"layers.{layer}.{meta}.weight"] = (f"model.layers.{layer}.{theirs}.weight", dim)
     for name in shards[0]:
         if name not in names and name not in UNUSED:
-            raise ConfigError(f"{name} is not a tensor of a Llama of {layers} layers")
+            raise ConfigError(f"{name} is not a tensor of a Llama with {layers} layers")
     tied = _tied(shards)
     pieces = []
     for meta, (theirs, dim) in names.items():
@@ -64,9 +65,9 @@ def from_meta(params: Mapping[str, Any], shards: Sequence[Mapping[str, Tensor]])
             continue
         parts = [shard[meta] for shard in shards if meta in shard]
         if len(parts) < len(shards):
-            raise ConfigError(f"{meta} is missing in {len(shards) - len(parts)} of {len(shards)} files")
+            raise ConfigError(f"{meta} is missing from {len(shards) - len(parts)} of {len(shards)} files")
         if meta == "tok_embeddings.weight" and parts[0].shape[-1] == width:
-            dim = 0  # Llama 3 cuts the vocabulary, Llama 2 the width
+            dim = 0  # Llama 3 shards the vocabulary, Llama 2 the hidden size
         turned = {"wq": heads, "wk": kv_heads}.get(meta.split(".")[-2], 0)
         shape = list(parts[0].shape)
         if dim is not None:
@@ -77,7 +78,8 @@ def from_meta(params: Mapping[str, Any], shards: Sequence[Mapping[str, Tensor]])
 
 
 def _whole(parts: Sequence[Tensor], dim: int | None, turned: int) -> Tensor:
-    """Return a tensor from its shards; with `turned` heads, the rows of each are moved to Hugging Face's order."""
+    """Return a tensor from its shards. `turned`: number of heads whose rows are reordered as in Hugging Face; 0 for
+    none."""
     import torch
 
     tensor = parts[0] if dim is None else torch.cat(list(parts), dim)
@@ -87,7 +89,7 @@ def _whole(parts: Sequence[Tensor], dim: int | None, turned: int) -> Tensor:
 
 
 def _tied(shards: Sequence[Mapping[str, Tensor]]) -> bool:
-    """Return True if the output matrix is absent, or equal to the embedding, as in Llama 3.2's small models."""
+    """Return True if the output matrix is absent, or equals the embedding, as in Llama 3.2's small models."""
     output, table = "output.weight", "tok_embeddings.weight"
     if table not in shards[0]:
         raise ConfigError(f"{table} is missing")
@@ -95,18 +97,18 @@ def _tied(shards: Sequence[Mapping[str, Tensor]]) -> bool:
 
 
 def _config(params: Mapping[str, Any], heads: int, kv_heads: int, rows: int, tied: bool) -> dict[str, Any]:
-    """Return the content of config.json. Meta's files have no length of the context: it is that of the model that has
-    such rotations."""
+    """Return the content of config.json. Without max_seq_len, the context length is that of the Llama version with
+    these RoPE settings."""
     width, multiple = whole(params, "dim", FILE), whole(params, "multiple_of", FILE)
     inner = int(2 * 4 * width / 3)
     if params.get("ffn_dim_multiplier") is not None:
         inner = int(number(params, "ffn_dim_multiplier", 1.0, file=FILE) * inner)
-    vocab_size = params.get("vocab_size", -1)  # -1: as many as the tokenizer has
+    vocab_size = params.get("vocab_size", -1)  # -1: the tokenizer's
     base, scaled = number(params, "rope_theta", 10000.0, file=FILE), params.get("use_scaled_rope", False)
     length = 131072 if scaled else 8192 if base > 10000 else 4096
     scaling = {
         "rope_type": "llama3",
-        # Llama 3.2's small models, the tied ones, were extended 32 times, Llama 3.1's 8 times.
+        # 32 for Llama 3.2's small models, which have tied embeddings; 8 for Llama 3.1.
         "factor": number(params, "rope_scaling_factor", 32.0 if tied else 8.0, file=FILE),
         "low_freq_factor": 1.0,
         "high_freq_factor": 4.0,

@@ -23,12 +23,12 @@ class MLP(nn.Module):
         self.down = Linear(width, config.d_model, bias=bias, fused=ops.linear)
 
     def forward(self, x: Tensor, *, bias: bool = True) -> Tensor:
-        """Return the MLP's output. Without `bias` the bias of the last layer is left to the next op."""
-        # Back to the activations' dtype: under Apex's O1 the product has another one.
+        """Return the MLP's output. If `bias` is False, the next op adds the last layer's bias."""
+        # Back to the activations' dtype: with Apex's O1, the projection's output has another dtype.
         projected = self.up.project(x).to(x.dtype)
         hidden = bias_activation(projected, self.up.local_bias(x.dtype), self.kind, self.fused)
         return self.down(hidden) if bias else self.down.project(hidden)
 
     def local_bias(self, dtype: torch.dtype) -> Tensor | None:
-        """Return the last layer's bias in a compute dtype."""
+        """Return the last layer's bias cast to `dtype`; None without a bias."""
         return self.down.local_bias(dtype)

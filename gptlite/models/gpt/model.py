@@ -1,7 +1,7 @@
 """A pre-norm GPT: GPT-2 (Radford et al. 2019), GPT-3 (arXiv:2005.14165), Llama 3 (arXiv:2407.21783) and others, by
 configuration.
 
-Shapes: B sequences, S positions, d model width, H heads, D head width, V vocabulary.
+Shapes: B sequences of length S, hidden size d, H heads of width D, vocabulary size V.
 """
 
 from typing import TYPE_CHECKING, NamedTuple, cast
@@ -29,14 +29,14 @@ from gptlite.ops.token_scores import token_scores
 if TYPE_CHECKING:
     from gptlite.precision import Policy
 
-# Dropout sites have unique numbers in the model: the embedding is 0, block i has 3i+1 ... 3i+3.
+# Dropout sites have unique numbers in the model: 0 for the embedding, 3i + 1 to 3i + 3 for block i.
 EMBEDDING_SITE, SITES_PER_BLOCK = 0, 3
 FLASH_WIDTH = 256  # largest head width of flash attention with spans; widths must be multiples of 8
 
 
 def positions(tensor: SequenceCut | None, context: ContextCut | None, count: int) -> tuple[int, int]:
-    """Return the position in the sequence of the first of `count` local activations, and the number of positions that
-    are skipped between their first and second half."""
+    """Return the sequence position of the first of `count` local activations, and the number of positions that are
+    skipped between their first and second half."""
     index, slices = (tensor.rank, tensor.size) if tensor is not None and tensor.sequence else (0, 1)
     if context is None or context.whole:
         return index * count, 0
@@ -51,8 +51,8 @@ def _norm(config: GPTConfig, ops: Ops) -> LayerNorm | RMSNorm:
 
 
 class Stream(NamedTuple):
-    """A residual stream x [B, S, d] with a pending addition: added + bias, with dropout. The next norm adds and
-    normalizes in one pass over memory."""
+    """Residual stream x [B, S, d] with a pending addition, dropout(added + bias). The next norm adds and normalizes in
+    one pass over memory."""
 
     x: Tensor
     added: Tensor
@@ -72,7 +72,8 @@ class Stream(NamedTuple):
 class Block(nn.Module):
     """Transformer block: x + attention(norm(x)), then x + mlp(norm(x)); x [B, S, d].
 
-    With `deferred_add` the second sum is left to the next block, and the biases of both are added with the sums.
+    With `deferred_add`, the next block computes the second sum, and the output biases of attention and MLP are added
+    together with the sums.
     """
 
     def __init__(self, config: GPTConfig, ops: Ops, seed: int, layer: int) -> None:
@@ -101,14 +102,15 @@ class Block(nn.Module):
         first: Tensor | None = None,
         tokens: Tensor | None = None,
     ) -> Tensor | Stream | tuple[Tensor | Stream, Tensor]:
-        """Return the block's output; of a block whose values later blocks take as `first`, also these.
+        """Return the block's output. If later blocks take this block's attention values as `first`, return the values
+        as well.
 
-        Dropout needs the batch's sample_ids [B] and the numbers of its sites [3]. `mask`, `rotary`, `first` and
-        `tokens` are attention's.
+        Dropout needs the batch's `sample_ids` [B] and `sites` [3], the numbers of the block's dropout sites. `mask`,
+        `rotary`, `first` and `tokens` are arguments of CausalSelfAttention.forward.
         """
         normed, x = x.normed(self.attn_norm, self.dropout) if isinstance(x, Stream) else (self.attn_norm(x), x)
         start, gap = positions(self.tensor_axis, self.context, x.shape[1])
-        attention_key = self._key(0, sample_ids, sites, 0)  # attention sees all positions
+        attention_key = self._key(0, sample_ids, sites, 0)  # attention always gets whole sequences
         residual_key, mlp_key = (self._key(i, sample_ids, sites, start, gap) for i in (1, 2))
         inputs = attention_key, cache, mask, rotary, first, tokens
         attended, given = self.attn(normed, *inputs, bias=not self.deferred_add)
@@ -120,7 +122,7 @@ class Block(nn.Module):
             out = x + dropout(added, self.dropout, mlp_key, self.fused_dropout)
         else:
             bias = self.mlp.local_bias(x.dtype)
-            # A copy: ZeRO frees a block's parameters after its forward pass.
+            # Clone the bias: ZeRO frees a block's parameters after its forward pass.
             out = Stream(x, added, None if bias is None else bias.clone(), mlp_key)
         return out if given is None else (out, given)
 
@@ -133,10 +135,10 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """The whole model, or a part of a pipeline without the modules before or after it.
+    """The whole model, or the part of it in one pipeline stage.
 
     `seed` keys the dropout masks; `compute_dtype` is the activations' dtype. Layers are stored under their global
-    number, so that a part has the same parameter names as the whole.
+    index, so that a part has the same parameter names as the whole model.
     """
 
     def __init__(self, config: GPTConfig, ops: Ops | None = None, seed: int = 0) -> None:
@@ -182,15 +184,15 @@ class GPT(nn.Module):
         scored: bool = False,
         everywhere: Tensor | None = None,
     ) -> Tensor:
-        """Return the sum of the token losses, fp32, in nats; without targets, logits [B, V] of the token after the
-        last; if `scored`, the scores [B, S, 2] of the targets, see token_scores.
+        """Return the sum of the token losses, fp32, in nats. Without targets, return the logits [B, V] of the next
+        token; if `scored`, the scores [B, S, 2] of the targets, see token_scores.
 
         A part without the head returns its activations [B, S, d]. x: tokens [B, S] int64, or the activations of the
-        part before. targets [B, S] int64 (-100 is ignored); sample_ids [B], the global sample numbers that key dropout
-        in training. With caches, one per layer, `x` continues their content. `documents` describes the whole sequence,
-        even if it is sharded: positions are counted from the start of each document, and attention does not look back
-        beyond it. `upstream`: the gradient of the sum, if it is known in advance; see LossGradient. `everywhere`: the
-        tokens, for a part whose x are activations; only value embeddings need them.
+        previous part. `targets` [B, S] int64; -100 is ignored. `sample_ids` [B]: global sample numbers, which key
+        dropout in training. `caches`: one KV cache per layer; x then continues the cached tokens. `documents`: document
+        boundaries of the whole sequence, even if it is sharded. Positions then count from the start of each document,
+        to which attention is restricted. `upstream`: gradient with respect to the sum, if it is known in advance; see
+        LossGradient. `everywhere`: the tokens, for a part that gets activations as x; only value embeddings need them.
         """
         shared = None if targets is None or scored else self._table_gradient()
         hidden = self.hidden(x, sample_ids, caches, documents, shared, everywhere)
@@ -200,12 +202,12 @@ class GPT(nn.Module):
         if targets is None:
             return self.head(hidden[:, -1:], None, vocab_size)
         if scored:
-            head = self.head  # it takes one position of each sequence: here, of sequences of one
+            head = self.head  # without targets, it takes sequences of length 1
             return token_scores(hidden, targets, lambda rows: head(rows.unsqueeze(1), None, vocab_size))
         return self.head(hidden, targets, vocab_size, LossGradient(upstream, shared))
 
     def logits(self, tokens: Tensor, caches: list[LayerCache] | None = None) -> Tensor:
-        """Return logits [B, V] of the token after the last."""
+        """Return the logits [B, V] of the next token."""
         return self(tokens, None, caches=caches)
 
     def hidden(
@@ -217,8 +219,8 @@ class GPT(nn.Module):
         shared: TableGradient | None = None,
         tokens: Tensor | None = None,
     ) -> Tensor:
-        """Return the last layer's output [B, S, d], normed in the last part. Raises ValueError beyond
-        `model.sequence_length`."""
+        """Return the last layer's output [B, S, d], after the final norm in the last part. Raises ValueError if the
+        sequence is longer than `model.sequence_length`."""
         first: Tensor | None = None
         dropping = sample_ids is not None and self.training and self.config.dropout > 0.0
         start = caches[0].length if caches else 0
@@ -228,7 +230,7 @@ class GPT(nn.Module):
             x, first = self._received(x)
         sites, masks = None, self._masks(x, start, documents, dropping)
         if dropping:
-            # A tensor, since torch.compile would specialize on a Python number: one graph per layer.
+            # A tensor: torch.compile would specialize on a Python number and compile one graph per layer.
             count = SITES_PER_BLOCK * self.config.num_layers
             sites = EMBEDDING_SITE + 1 + torch.arange(count, device=x.device).view(-1, SITES_PER_BLOCK)
         turned = self._rotary(x, start, documents) if self.config.position is Position.rope else None
@@ -250,7 +252,7 @@ class GPT(nn.Module):
         return x.normed(cast(LayerNorm | RMSNorm, self.final_norm), self.config.dropout)[0]
 
     def _received(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return activations and the first layer's values from what the part before has sent."""
+        """Split the tensor received from the previous part into activations and the first layer's values."""
         config, axis = self.config, self.tensor_axis
         heads = config.num_kv_heads // (1 if axis is None else axis.size)
         return parted(x, config.kv_size, heads, config.head_width, axis.size if axis and axis.sequence else 1)
@@ -258,7 +260,8 @@ class GPT(nn.Module):
     def _masks(
         self, x: Tensor, start: int, documents: Documents | None, dropping: bool
     ) -> dict[int, Tensor | Spans | None]:
-        """Return attention's mask by layer, see Block. Arguments are as in `_rotary`."""
+        """Return attention's mask for each layer, see CausalSelfAttention.forward. Positions start at `start`.
+        `dropping`: dropout is on."""
         plain = None if documents is None else self._documents_mask(documents, dropping)
         windows = {int(number): self.config.window(int(number)) for number in self.layers}
         masks: dict[int, Tensor | Spans | None] = {0: plain}
@@ -271,8 +274,8 @@ class GPT(nn.Module):
         return {number: masks[window] for number, window in windows.items()}
 
     def _documents_mask(self, documents: Documents, dropping: bool) -> Tensor | Spans:
-        """Return attention's mask: bool [B, 1, local positions, S], True for keys of other documents; or the spans of
-        documents, if flash attention computes them separately."""
+        """Return attention's document mask: bool [B, 1, local positions, S], True for keys of other documents. If flash
+        attention computes the documents separately, return their spans instead."""
         whole = self.context is None or self.context.whole
         if self.varlen and documents.ends is not None and whole and not dropping:
             return Spans(F.pad(documents.ends.flatten(), (1, 0)), documents.longest)  # the first document starts at 0
@@ -287,8 +290,8 @@ class GPT(nn.Module):
         return (mine[:, :, None] != documents[:, None, :]).unsqueeze(1)
 
     def _places(self, x: Tensor, start: int) -> Tensor:
-        """Return the positions in the sequence, from `start` on, that attention has on this rank. x [B, S or a slice,
-        d] are activations between layers."""
+        """Return the sequence positions, counted from `start`, that attention has on this rank. x [B, S, d] is the
+        activations between layers, or this rank's slice of them."""
         sliced = self.tensor_axis is not None and self.tensor_axis.sequence
         length = x.shape[1] * (self.tensor_axis.size if sliced and self.tensor_axis else 1)
         if self.context is None or self.context.whole:
@@ -297,7 +300,8 @@ class GPT(nn.Module):
         return torch.cat([first + half for first in self.context.starts(length)])
 
     def _rotary(self, x: Tensor, start: int, documents: Documents | None) -> Angles:
-        """Return the rotations of queries and keys. Positions count from the start of each document."""
+        """Return the cosines and sines that rotate queries and keys. Positions count from the start of each
+        document."""
         config, places = self.config, self._places(x, start).unsqueeze(0)
         if documents is not None:
             places = places - documents.starts[:, places[0]]
@@ -309,9 +313,10 @@ class GPT(nn.Module):
         return cos[:, :, None, None], sin[:, :, None, None]
 
     def _table_gradient(self) -> TableGradient | None:
-        """Return a holder for the head's gradient of a tied weight, if the embedding's backward pass can add to it.
+        """Return a holder for the head's gradient of a tied weight, if the embedding's backward pass can add to it,
+        otherwise None.
 
-        Only for whole fp32 weights: in 16 bits it would round what autograd adds up in fp32.
+        Only for unsharded fp32 weights: in 16-bit precision, the addition would round, whereas autograd adds in fp32.
         """
         if not self.fused_table or self.token_embedding is None or not isinstance(self.head, Head):
             return None
@@ -327,12 +332,12 @@ class GPT(nn.Module):
         documents: Documents | None,
         shared: TableGradient | None = None,
     ) -> Tensor:
-        """Embed tokens [B, S] from position `start` on; with context parallelism, they are this rank's. Returns [B, S,
-        d], or this rank's slice with sequence parallelism."""
+        """Embed tokens [B, S] at positions from `start` on. With context parallelism, these are this rank's tokens.
+        Return [B, S, d], or with sequence parallelism this rank's slice."""
         assert self.token_embedding is not None
         if (end := start + tokens.shape[1]) > self.config.sequence_length:
-            raise ValueError(f"{end} positions, but model.sequence_length={self.config.sequence_length}")
-        # Cast both before adding them, as FSDP2 casts parameters before use.
+            raise ValueError(f"the sequence has {end} tokens, but model.sequence_length={self.config.sequence_length}")
+        # Cast both embeddings before adding them, as FSDP2 casts parameters before use.
         table = self.token_embedding
         x = copied_rows(tokens, cast(Tensor, table.weight), self.compute_dtype) if shared is None else None
         if x is None:
@@ -348,7 +353,8 @@ class GPT(nn.Module):
         return dropout(x, self.config.dropout, key, self.fused_dropout)
 
     def _with_positions(self, x: Tensor, learned: Tensor, first: int, gap: int, documents: Documents | None) -> Tensor:
-        """Add the learned positions from `first` on, of which `gap` are skipped between the halves."""
+        """Add the learned position embeddings from position `first` on, skipping `gap` positions between the two halves
+        of x."""
         half = x.shape[1] // 2
         second = first + half + gap
         if documents is not None:
@@ -363,11 +369,12 @@ class GPT(nn.Module):
 
 
 def prepare(part: nn.Module, policy: "Policy", recomputes: bool) -> None:
-    """Set a part's dtypes, which also determine the additions that its blocks may defer to the next op."""
+    """Set a part's dtypes. Turn off variable-length flash attention and deferred additions if the policy does not
+    support them."""
     assert isinstance(part, GPT)
     part.compute_dtype = policy.stream_dtype
     part.varlen &= policy.stream_dtype in (torch.bfloat16, torch.float16)  # dtypes of flash attention
     for block in part.blocks():
-        # The fused kernel normalizes and adds in a single dtype. A recomputed block keeps its input, and
-        # with a pending addition it would be two tensors instead of one.
+        # The fused kernel normalizes and adds in a single dtype. Activation checkpointing keeps a block's input, which
+        # would be two tensors instead of one with a pending addition.
         block.deferred_add &= policy.stream_dtype == policy.compute_dtype and not policy.fp32_norms and not recomputes

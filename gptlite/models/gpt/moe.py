@@ -10,8 +10,8 @@ from gptlite.ops.select import Ops
 
 
 class MoE(nn.Module):
-    """Experts chosen by a router, and a dense MLP in which the shared experts are side by side: x [B, S, d] -> [B, S,
-    d]. There are no biases."""
+    """Experts chosen by a router, plus the shared experts, which form one dense MLP: x [B, S, d] -> [B, S, d]. There
+    are no biases."""
 
     def __init__(self, config: GPTConfig, ops: Ops) -> None:
         super().__init__()
@@ -28,5 +28,5 @@ class MoE(nn.Module):
         return self.experts(x, *self.router(x), self.shared)
 
     def local_bias(self, dtype: torch.dtype) -> Tensor | None:
-        """Return None, as an MLP without a bias does."""
+        """Return None, since there are no biases."""
         return None

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from gptlite.parallelism.stage_runner import StageRunner
     from gptlite.precision import Policy
 
-# Two per layer are added to the residual stream, whose variance would grow with depth: see `initial`.
+# Projections whose outputs are added to the residual stream. They are scaled down in `initial`, since the stream's
+# variance would otherwise grow with depth.
 RESIDUAL_PROJECTIONS = ("attn.proj.weight", "mlp.down.weight", "mlp.shared.down.weight", "mlp.experts.down")
 EDGES = (
     *("token_embedding.weight", "position_embedding.weight", "head.weight", "values.embedding.weight"),
@@ -35,7 +36,7 @@ EDGES = (
 
 
 class GPTSpec(ModelSpec[GPTConfig]):
-    """Spec of the GPT of the papers."""
+    """ModelSpec of the pre-norm GPT."""
 
     name = "gpt"
     schema = GPTConfig
@@ -53,12 +54,12 @@ class GPTSpec(ModelSpec[GPTConfig]):
         if config.head_dim is None and config.d_model % config.num_heads:
             raise ConfigError(
                 f"model.d_model={config.d_model} is not divisible by model.num_heads={config.num_heads}; "
-                f"the heads can be {listed(divisors(config.d_model))}, or set model.head_dim"
+                f"model.num_heads can be {listed(divisors(config.d_model))}, or set model.head_dim"
             )
         if config.num_heads % config.num_kv_heads:
             raise ConfigError(
                 f"model.num_heads={config.num_heads} is not divisible by model.kv_heads={config.num_kv_heads}; "
-                f"it can be {listed(divisors(config.num_heads))}"
+                f"model.kv_heads can be {listed(divisors(config.num_heads))}"
             )
         if config.position is Position.rope and config.head_width % 2:
             raise ConfigError(
@@ -68,10 +69,10 @@ class GPTSpec(ModelSpec[GPTConfig]):
             raise ConfigError(f"model.norm_gain=false needs model.norm=rms_norm, not {config.norm.value}")
         check_experts(config)
         if any(window < 0 for window in config.windows):
-            raise ConfigError(f"model.windows={config.windows}: each must be positive, or 0 for all positions")
+            raise ConfigError(f"model.windows={config.windows}: each must be positive, or 0 for full attention")
         if config.value_embeddings < 0:
             raise ConfigError(
-                f"model.value_embeddings={config.value_embeddings}: it must be 0, for none, or N, for every Nth layer"
+                f"model.value_embeddings={config.value_embeddings} must be 0 (none) or N (every Nth layer)"
             )
         for key in ("softcap", "rope_base", "rope_scaling"):
             if (value := getattr(config, key)) is not None and not value > 0:
@@ -93,15 +94,16 @@ class GPTSpec(ModelSpec[GPTConfig]):
         heads, keys = config.num_heads, config.num_kv_heads
 
         def shares(ranks: int) -> bool:
-            """Return True if ranks beyond the heads of keys can share one equally: see CausalSelfAttention."""
-            rows = (heads // keys + 2) * config.head_width  # of a group
+            """Return True if every rank has whole key/value heads, or if several ranks can share one equally: see
+            CausalSelfAttention."""
+            rows = (heads // keys + 2) * config.head_width  # in a group
             equally = ranks % keys == 0 and rows % (ranks // keys) == 0
             return keys % ranks == 0 or (equally and not config.mixed_layers and config.qk_norm_heads)
 
         most = max(size for size in divisors(heads) if all(map(shares, divisors(size))))
         if most == keys < heads:
             return {"model.kv_heads": keys} | mlp_sizes(config)
-        key = f"usable shares of model.num_heads={heads} with model.kv_heads={keys}"
+        key = f"the largest tensor degree for model.num_heads={heads} with model.kv_heads={keys}"
         return {"model.num_heads" if most == heads else key: most} | mlp_sizes(config)
 
     def experts(self, config: GPTConfig) -> int | None:
@@ -112,9 +114,9 @@ class GPTSpec(ModelSpec[GPTConfig]):
 
     def upcycled(self, config: GPTConfig, experts: int, top_k: int) -> tuple[GPTConfig, dict[str, str]]:
         if config.moe.experts:
-            raise ConfigError(f"model.moe.experts={config.moe.experts}: the model has experts already")
+            raise ConfigError(f"model.moe.experts={config.moe.experts}: the model already has experts")
         if config.bias:
-            raise ConfigError("model.bias=true: experts have no biases, so the MLP's would be lost; train without them")
+            raise ConfigError("model.bias=true: experts have no biases; train the dense model with model.bias=false")
         moe = MoEConfig(experts=experts, top_k=top_k, d_ff=config.ffn_size)
         found = replace(config, moe=moe)
         self.check(found)
@@ -125,7 +127,7 @@ class GPTSpec(ModelSpec[GPTConfig]):
         return None if config.vocab_size is None else config.padded_vocab_size
 
     def product_sizes(self, config: GPTConfig) -> dict[str, int]:
-        # The heads' width divides those of the fused projection and of its output.
+        # The head width divides the widths of the fused QKV projection and of attention's output.
         heads = {"model.head_dim": config.head_width} if config.qkv_size != 3 * config.d_model else {}
         return {"model.d_model": config.d_model} | mlp_sizes(config) | heads
 
@@ -145,10 +147,10 @@ class GPTSpec(ModelSpec[GPTConfig]):
         return config.num_heads, config.head_width, config.dropout > 0
 
     def words(self, config: GPTConfig) -> str:
-        shared = "" if config.kv_heads is None else f" ({config.kv_heads} of keys)"
+        shared = "" if config.kv_heads is None else f" ({config.kv_heads} for keys and values)"
         return (
             f"{config.num_layers} layers, {config.num_heads} heads{shared}, d {config.d_model}, "
-            f"vocabulary {config.vocab_size} in {config.padded_vocab_size} rows{experts_words(config)}"
+            f"vocabulary {config.vocab_size} (padded to {config.padded_vocab_size}){experts_words(config)}"
         )
 
     def huggingface(self) -> Sequence[Adapter[GPTConfig]]:
@@ -198,8 +200,9 @@ class GPTSpec(ModelSpec[GPTConfig]):
         return {"head.weight": "token_embedding.weight"} if config.tied_embeddings else {}
 
     def initial(self, config: GPTConfig, name: str, shape: tuple[int, ...]) -> Normal | Constant:
-        """Return GPT-2's initial values: N(0, init_std), residual projections times 1/sqrt(2 layers), or 0 with
-        `zero_init`, biases 0, norms 1; and 0.5 for the weights of values."""
+        """Return GPT-2's initial values: N(0, init_std) for matrices, 0 for biases, 1 for norms. For residual
+        projections, the standard deviation is divided by sqrt(2 layers), or they are 0 with `zero_init`. The weights of
+        ValueMix are 0.5."""
         if name.endswith("values.weight"):
             return Constant(0.5)
         if name.endswith("norm.weight"):

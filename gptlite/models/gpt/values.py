@@ -1,4 +1,5 @@
-"""Values of attention with residuals from the first layer and with embeddings of the tokens."""
+"""Attention values mixed with the first layer's values (value residual) and with token embeddings (value
+embeddings)."""
 
 import torch
 import torch.nn.functional as F
@@ -8,10 +9,10 @@ from gptlite.models.gpt.config import GPTConfig
 
 
 class ValueMix(nn.Module):
-    """Weighted sum of a layer's values, the first layer's (ResFormer, arXiv:2410.17897), and the token's row of a table
-    (value embeddings of modded-nanogpt's records and of nanochat).
+    """Weighted sum of a layer's values, the first layer's values (ResFormer, arXiv:2410.17897), and an embedding of the
+    token (value embeddings, as in modded-nanogpt's records and nanochat).
 
-    The weights are learned scalars per layer that begin at 0.5, as in modded-nanogpt; nanochat has a gate per head.
+    The weights are learned scalars per layer, initialized with 0.5 as in modded-nanogpt; nanochat has a gate per head.
     """
 
     of_heads = True  # a tensor-parallel rank has some heads, so the scalars' gradients are summed over the ranks
@@ -38,16 +39,16 @@ def with_values(x: Tensor, v: Tensor, width: int) -> Tensor:
     """Return the tensor that a pipeline stage sends: activations x [B, s, d] followed by `width` columns with the first
     layer's values v [B, S, K, 1, D] of this rank's heads.
 
-    With sequence parallelism x is a slice of the sequence, and v has as many elements as the columns. Otherwise tensor
-    parallelism leaves some of them zero.
+    With sequence parallelism, x is a slice of the sequence, and v has as many elements as the columns. With tensor
+    parallelism alone, v has fewer elements, and the remaining columns are zero.
     """
     columns = v.to(x.dtype).reshape(*x.shape[:2], -1)
     return torch.cat([x, F.pad(columns, (0, width - columns.shape[-1]))], -1)
 
 
 def parted(received: Tensor, width: int, heads: int, head_width: int, slices: int) -> tuple[Tensor, Tensor]:
-    """Return the activations and the values that `with_values` has put together. `slices`: the number of slices of a
-    sequence, 1 without sequence parallelism."""
+    """Split a tensor from `with_values` into activations and values. `slices`: the number of slices of a sequence, 1
+    without sequence parallelism."""
     batch, length, whole = received.shape
     x, columns = received.split([whole - width, width], -1)
     v = columns[..., : heads * head_width * slices].reshape(batch, length * slices, heads, 1, head_width)
