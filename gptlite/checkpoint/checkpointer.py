@@ -147,7 +147,7 @@ class Checkpointer:
         held = from_main(self.mesh, lambda: store.step_folders(self.root))
         check = partial(verify_together, log=log, mesh=self.mesh)
         if resume == "auto" and self.config.load == "all":
-            fix = "move them away to start over, or set checkpoint.resume to another path"
+            fix = "move the checkpoints away to start over, or set checkpoint.resume to another path"
             return newest_intact(held, str(self.root), fix, log, check) if held else None
         found = None
         if resume not in ("auto", "never"):

@@ -21,12 +21,12 @@ DEPTH = 3  # levels of the search for runs in a folder: a sweep has date/time/jo
 LEFT = (".tmp-*", ".trash-*", "damaged-*", "superseded-*")
 
 
-def existing(path: str) -> Path:
-    """Return the folder or file at `path`. Raises ConfigError if it does not exist."""
+def existing(path: str, fix: str = "") -> Path:
+    """Return the folder or file at `path`. Raises ConfigError if it does not exist, with `fix` if no name is close."""
     found = Path(path).expanduser()
     if not found.exists():
         names = [each.name for each in found.parent.iterdir()] if found.parent.is_dir() else []
-        raise ConfigError(f"{path} does not exist{did_you_mean(found.name, names)}")
+        raise ConfigError(f"{path} does not exist{did_you_mean(found.name, names) or fix}")
     return found
 
 
@@ -41,7 +41,7 @@ def roots(path: str) -> list[Path]:
 
     Raises ConfigError if there are none, or if `path` is a step folder.
     """
-    folder = existing(path)
+    folder = existing(path, "; give a run folder, or a folder of runs")
     if is_step(folder):
         raise ConfigError(f"{path} is one checkpoint; give its run, or use inspect")
     if store.step_folders(folder) or (folder.name == "checkpoints" and folder.is_dir()):
@@ -57,7 +57,7 @@ def roots(path: str) -> list[Path]:
 
 def checkpoints(path: str) -> list[Path]:
     """Return the step folders at `path`, newest first within a run, without reading them. Raises ConfigError."""
-    folder = existing(path)
+    folder = existing(path, "; give a run folder or a checkpoint folder")
     if is_step(folder):
         return [folder]
     found = [each for root in roots(path) for each in store.step_folders(root)]

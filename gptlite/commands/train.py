@@ -18,8 +18,9 @@ from omegaconf import DictConfig
 from gptlite.config import CONF_DIR, SCHEMAS, choices, help_text, register, resumed, typed
 from gptlite.config.command_line import pipe_closed
 from gptlite.config.deepspeed import with_deepspeed
-from gptlite.config.messages import refusals
+from gptlite.config.messages import refusals, unknown_key
 from gptlite.config.plugins import import_plugins, named_in
+from gptlite.config.schema import known_keys
 from gptlite.config.warm_start import with_model
 from gptlite.errors import ConfigError
 from gptlite.invocation import localized
@@ -124,6 +125,10 @@ def jobs() -> int:
 def sort_arguments(arguments: list[str]) -> tuple[list[str], list[str]]:
     """Split arguments into flags with their values, and overrides, as Hydra requires overrides to be contiguous."""
     overrides = [each for each in arguments if re.match(r"[+~]*[\w./@:]+=|~\w", each)]
+    for each in arguments:
+        if (option := re.match(r"--([a-z_.]*[._][a-z_.]*)(=.*)?$", each)) and option[1] != "shell_completion":
+            key = f"give {option[1]}=VALUE" if option[1] in known_keys() else unknown_key(option[1])
+            raise ConfigError(f"{each}: settings are KEY=VALUE, without dashes; {key}")
     for group in SCHEMAS:
         if f"{group}=null" in overrides:
             raise ConfigError(f"{group}=null: every run needs this section; {choices(group)}")

@@ -39,12 +39,21 @@ def explain(error: BaseException) -> str:
         return f"{where[1]} defaults to model.{lacks[1]}, which this model does not have; give {where[1]}=..."
     for item in chain:
         if match := re.search(r"full_key: (\S+)", str(item)):
-            return f"{match[1]}: {str(item).splitlines()[0]}"
+            return f"{match[1]}: {_plain(str(item).splitlines()[0])}"
     if isinstance(error, OverrideParseException):
+        if "=" not in error.override:
+            return f"{error.override} is not KEY=VALUE; --help lists the keys"
         return f"{error.override} cannot be read; quote a value with special characters for Hydra too: \"KEY='VALUE'\""
     if "Ambiguous value" in text:
         return f"{str(error).splitlines()[0]}: several values need --multirun (-m), or quotes if they are one"
     return str(error).splitlines()[0]
+
+
+def _plain(line: str) -> str:
+    """Return an OmegaConf error about a value's type in plain words; other errors unchanged."""
+    found = re.match(r"Value '(.*)' (?:of type '\w+' could not be converted to|is not a valid) (\w+)", line)
+    kinds = {"Integer": "a whole number", "Float": "a number", "bool": "true or false"}
+    return f"{found[1]} is not {kinds[found[2]]}" if found and found[2] in kinds else line
 
 
 def unknown_key(key: str) -> str:

@@ -57,6 +57,9 @@ class Source:
         try:
             with open(file, "rb") as opened:
                 digest = hashlib.file_digest(opened, "sha256").hexdigest()
+        except IsADirectoryError:
+            fix = f"give {self.name}, or data=text to train on the files in a folder"
+            raise ConfigError(f"data.path={path} is a folder; {fix}") from None
         except OSError as error:
             raise ConfigError(f"data.path={path} cannot be read ({error.strerror}); give {self.name}") from error
         if digest != self.sha256:

@@ -84,7 +84,7 @@ REFUSED = {
     "model=gpt3-smal": "model=gpt3-smal does not exist; did you mean gpt3-small?",
     "optimizer=adamv": "optimizer=adamv does not exist; did you mean adam?",
     "optimizer.min_trust=0.9": "optimizer.min_trust is not a key of the chosen preset",
-    "trainer.max_steps=many": "trainer.max_steps: Value 'many'",
+    "trainer.max_steps=many": "trainer.max_steps: many is not a whole number",
     "model.mlp=gelu": "model.mlp: Invalid value 'gelu'",
     "model.activation=relu": "model.activation is now model.mlp",
     "ops.bias_gelu=fused": "ops.bias_gelu is now ops.activation",
@@ -115,6 +115,9 @@ REFUSED = {
     "model.d_model=${nope}": "model.d_model: Interpolation key 'nope' not found",
     "trainer.profile_steps=[5000,5001]": "trainer.profile_steps=[5000, 5001] begins after",
     "a=b=c": "a=b=c cannot be read; quote a value",
+    "optimizer.lr=x": "optimizer.lr: x is not a number",
+    "trainer.compile=maybe": "trainer.compile: maybe is not true or false",
+    "foo": "foo is not KEY=VALUE; --help lists the keys",
 }
 
 
@@ -193,6 +196,12 @@ def test_flags_may_stand_anywhere() -> None:
         match="optimizer=null: every run needs this section; choose optimizer=adafactor, adam, adamw, adamw_8bit, ap",
     ):
         sort_arguments(["optimizer=null"])
+    for given, key in {
+        "--max_steps=5": "did you mean trainer.max_steps",
+        "--data.path": "give data.path=VALUE",
+    }.items():
+        with pytest.raises(ConfigError, match=f"^{given}: settings are KEY=VALUE, without dashes; .*{key}"):
+            sort_arguments([given, "5"])
 
 
 def test_tool_arguments() -> None:

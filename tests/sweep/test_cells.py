@@ -69,7 +69,7 @@ def test_what_depends_on_the_number_of_ranks_prunes_too() -> None:
     [
         (["parallelism.tensr=1,2"], "parallelism.tensr is not a key; did you mean parallelism.tensor?"),
         (["parallelism=single,ddpp"], "parallelism=ddpp does not exist; did you mean ddp?"),
-        (["parallelism.tensor=1,abc"], "parallelism.tensor: Value 'abc' of type 'str' could not be converted"),
+        (["parallelism.tensor=1,abc"], "parallelism.tensor: abc is not a whole number"),
         (["parallelism.tensor=3,5"], "none of the 2 cells can run; the first: model.num_heads=2 is not divisible"),
         (["+parallelism.tensr=1,2"], "none of the 2 cells can run; the first: parallelism.tensr is not a key"),
         (["seed=1,2", "hydra.sweep.subdir=x"], "hydra.sweep.subdir gives cells 0 and 1 the same folder, s/x"),
