@@ -22,8 +22,8 @@ LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens
 
 
 class GptliteLM(TemplateLM):
-    """model of gptlite as an LM of lm-eval. As in lm-eval's HFLM, requests that exceed the model's context are truncated
-    on the left, and an empty context is replaced by the end-of-document token."""
+    """LM of lm-eval that wraps a model. As in lm-eval's HFLM, requests that exceed the model's context are truncated on
+    the left, and an empty context is replaced by the end-of-document token."""
 
     def __init__(self, scorer: SharedScorer, spec: ModelSpec, tokenizer: Tokenizer, max_length: int) -> None:
         super().__init__()
