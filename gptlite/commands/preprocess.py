@@ -98,7 +98,8 @@ def prepare(arguments: Arguments) -> int:
     print(f"split: {counted(done.split[0], 'training document')}, {done.split[1]:,} for validation ({fraction})")
     if arguments.validation_fraction and not done.split[1]:
         print("warning: training needs text for validation: raise validation_fraction, or give more documents")
-    print(f"{done.new.tokens:,} tokens in {done.seconds:.1f} s: {rate / 1e6:.2f}M tokens/s")
+    speed = f" in {done.seconds:.1f} s: {rate / 1e6:.2f}M tokens/s" if done.new.tokens else ""
+    print(f"{done.new.tokens:,} tokens written{speed}")
     return 0
 
 

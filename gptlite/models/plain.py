@@ -55,7 +55,8 @@ def build_whole(spec: ModelSpec, config: Any, ops: Ops, seed: int) -> nn.Module:
     except ConfigError:
         raise
     except Exception as error:  # a plugin's method may raise anything
-        raise ConfigError(f"the {spec.name} model cannot be built: {one_line(error)}") from error
+        fix = f"; pip install {error.name}" if isinstance(error, ModuleNotFoundError) else ""
+        raise ConfigError(f"the {spec.name} model cannot be built: {one_line(error)}{fix}") from error
     if not isinstance(whole, nn.Module):
         raise ConfigError(f"the {spec.name} model: `build` returns {type(whole).__name__}; return an nn.Module")
     return whole
