@@ -110,6 +110,10 @@ def planned(config: Config, outer: Starter | None, ranks: int | None = None) -> 
             f"of parallelism, or set CUDA_VISIBLE_DEVICES= for ranks on the CPU"
         )
     check_offload_space(config, layout, here)
+    if not gpus:  # a GPU reports at once what it has no memory for
+        from gptlite.run.memory import refuse_too_large
+
+        refuse_too_large(config, layout, here)
     return config, world
 
 

@@ -9,12 +9,17 @@ import torch
 
 from gptlite.config import Config
 from gptlite.config.batch import check_world
+from gptlite.errors import ConfigError
+from gptlite.invocation import command
 from gptlite.metrics.console import format_bytes
+from gptlite.models.spec import spec_of
 from gptlite.ops.config import Attention
 from gptlite.ops.select import select_ops
 from gptlite.parallelism.layout import Layout
 from gptlite.parallelism.memory import paper_bytes_a_parameter
+from gptlite.plan.capacity import GIB, least_bytes
 from gptlite.plan.config import ClusterConfig
+from gptlite.plan.local import physical_gib
 from gptlite.plan.memory import estimate, most
 from gptlite.plan.parameters import stages
 from gptlite.plan.planning import running, with_planned_vocabulary, workload_of
@@ -37,6 +42,26 @@ def profile_ahead(config: Config, world: int) -> None:
         work = planned(config, check_world(config, world), device, policy, ops.attention)
         estimate(work, 0)
         most(work)
+
+
+def refuse_too_large(config: Config, layout: Layout, ranks: int) -> None:
+    """Raise ConfigError if parameters and optimizer state alone exceed the memory of a machine with `ranks` CPU ranks.
+
+    Otherwise the operating system would end the run, or other programs, after minutes of allocation.
+    """
+    if config.data.unit != "tokens":
+        return
+    try:
+        sized = with_planned_vocabulary(config, lambda _: None)[0]
+        state = ranks * least_bytes(workload_of(sized, layout, ClusterConfig(device="cpu"))) / GIB
+    except Exception:  # a model that the planner cannot build; the run reports what is wrong with it
+        return
+    if state > (memory := physical_gib()):
+        raise ConfigError(
+            f"{spec_of(config.model).label(config.model)} needs {state:,.1f} GiB for parameters and optimizer state on "
+            f"this machine, which has {memory:,.1f} GiB of memory; choose a smaller model, or plan a cluster for it: "
+            f"{command('plan')} --help"
+        )
 
 
 def predicted(run: Run) -> list[tuple[str, str]]:

@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from gptlite.config import Config, load
+from gptlite.errors import ConfigError
 from gptlite.ops.select import select_ops
+from gptlite.parallelism.layout import Layout
 from gptlite.parallelism.memory_phases import AFTER, phase_peaks
 from gptlite.parallelism.memory_watch import MemoryWatch, Sample, most_beside
 from gptlite.parallelism.mesh import build_mesh
@@ -18,7 +20,7 @@ from gptlite.plan.workload import RankBytes, Workload
 from gptlite.precision import resolve_precision
 from gptlite.run import memory
 from gptlite.run.build import build_run
-from gptlite.run.memory import planned, predicted
+from gptlite.run.memory import planned, predicted, refuse_too_large
 from gptlite.trainer.memory import MemoryReport
 from gptlite.trainer.state import TrainState
 from gptlite.trainer.step import Diverged, Step
@@ -171,6 +173,17 @@ def test_the_banner_has_a_line(monkeypatch):
 
     monkeypatch.setattr(memory, "estimate", fails)
     assert predicted(run) == [("memory", "n/a: no such op")]
+
+
+def test_a_model_beyond_the_machine_is_refused(monkeypatch):
+    config = load(["model=gpt3-175b", "data=synthetic", "run.dir=unused", "run.name=memory"])
+    monkeypatch.setattr(memory, "physical_gib", lambda: 2000.0)
+    refuse_too_large(config, Layout(), 1)
+    monkeypatch.setattr(memory, "physical_gib", lambda: 1900.0)
+    with pytest.raises(ConfigError, match=r"^gpt3-175b needs 1,9\d\d\.\d GiB for parameters .* has 1,900.0 GiB"):
+        refuse_too_large(config, Layout(), 1)
+    with pytest.raises(ConfigError, match="needs 3,9"):
+        refuse_too_large(config, Layout(), 2)
 
 
 def test_what_samples_have_is_left_out():
