@@ -80,9 +80,9 @@ def test_load_leaves_the_hydra_of_others_alone():
 WRONG: dict[str, Callable[[Path], object]] = {
     r"modle is not a key; did you mean model": lambda folder: load(["modle=gpt2"]),
     r"model=gpt9 does not exist": lambda folder: load(["model=gpt9"]),
-    r"the overrides are a list; give load\(\['seed=1'\]\)": lambda folder: load("seed=1"),
-    r"takes KEY=VALUE and GROUP=PRESET as strings, and got '--help'": lambda folder: load(["--help"]),
-    r"as strings, and got 3": lambda folder: load([3]),  # type: ignore[list-item]
+    r"the overrides must be a list; use load\(\['seed=1'\]\)": lambda folder: load("seed=1"),
+    r"takes strings KEY=VALUE and GROUP=PRESET, not '--help'": lambda folder: load(["--help"]),
+    r"GROUP=PRESET, not 3": lambda folder: load([3]),  # type: ignore[list-item]
     r"\['seed=1'\] is not a Config; compose one with gptlite\.load": lambda folder: launch(["seed=1"]),  # type: ignore
     r"\{\} is not a Config": lambda folder: pretrain({}),  # type: ignore[arg-type]
     r"world size 1 = .*parallelism\.tensor=2": lambda folder: launch(tiny(folder, "parallelism=tp2"), ranks=1),

@@ -78,7 +78,7 @@ def test_they_are_swept(folder: Path) -> None:
     ("words", "said"),
     [
         ("plugins=[nowhere]", "plugins=[nowhere]: no module named nowhere in "),
-        ("plugins=[broken]", "plugins=[broken]: ZeroDivisionError while it was imported: division by zero"),
+        ("plugins=[broken]", "plugins=[broken]: importing it raised ZeroDivisionError: division by zero"),
         ("plugins=[lacking]", "plugins=[lacking]: No module named 'of_another'"),
         ("model=conv", "model=conv does not exist"),
     ],
@@ -115,7 +115,7 @@ def test_a_name_is_taken_once() -> None:
     with pytest.raises(ConfigError, match=r"the model gpt is already registered by gptlite\.models\.gpt\.config"):
         register_model(Spec())
     register_optimizer("signum", SignumConfig)
-    with pytest.raises(ConfigError, match=r"an optimizer adamw is registered already, by gptlite\.optimizer\.config"):
+    with pytest.raises(ConfigError, match=r"optimizer named adamw is already registered by gptlite\.optimizer\.config"):
         register_optimizer("adamw", SignumConfig)
     assert OPTIMIZERS["signum"] is SignumConfig
 

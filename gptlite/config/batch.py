@@ -1,4 +1,4 @@
-"""Check of the global batch: its split over data-parallel ranks and micro-batches."""
+"""Checks that the global batch can be split over data-parallel ranks and micro-batches."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from gptlite.parallelism.layout import (
     wanted_world,
 )
 
-MAX_STEP_TOKENS = 2**31  # twenty times the largest published batches; a larger value is probably a typo
+MAX_STEP_TOKENS = 2**31  # far above any published batch, so a larger value is probably a typo
 
 
 def check_batch(config: Config) -> None:
@@ -30,16 +30,16 @@ def check_batch(config: Config) -> None:
     if layout.data is not None:
         check_world(config, wanted_world(layout, gpus=0))
         return
-    # The number of ranks is not known yet, so refuse only what no number of them can run.
+    # The number of ranks is not known yet, so refuse only a batch that no number of ranks can run.
     most = data.global_batch_size // (data.micro_batch_size or 1)
-    problems = [_batch_problem(config, data_size) for data_size in (1, max(most, 1))]  # the extremes
+    problems = [_batch_problem(config, data_size) for data_size in (1, max(most, 1))]  # smallest, largest
     if all(problems):
         raise ConfigError(problems[0])
 
 
 def check_world(config: Config, world: int) -> Layout:
-    """Return the layout of a run on `world` ranks. Raises ConfigError, one line, if the degrees do not divide it, or
-    the batch sizes do not fit it."""
+    """Return the layout of a run on `world` ranks. Raises a one-line ConfigError if the degrees do not divide `world`,
+    or if the batch cannot be split over the data-parallel ranks."""
     layout = resolve(config.parallelism, world)
     if problem := _batch_problem(config, layout.data_size):
         raise ConfigError(problem)
@@ -47,8 +47,10 @@ def check_world(config: Config, world: int) -> Layout:
 
 
 def _batch_problem(config: Config, data_size: int) -> str:
-    """Return the reason why the batch cannot be split over `data_size` data-parallel ranks, with the equation; empty if
-    it can, or if its size is not known yet."""
+    """Return the reason why the batch cannot be split over `data_size` data-parallel ranks, with the equation.
+
+    Return an empty string if it can be split, or if the calling program supplies the batches.
+    """
     if config.data.handed_over:
         return ""
     batch, micro, layout = config.data.global_batch_size, config.data.micro_batch_size, config.parallelism
@@ -70,14 +72,14 @@ def _batch_problem(config: Config, data_size: int) -> str:
     tries = [f"data.micro_batch_size={listed(sizes, 'or')}"] if sizes else []
     tries.append(f"data.global_batch_size={listed(_nearest(batch, step, lambda b: fits(b, micro or 1)), 'or')}")
     fewer = [size for size in divisors(data_size)[:-1] if runs_batch(layout, batch, micro or 1, size)]
-    if layout.data == data_size and fewer:  # a degree that was given, or that a resumed run has
+    if layout.data == data_size and fewer:  # the degree was given, or comes from the resumed run
         tries.append(f"parallelism.data={listed(fewer, 'or')}")
     return f"data.global_batch_size={batch} = {problem}; try {', or '.join(tries)}"
 
 
 def _ramp_problem(config: Config, data_size: int) -> str:
-    """Return the reason why a size in the batch ramp cannot be split over the data-parallel ranks; empty if all can.
-    data.global_batch_size itself must be valid."""
+    """Return the reason why a size in the batch ramp cannot be split over the data-parallel ranks; an empty string if
+    all sizes can. data.global_batch_size itself must be valid."""
     data, layout, micro = config.data, config.parallelism, config.data.micro_batch_size or 1
     sizes = batch_schedule(data.global_batch_size, data.batch_ramp).sizes()
     if data.micro_batch_size is None and largest_micro_batch(layout, sizes, data_size):
@@ -86,18 +88,19 @@ def _ramp_problem(config: Config, data_size: int) -> str:
     if size is None:
         return ""
     unit = micro * data_size
-    words = f"data.batch_ramp={data.batch_ramp} has a global batch of {size}"
+    words = f"data.batch_ramp={data.batch_ramp} includes a global batch size of {size}"
     if size % unit:
         return (
-            f"{words}, not divisible by data.micro_batch_size={micro} x data={data_size}; "
-            f"take a first size and an increment that are multiples of {unit}"
+            f"{words}, which is not divisible by data.micro_batch_size={micro} x data={data_size}; "
+            f"use a first size and an increment that are multiples of {unit}"
         )
     why = schedule_refuses(layout, size // unit)
-    return f"{words}: {why}; take a larger first size, or an increment that all sizes can run with"
+    return f"{words}: {why}; use a larger first size or another increment"
 
 
 def _nearest(value: int, step: int, fits: Callable[[int], bool]) -> list[int]:
-    """Return the multiples of `step` nearest to `value`, below and above, for which `fits` is true."""
+    """Return the multiples of `step` nearest to `value` for which `fits` is true: one up to `value`, if any, and one
+    above it."""
     below = next((n for n in range(value // step * step, 0, -step) if fits(n)), None)
     above = next(n for n in itertools.count(value // step * step + step, step) if fits(n))
     return [above] if below is None else [below, above]

@@ -10,14 +10,14 @@ from gptlite.checkpoint.compare import flatten
 from gptlite.config.saved import LENGTHS, override_value, to_dict
 from gptlite.config.schema import Config, presets_of, schema_names
 
-SECTIONS = ("model", "data", "optimizer", "schedule")  # what the numbers of a run depend on, beside its length
+SECTIONS = ("model", "data", "optimizer", "schedule")  # sections that determine a run's results, besides its length
 
 
 def changed_presets(saved: Config, overrides: list[str], compose: Callable[[list[str]], DictConfig]) -> list[str]:
-    """Return the overrides that give a saved run's values where today's presets have others.
+    """Return overrides that restore a saved run's values where the current presets have different ones.
 
-    `overrides` are those of the run and of the resume, and are kept. Values that a run fills in are null in presets,
-    and stay so.
+    `overrides` are those of the saved run, followed by those of the resuming command. Keys that they set are left
+    alone, and so are keys that are null in a preset because the run computes their values.
     """
     given = {each.partition("=")[0].lstrip("+~") for each in overrides}
     then, schemas, now = to_dict(saved), schema_names(saved), compose(overrides)
@@ -27,7 +27,7 @@ def changed_presets(saved: Config, overrides: list[str], compose: Callable[[list
             schemas[group].removesuffix("_schema"),
             type(getattr(saved, group)) is OmegaConf.get_type(now[group]),
         )
-        if group == "model":  # presets of models share a schema, and their name is a value
+        if group == "model":  # model presets share a schema, and model.name is the name of the preset
             preset = str(then[group].get("name"))
             same = same and now[group].get("name") == preset
         if not same and group not in given and preset in presets_of(group):

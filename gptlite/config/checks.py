@@ -31,24 +31,24 @@ from gptlite.parallelism.layout import (
 )
 from gptlite.precision import Precision, check_precision
 
-FP8_MULTIPLE = 16  # required by the hardware of each dimension of a matrix product
-SOME, FINITE = sys.float_info.min, sys.float_info.max  # bounds of a finite number above zero
+FP8_MULTIPLE = 16  # the hardware requires each dimension of an fp8 GEMM to be a multiple of this
+SOME, FINITE = sys.float_info.min, sys.float_info.max  # the smallest and largest positive finite floats
 AT_LEAST_1, OFF_AT_0 = "must be at least 1", "must not be negative; 0 turns it off"
-# Keys of a section, minimum and maximum value, and the end of the error message. None, for an unset key, is valid.
+# Section, keys, minimum, maximum and the end of the error message. An unset key (None) is valid.
 BOUNDS: list[tuple[str, str, float, float, str]] = [
     ("", "seed", 0, 2**32 - 1, "must be at least 0 and below 2**32"),
     ("cluster.", "nodes devices_per_node", 1, math.inf, AT_LEAST_1),
     ("parallelism.", "virtual_stages bucket_layers offload_buffer_mib", 1, math.inf, AT_LEAST_1),
     ("parallelism.", "zero", 0, 3, "is not a ZeRO stage; use 0, 1, 2 or 3"),
-    ("parallelism.", "prefetch", 0, math.inf, "must not be negative; 0 gathers nothing ahead"),
+    ("parallelism.", "prefetch", 0, math.inf, "must not be negative; 0 turns prefetching off"),
     ("parallelism.", "timeout_seconds", SOME, 1_000_000, "must be above 0 and at most 1,000,000"),  # eleven days
     ("trainer.", "max_steps stop_step log_interval eval_samples spike.patience", 1, math.inf, AT_LEAST_1),
     ("trainer.", "max_epochs", SOME, 1_000_000, "must be above 0 and at most 1,000,000"),
     ("trainer.", "spike.window", 8, math.inf, "must be at least 8"),
     ("trainer.", "spike.threshold spike.rise spike.margin spike.max_rewinds", 0, math.inf, "must be at least 0"),
     ("trainer.", "eval_interval sample_tokens max_restarts replica_check_interval", 0, math.inf, OFF_AT_0),
-    ("trainer.", "max_time", SOME, FINITE, "must be above 0: it is in minutes"),
-    ("trainer.", "host_memory_limit", SOME, FINITE, "must be above 0: it is in GiB per rank; null: no limit"),
+    ("trainer.", "max_time", SOME, FINITE, "must be above 0 (minutes)"),
+    ("trainer.", "host_memory_limit", SOME, FINITE, "must be above 0 (GiB per rank), or null for no limit"),
     ("checkpoint.", "interval", 0, math.inf, "must not be negative; 0 saves only at the end"),
     ("checkpoint.", "keep", 0, math.inf, "must not be negative; 0 keeps all"),
     ("checkpoint.", "keep_every", 0, math.inf, OFF_AT_0),
@@ -57,7 +57,7 @@ BOUNDS: list[tuple[str, str, float, float, str]] = [
 
 
 def check(config: Config) -> None:
-    """Raise ConfigError, one line, for the first invalid key."""
+    """Raise a one-line ConfigError for the first invalid key."""
     _bounds(config)
     check_data(config.data)
     _model(config)
@@ -82,14 +82,14 @@ def check_layout(config: Config) -> None:
 
 
 def check_forward(config: Config, world: int) -> Layout:
-    """Return the layout of forward passes on `world` ranks, for any batch. Raises ConfigError, one line, if the degrees
-    do not divide it or the model."""
+    """Return the layout of a run on `world` ranks that only does forward passes. The batch is not checked. Raises a
+    one-line ConfigError if the degrees do not divide `world` or do not fit the model."""
     _parallelism(config)
     return resolve(config.parallelism, world)
 
 
 def check_device(config: Config, device: str) -> None:
-    """Raise ConfigError, one line, for settings that a kind of device, cpu or cuda, does not support."""
+    """Raise a one-line ConfigError for settings that this type of device, cpu or cuda, does not support."""
     check_optimizer_device(config.optimizer, device)
 
 
@@ -104,7 +104,7 @@ def _bounds(config: Config) -> None:
                 raise ConfigError(f"{key}={value} {words}")
     for key in ("name", "dir"):
         if not getattr(config.run, key).strip():
-            raise ConfigError(f"run.{key} is empty; give one, or leave it out")
+            raise ConfigError(f"run.{key} is empty; set it, or leave it out")
 
 
 def _model(config: Config) -> None:
@@ -113,13 +113,13 @@ def _model(config: Config) -> None:
     if (unit := config.data.unit) != spec.reads:
         data = schema_names(config)["data"].removesuffix("_schema")
         raise ConfigError(
-            f"the {spec.name} model reads {spec.reads}, and data={data} has {unit}; give another model=... or data=..."
+            f"the {spec.name} model reads {spec.reads}, but data={data} has {unit}; choose another model= or data="
         )
     longest = spec.max_length(config.model)
     if longest is not None and config.data.sequence_length > longest:
         raise ConfigError(
             f"data.sequence_length={config.data.sequence_length} is longer than model.sequence_length="
-            f"{longest}, the positions the model learns; lower the first or raise the second"
+            f"{longest}, the model's maximum sequence length; lower the first or raise the second"
         )
 
 
@@ -137,11 +137,11 @@ def _parallelism(config: Config) -> None:
                               "or trainer.compile=false")  # fmt: skip
         if layout.context > 1:
             raise ConfigError(f"parallelism.activation_checkpointing=offload with parallelism.context={layout.context} "
-                              f"would keep the keys and values that all ranks share; {others}")  # fmt: skip
+                              f"would also offload gathered keys and values; {others}")  # fmt: skip
 
 
 def _offload(config: Config) -> None:
-    """Check the offload settings. The folder and its space are checked later, on the ranks' machine
+    """Check the offload settings. The folder and its free space are checked later, on each machine that runs ranks
     (gptlite/launch/offload_space.py)."""
     offload, path = config.parallelism.offload, config.parallelism.offload_path
     if offload is not Offload.nvme:
@@ -153,7 +153,7 @@ def _offload(config: Config) -> None:
         return
     if not path:
         raise ConfigError(
-            "parallelism.offload=nvme needs a folder for its files; give parallelism.offload_path=/nvme/run1, say"
+            "parallelism.offload=nvme needs a folder for its files; set it, e.g. parallelism.offload_path=/nvme/run1"
         )
     if not config.optimizer.elementwise:
         raise ConfigError(
@@ -178,8 +178,8 @@ def _context(config: Config) -> None:
     lengths = [size for size in (below, below + 2 * ranks) if 0 < size <= longest]
     tries += [f"data.sequence_length={listed(lengths, 'or')}"] if lengths else []
     raise ConfigError(
-        f"data.sequence_length={length} is not divisible by 2 x parallelism.context={ranks} = {2 * ranks}, the chunks "
-        f"that balance the causal mask; try {', or '.join(tries)}"
+        f"data.sequence_length={length} is not divisible by 2 x parallelism.context={ranks} = {2 * ranks}, the number "
+        f"of chunks that balances causal attention; try {', or '.join(tries)}"
     )
 
 
@@ -208,7 +208,7 @@ def _tensor(config: Config) -> None:
             value = f" = {size}" if "=" in key else f"={size}"
             raise ConfigError(f"{key}{value} is not divisible by parallelism.tensor={tensor}; try {listed(degrees)}")
     if (rows := spec.table_rows(config.model)) is not None and tensor > rows:
-        raise ConfigError(f"parallelism.tensor={tensor} is more than the vocabulary's {rows} rows; use at most {rows}")
+        raise ConfigError(f"parallelism.tensor={tensor} exceeds the {rows} rows of the embedding; use at most {rows}")
 
 
 def _expert(config: Config) -> None:
@@ -217,7 +217,7 @@ def _expert(config: Config) -> None:
         return
     if experts is None:
         raise ConfigError(
-            f"parallelism.expert={degree}: the model has no experts; use parallelism.expert=1, or model=moe-lite"
+            f"parallelism.expert={degree}: the model has no experts; use parallelism.expert=1, or e.g. model=moe-lite"
         )
     if experts % degree:
         raise ConfigError(
@@ -237,13 +237,13 @@ def _fp8(config: Config) -> None:
     if config.precision.dtype is not Precision.fp8:
         return
     if (sizes := spec.product_sizes(config.model)) is None:
-        raise ConfigError(f"precision=fp8: the {spec.name} model has no fp8 matrix products; use precision=bf16")
+        raise ConfigError(f"precision=fp8: the {spec.name} model has no GEMMs that run in fp8; use precision=bf16")
     for key, size in sizes.items():
         if size % (FP8_MULTIPLE * tensor):
             by = f" x parallelism.tensor={tensor}" if tensor > 1 else ""
             raise ConfigError(
-                f"{key}={size} is not divisible by {FP8_MULTIPLE}{by}, which precision=fp8 needs of the dimensions of "
-                f"a product; use precision=bf16, or {key}={-(-size // (FP8_MULTIPLE * tensor)) * FP8_MULTIPLE * tensor}"
+                f"{key}={size} is not divisible by {FP8_MULTIPLE}{by}, as precision=fp8 requires of GEMM dimensions; "
+                f"use precision=bf16, or {key}={-(-size // (FP8_MULTIPLE * tensor)) * FP8_MULTIPLE * tensor}"
             )
 
 
@@ -257,12 +257,12 @@ def _master_weights(config: Config) -> None:
             f"does not allow; use precision=bf16, or {elementwise_optimizers()}"
         )
     if layout.offload is Offload.nvme:
-        raise ConfigError(f"{key} cannot update pieces from files, as parallelism.offload=nvme does; use "
+        raise ConfigError(f"{key} does not support parallelism.offload=nvme, which updates pieces from files; use "
                           f"precision=bf16, or parallelism.offload=cpu")  # fmt: skip
     if layout.pipeline > 1 and rule(layout).splits_backward:
         raise ConfigError(
-            f"{key} would accumulate gradients in bf16 where the backward pass is split, as parallelism.schedule="
-            f"{layout.schedule} does; use precision=bf16, or parallelism.schedule=interleaved_1f1b or 1f1b"
+            f"{key} would accumulate gradients in bf16, since parallelism.schedule={layout.schedule} splits the "
+            f"backward pass; use precision=bf16, or parallelism.schedule=interleaved_1f1b or 1f1b"
         )
 
 
@@ -319,11 +319,11 @@ def _spike(config: Config) -> None:
     if spike.policy == "none":
         return
     if not config.checkpoint.interval:
-        raise ConfigError("trainer.spike.policy=skip rewinds to checkpoints, but checkpoint.interval=0 saves none; "
-                          "give one, e.g. checkpoint.interval=250")  # fmt: skip
+        raise ConfigError("trainer.spike.policy=skip rewinds to checkpoints, but checkpoint.interval=0 saves none "
+                          "before the end; set it, e.g. checkpoint.interval=250")  # fmt: skip
     if config.checkpoint.keep == 1:
-        raise ConfigError("trainer.spike.policy=skip with checkpoint.keep=1: the only one kept may be from within a "
-                          "spike; use checkpoint.keep=2 or more, or 0 for all")  # fmt: skip
+        raise ConfigError("trainer.spike.policy=skip with checkpoint.keep=1: the only checkpoint kept may have "
+                          "been saved during a spike; use checkpoint.keep=2 or more, or 0 for all")  # fmt: skip
 
 
 def _ops(config: Config) -> None:

@@ -1,7 +1,8 @@
 """Command line parsing: `key=value` arguments typed by a dataclass, subcommands with paths, errors and exit codes.
 
-A subcommand's module has its help as docstring, `Options` (a dataclass of its key=value options) and `run(paths,
-options)`, which returns the exit code. Only the module of the subcommand that runs is imported.
+A subcommand is a module. Its docstring is the help text, its dataclass `Options` declares the key=value options, and
+its function `run(paths, options)` (`run(options)` if it takes no paths) returns the exit code. Only the module of the
+subcommand that runs is imported.
 """
 
 import dataclasses
@@ -23,9 +24,10 @@ T = TypeVar("T")
 
 
 def run_tool(main: Callable[[Any], int | None], schema: type[Any], usage: str | None) -> NoReturn:
-    """Run a tool with its typed arguments and exit: 0 or its return value, 1 I/O error, 2 refused, 130 after Ctrl-C.
+    """Run a tool with its typed arguments and exit.
 
-    `--help` prints `usage`, the tool's docstring, with commands as they are written on this machine.
+    The exit code is the tool's return value (0 for None), 1 after an I/O error, 2 after a ConfigError, and 130 after
+    Ctrl-C. `--help` prints `usage`, the tool's docstring, with commands as they are typed in this environment.
     """
     if {"-h", "--help"} & set(sys.argv[1:]):
         print(localized(usage or "").strip())
@@ -45,8 +47,8 @@ def run_tool(main: Callable[[Any], int | None], schema: type[Any], usage: str | 
 
 
 def pipe_closed() -> int:
-    """Discard further output, as its reader, such as `| head`, has closed the pipe; return the exit code."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for the flush at exit
+    """Discard further output after its reader, such as `| head`, has closed the pipe. Return the exit code."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # so that the flush at exit succeeds
     return 128 + signal.SIGPIPE
 
 
@@ -60,7 +62,7 @@ class Subcommand:
 
     @property
     def usage(self) -> str:
-        """Paths in words: `A B`, `PATH ...` or `no paths`."""
+        """Description of the paths: `A B`, `PATH ...` or `no paths`."""
         return (" ".join(self.paths) or "no paths") + " ..." * self.more
 
 
@@ -89,14 +91,14 @@ def run_subcommand(subcommands: Mapping[str, Subcommand], usage: str) -> NoRetur
 
 def separate(name: str, wanted: Subcommand, arguments: list[str], keys: list[str]) -> tuple[list[str], list[str]]:
     """Split arguments into paths and key=value options. Raises ConfigError for a wrong number of paths."""
-    # A sweep's folders are called lr=0.1. Such an argument is taken as an option, and ./lr=0.1 as a path.
+    # A sweep names folders e.g. lr=0.1. Such an argument is treated as an option, and ./lr=0.1 as a path.
     options = [each for each in arguments if re.match(r"[A-Za-z_]+=", each) or each.startswith("-")]
     paths = [each for each in arguments if each not in options]
     for each in options:
         if each.startswith("-"):
-            raise ConfigError(f"{each}: options are key=value{'; ' * bool(keys)}{', '.join(keys)}")
+            raise ConfigError(f"{each}: options are key=value{'; the keys are ' * bool(keys)}{', '.join(keys)}")
         if not keys:
-            raise ConfigError(f"{each}: {name} takes no options, only {wanted.usage}; a path with = starts with ./")
+            raise ConfigError(f"{each}: {name} takes no options, only {wanted.usage}; write a path with = as ./PATH")
     short = len(paths) < len(wanted.paths)
     if short or (len(paths) > len(wanted.paths) and not wanted.more):
         given = f"{len(paths)} path{'s' * (len(paths) != 1)} given"
@@ -113,7 +115,8 @@ def parse_arguments(schema: type[T], arguments: list[str]) -> T:
         if not separator:
             raise ConfigError(f"{argument!r} is not key=value; the keys are {', '.join(fields)}")
         if key not in fields:
-            raise ConfigError(f"{key} is not a key of this tool{did_you_mean(key, fields)}; it has {', '.join(fields)}")
+            hint = did_you_mean(key, fields)
+            raise ConfigError(f"{key} is not a key of this tool{hint}; the keys are {', '.join(fields)}")
         # Strings are taken literally, so that OmegaConf does not parse values such as 1e3, null or [a].
         text = fields[key].type in (str, str | None, "str", "str | None")
         try:

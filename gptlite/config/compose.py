@@ -1,4 +1,4 @@
-"""Composition of a checked configuration from overrides. Only this package uses Hydra and YAML."""
+"""Composition of a checked configuration from overrides."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from gptlite.parallelism.config import ParallelismConfig
 def load(overrides: Iterable[str] = (), config_dir: Path = CONF_DIR) -> Config:
     """Return the configuration that `gptlite train` would run with these overrides, `KEY=VALUE` and `GROUP=PRESET`.
 
-    With `run.dir=FOLDER` of an existing run, the overrides add to that run's, as on the command line. Raises
+    If `run.dir=FOLDER` is an existing run, the overrides are added to those of the run, as on the command line. Raises
     ConfigError.
     """
     if isinstance(overrides, str):
-        raise ConfigError(f"load({overrides!r}): the overrides are a list; give load([{overrides!r}])")
+        raise ConfigError(f"load({overrides!r}): the overrides must be a list; use load([{overrides!r}])")
     overrides = list(overrides)
     if flags := [each for each in overrides if not isinstance(each, str) or each.startswith("-")]:
-        raise ConfigError(f"load takes KEY=VALUE and GROUP=PRESET as strings, and got {flags[0]!r}")
+        raise ConfigError(f"load takes strings KEY=VALUE and GROUP=PRESET, not {flags[0]!r}")
     overrides = with_deepspeed(overrides)
     import_plugins(named_in(overrides))  # first, as plugins add schemas
     overrides = with_model(resumed(overrides, config_dir))
@@ -45,11 +45,10 @@ def load(overrides: Iterable[str] = (), config_dir: Path = CONF_DIR) -> Config:
 
 
 def resumed(overrides: list[str], config_dir: Path = CONF_DIR) -> list[str]:
-    """Return the overrides with those of the run in `run.dir` before them, if it exists. Raises ConfigError, see
-    `saved_overrides`.
+    """Return the overrides, preceded by those of the run in `run.dir` if it exists.
 
-    Values that today's presets no longer have are overrides, too. A configuration that can't be composed is left for
-    the caller to refuse.
+    For values of the run that the current presets no longer have, overrides are added too. Raises ConfigError if the
+    run's configuration cannot be read (see `saved_overrides`), or if the overrides cannot be composed with it.
     """
     register()
     if not (found := saved_overrides(overrides)):
@@ -61,7 +60,8 @@ def resumed(overrides: list[str], config_dir: Path = CONF_DIR) -> list[str]:
 
 
 def load_layout(overrides: Iterable[str]) -> ParallelismConfig:
-    """Return the section `parallelism` of these overrides, for a command that does not train. Raises ConfigError."""
+    """Compose these overrides and return the section `parallelism`, for a command that does not train. Raises
+    ConfigError."""
     register()
     overrides = list(overrides)
     with refusals(), _initialized(CONF_DIR):
@@ -76,7 +76,8 @@ def load_layout(overrides: Iterable[str]) -> ParallelismConfig:
 
 @contextmanager
 def _initialized(config_dir: Path) -> Iterator[None]:
-    """Context in which Hydra composes from a folder. A Hydra that the caller has initialized is set aside meanwhile."""
+    """Context manager in which Hydra composes from a folder. On exit, it restores a Hydra that the caller has
+    initialized."""
     others, GlobalHydra.instance().hydra = GlobalHydra.instance().hydra, None
     try:
         with initialize_config_dir(str(config_dir), version_base="1.3"):
@@ -86,7 +87,7 @@ def _initialized(config_dir: Path) -> Iterator[None]:
 
 
 def require_config(config: object) -> None:
-    """Raise ConfigError if this is not a Config."""
+    """Raise ConfigError if `config` is not a Config."""
     if not isinstance(config, Config):
         raise ConfigError(f"{config!r} is not a Config; compose one with gptlite.load([KEY=VALUE, ...])")
 
@@ -95,10 +96,10 @@ HELP = """\
 gptlite: GPT pretraining, composed by Hydra.
 
 gptlite train                               train the default: GPT-lite on Shakespeare
-gptlite train GROUP=PRESET KEY=VALUE ...    change anything
+gptlite train GROUP=PRESET KEY=VALUE ...    change presets and values
 gptlite train run.dir=outputs/...           resume a run
 gptlite train deepspeed=ds_config.json      train with a DeepSpeed JSON
-gptlite train --hostfile FILE ...           train on several machines: call it on each
+gptlite train --hostfile FILE ...           train on several machines: run this on each
 gptlite train --cfg job                     print the configuration and stop
 gptlite train --hydra-help                  Hydra's own options
 
@@ -110,7 +111,7 @@ The configuration (KEY=VALUE):
 
 
 def help_text(overrides: list[str]) -> str:
-    """Return the text of --help. Hydra's own takes three times as long, and lists the schemas among the presets."""
+    """Return the text of --help. Hydra's own help takes three times as long, and lists schemas among the presets."""
     folders = sorted(folder for folder in CONF_DIR.iterdir() if any(folder.glob("*.yaml")))
     presets = [f"  {folder.name}: {', '.join(presets_of(folder.name))}" for folder in folders]
     with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
@@ -129,7 +130,7 @@ def typed(config: DictConfig, overrides: Iterable[str] = ()) -> Config:
     assert isinstance(result, Config)
     for group in SCHEMAS.keys() - schema_names(result).keys():
         raise ConfigError(f"{group} has no preset; {choices(group)}")
-    refuse_unnamed(result.plugins, "a preset")  # ranks import them: the command line must have named them
+    refuse_unnamed(result.plugins, "a preset")  # every rank imports the plugins, so the command line must name them
     _refuse_added_keys(config, result)
     result.run.overrides = list(overrides)
     check(result)
@@ -137,15 +138,15 @@ def typed(config: DictConfig, overrides: Iterable[str] = ()) -> Config:
 
 
 def with_vocabulary(config: Config, vocab_size: int) -> Config:
-    """Return the configuration with `model.vocab_size` set for a tokenizer of `vocab_size` ids. Raises ConfigError if
-    the model sets a smaller one."""
+    """Return the configuration with `model.vocab_size` set for a tokenizer with this vocabulary size. Raises
+    ConfigError if the configured size is smaller."""
     spec = spec_of(config.model)
     config = dataclasses.replace(config, model=spec.with_vocabulary(config.model, vocab_size))
     size = spec.vocab_size(config.model)
     if size is not None and size < vocab_size:
         raise ConfigError(
-            f"model.vocab_size={size} is below the tokenizer's {vocab_size}; "
-            f"set model.vocab_size={vocab_size}, or null to follow the tokenizer"
+            f"model.vocab_size={size} is less than the tokenizer's vocabulary size {vocab_size}; "
+            f"set model.vocab_size={vocab_size}, or null to use the tokenizer's"
         )
     return config
 

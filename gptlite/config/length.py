@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
 def check_length(config: Config) -> None:
     """Raise ConfigError if the length is given twice, or if the optimizer, the schedule or the profiled steps are
-    invalid or do not fit it. With `trainer.max_epochs` they are compared with the steps in `with_epochs`."""
+    invalid or do not fit the length.
+
+    With `trainer.max_epochs` the number of steps is not known yet; `with_epochs` then checks that they fit.
+    """
     trainer = config.trainer
     steps, epochs, profiled = trainer.max_steps, trainer.max_epochs, trainer.profile_steps
     if epochs is not None and any(each.lstrip("+").startswith("trainer.max_steps=") for each in config.run.overrides):
@@ -31,11 +34,12 @@ def check_length(config: Config) -> None:
 def _check_steps(config: Config, steps: int | None) -> None:
     check_optimizer(config.optimizer, config.schedule, steps)
     if steps is not None and (profiled := config.trainer.profile_steps) and profiled[0] > steps:
-        raise ConfigError(f"trainer.profile_steps={profiled} begins after trainer.max_steps={steps}")
+        raise ConfigError(f"trainer.profile_steps={profiled} begins after the last step, trainer.max_steps={steps}; "
+                          "lower it, or leave it out")  # fmt: skip
 
 
 def with_epochs(config: Config, samples: int) -> Config:
-    """Return the configuration with `trainer.max_steps` set from `trainer.max_epochs`, for epochs of that many samples.
+    """Return the configuration with `trainer.max_steps` set from `trainer.max_epochs`, for epochs of `samples` samples.
 
     The last batch is completed with samples of the next epoch. Raises ConfigError if the schedule or the profiled steps
     do not fit the number of steps.

@@ -16,16 +16,16 @@ from gptlite.models.registry import SPECS
 
 @contextmanager
 def refusals() -> Iterator[None]:
-    """Convert exceptions of composition to ConfigError."""
+    """Context manager that converts exceptions of Hydra and OmegaConf to ConfigError."""
     try:
         yield
     except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(explain(error)) from error
+        raise ConfigError(explain(error)) from None  # chained, Hydra's traceback would hide the message
 
 
 def explain(error: BaseException) -> str:
     """Return one line for an exception that was raised while composing a configuration."""
-    chain = [error]  # Hydra wraps OmegaConf's error, which is the one that has the key
+    chain = [error]  # Hydra wraps OmegaConf's error, which names the key
     while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None:
         chain.append(cause)
     text = "\n".join(str(item) for item in chain)
@@ -43,14 +43,14 @@ def explain(error: BaseException) -> str:
     if isinstance(error, OverrideParseException):
         if "=" not in error.override:
             return f"{error.override} is not KEY=VALUE; --help lists the keys"
-        return f"{error.override} cannot be read; quote a value with special characters for Hydra too: \"KEY='VALUE'\""
+        return f"{error.override} cannot be parsed; quote special characters for Hydra and the shell: \"KEY='VALUE'\""
     if "Ambiguous value" in text:
-        return f"{str(error).splitlines()[0]}: several values need --multirun (-m), or quotes if they are one"
+        return f"{str(error).splitlines()[0]}: use --multirun (-m) for several values, or quote a single one"
     return str(error).splitlines()[0]
 
 
 def _plain(line: str) -> str:
-    """Return an OmegaConf error about a value's type in plain words; other errors unchanged."""
+    """Return a plain message for OmegaConf's error about a value's type. Other errors are returned unchanged."""
     found = re.match(r"Value '(.*)' (?:of type '\w+' could not be converted to|is not a valid) (\w+)", line)
     kinds = {"Integer": "a whole number", "Float": "a number", "bool": "true or false"}
     return f"{found[1]} is not {kinds[found[2]]}" if found and found[2] in kinds else line
@@ -59,7 +59,7 @@ def _plain(line: str) -> str:
 def unknown_key(key: str) -> str:
     """Return the message for a key that the configuration does not have."""
     if key == "sweep":
-        return "sweep is not a section of a run; add its preset with +sweep=parallelism"
+        return "sweep is not a section of a run; add a sweep preset with +, e.g. +sweep=parallelism"
     section, _, name = key.partition(".")
     if renamed := [spec.renamed[name] for spec in SPECS if section == "model" and name in spec.renamed]:
         return f"{key} is now model.{renamed[0]}"

@@ -1,7 +1,8 @@
 """User modules that register models, datasets and optimizers, imported before a configuration is composed.
 
-A module is imported if the command line names it (`plugins=[my_models]`), or if an installed package declares it as
-entry point. A configuration that is read from a file imports nothing: `refuse_unnamed` ends the command instead.
+A module is imported if the command line names it (`plugins=[my_models]`), or if an installed package declares it as an
+entry point. Reading a configuration from a file imports nothing: if one of its plugins has not been imported,
+`refuse_unnamed` raises an error.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from importlib.metadata import entry_points
 
 from gptlite.errors import ConfigError
 
-GROUP = "gptlite.plugins"  # of entry points
+GROUP = "gptlite.plugins"  # group of the entry points
 GIVEN = re.compile(r"\+{0,2}plugins=\[?([^\]]*)\]?$")
 KEY = re.compile(r"(\+{0,2}|~)[A-Za-z_][\w./-]*")
 
@@ -39,12 +40,13 @@ def import_plugins(names: Iterable[str]) -> None:
     import_installed()
     for name in names:
         here = os.getcwd()
-        if here not in sys.path:  # a console script's path has its own folder instead of the working directory
+        if here not in sys.path:  # for a console script, sys.path has the script's folder instead
             sys.path.append(here)
         try:
             if import_module(name).__file__ is None:
                 raise ConfigError(
-                    f"plugins=[{name}]: the folder {name} in {here} has no __init__.py; run in it, or pip install it"
+                    f"plugins=[{name}]: the folder {name} in {here} has no __init__.py; run the command in that "
+                    "folder, or install it with pip"
                 )
         except ConfigError:
             raise
@@ -53,7 +55,7 @@ def import_plugins(names: Iterable[str]) -> None:
             if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
                 raise ConfigError(
                     f"plugins=[{name}]: no module named {error.name} in {here} or among the installed packages; "
-                    "run in its folder, or pip install it"
+                    "run the command in the module's folder, or install it with pip"
                 ) from error
             raise ConfigError(f"plugins=[{name}]: {error}") from error
         except Exception as error:
@@ -77,7 +79,8 @@ def import_installed() -> None:
 
 
 def refuse_unnamed(names: list[str], where: object) -> None:
-    """Raise PluginsNotNamed unless this process has imported all of these modules, which `where` uses."""
+    """Raise PluginsNotNamed unless this process has imported all of these modules. The message begins with `where`, the
+    source of the configuration that uses them."""
     if any(name not in sys.modules for name in names):
         given, pronoun = as_override(names), "them" if len(names) > 1 else "it"
         raise PluginsNotNamed(f"{where} uses {given}; add {given} to the command to import {pronoun}")
@@ -89,7 +92,7 @@ def as_override(names: Iterable[str]) -> str:
 
 
 def refuse_foreign(overrides: Iterable[object], where: object) -> None:
-    """Raise ConfigError if overrides that `where` has stored may run code, or name plugins that are not imported."""
+    """Raise ConfigError if overrides stored in `where` may run code, or name plugins that have not been imported."""
     texts = [str(each) for each in overrides]
     for each in texts:
         if may_run_code(each):
@@ -98,9 +101,10 @@ def refuse_foreign(overrides: Iterable[object], where: object) -> None:
 
 
 def may_run_code(override: str) -> bool:
-    """Return True unless an override sets a key of a run or chooses a preset of conf/ by its name.
+    """Return True unless an override sets a key of a run, or chooses a preset in conf/ by its name.
 
-    Hydra's own section names classes to import. A path in place of a preset's name reads a file that may set it.
+    Keys of the section `hydra` can name classes to import. A path in place of a preset's name reads a file that could
+    set such keys.
     """
     key, _, value = override.partition("=")
     section = re.split(r"[./]", key.lstrip("+~"))[0]
@@ -110,4 +114,4 @@ def may_run_code(override: str) -> bool:
 
 
 def _in_words(error: Exception) -> str:
-    return f"{type(error).__name__} while it was imported: {' '.join(str(error).split())}"
+    return f"importing it raised {type(error).__name__}: {' '.join(str(error).split())}"

@@ -19,7 +19,7 @@ from gptlite.config.schema import RENAMED, SCHEMAS, Config, schema_names
 from gptlite.errors import ConfigError
 from gptlite.models.registry import SPECS
 
-LENGTHS = ("trainer.max_steps", "trainer.max_epochs")  # one replaces the other
+LENGTHS = ("trainer.max_steps", "trainer.max_epochs")  # setting one replaces the other
 
 
 def to_dict(config: Config) -> dict[str, Any]:
@@ -38,8 +38,9 @@ def to_yaml(config: Config) -> str:
 def from_yaml(text: str, where: object = "this configuration", *, imports: bool = False) -> Config:
     """Parse the result of `to_yaml`. Raises ConfigError if it is damaged or from another version.
 
-    Its plugins must have been imported; otherwise PluginsNotNamed is raised, with `where` as their place. With
-    `imports`, they are imported here: for a text of this process's launcher, which the command line has permitted it.
+    Its plugins must have been imported; otherwise PluginsNotNamed is raised, with a message that begins with `where`.
+    `imports=True` imports them instead. Use it only for a text from this process's launcher, whose command line has
+    named the plugins.
     """
     try:
         raw = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
@@ -49,7 +50,7 @@ def from_yaml(text: str, where: object = "this configuration", *, imports: bool 
         plugins = raw.get("plugins", [])
         assert isinstance(plugins, list)
         assert all(isinstance(each, str) for each in plugins)
-        import_plugins(plugins if imports else [])  # the saved schemas may be those of plugins
+        import_plugins(plugins if imports else [])  # plugins may have registered the saved schemas
         refuse_unnamed(plugins, where)
         for section, keys in _renamed(names["model"]).items():
             raw[section] = {keys.get(key, key): value for key, value in raw[section].items()}
@@ -57,7 +58,9 @@ def from_yaml(text: str, where: object = "this configuration", *, imports: bool 
         for group, name in names.items():
             if name not in SCHEMAS[group]:
                 found = f"{group}={name.removesuffix('_schema')}"
-                raise ConfigError(f"{where} has {found}, which no plugin or installed package registers; install it")
+                raise ConfigError(
+                    f"{where} has {found}, which no plugin or installed package registers; install its package"
+                )
             base[group] = SCHEMAS[group][name]
         result = OmegaConf.to_object(OmegaConf.merge(base, raw))
     except (OmegaConfBaseException, YAMLError, KeyError, TypeError, AssertionError) as error:
@@ -72,7 +75,7 @@ def from_yaml(text: str, where: object = "this configuration", *, imports: bool 
 
 
 def _renamed(model: str) -> dict[str, Mapping[str, str]]:
-    """Return `{section: {former key: key}}`, with the keys of a model's schema."""
+    """Return the renamed keys, `{section: {former key: new key}}`, including those of the model schema `model`."""
     of_model = (spec.renamed for spec in SPECS if spec.schema is SCHEMAS["model"].get(model))
     return {**RENAMED, "model": next(of_model, {})}
 
@@ -88,10 +91,10 @@ def read_saved(path: Path) -> Config:
 
 
 def saved_overrides(arguments: list[str]) -> list[str]:
-    """Return the overrides of the run in an existing `run.dir`, without keys in `arguments`; [] without one.
+    """Return the stored overrides of the run in `run.dir`, except for keys that `arguments` set; [] if there is no run.
 
     With these, `gptlite train run.dir=outputs/mine` resumes that run with its own configuration. Raises ConfigError if
-    it cannot be read, and PluginsNotNamed if it has plugins that have not been imported.
+    the configuration cannot be read, and PluginsNotNamed if it has plugins that have not been imported.
     """
     given, saved = _given(arguments), saved_file(arguments)
     if not given.get("run.dir") or not saved.exists():
@@ -103,7 +106,7 @@ def saved_overrides(arguments: list[str]) -> list[str]:
     for new, old in (LENGTHS, LENGTHS[::-1]):
         if given.get(new, "null") != "null":
             kept.pop(old, None)
-    # A preset given anew also drops the group's saved keys, as the new preset may not have them.
+    # If `arguments` choose a preset, drop the group's saved keys too, since the new preset may not have them.
     kept = {key: c for key, c in kept.items() if key not in given and key.partition(".")[0] not in given}
     if any((saved.parent / "checkpoints").glob("step-*")):
         # The run resumes from its own checkpoints, not from the one it started from.
@@ -128,7 +131,7 @@ def hydra_value(text: str) -> str:
 
 
 def leaves(section: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the keys of a section and their values, those of nested dataclasses by their path."""
+    """Yield (key, value) for each field of a section. Keys of nested dataclasses are dotted paths."""
     for item in fields(section):
         value = getattr(section, item.name)
         if is_dataclass(value):

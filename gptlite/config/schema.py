@@ -1,6 +1,6 @@
-"""Root configuration: one dataclass per section, defined next to its owner, and the presets that Hydra composes.
+"""Root configuration: one dataclass per section, defined in the package that uses it, and the presets for Hydra.
 
-This package does not import torch, so that `gptlite train --cfg job` composes and prints in a quarter of a second.
+This package does not import torch, so that `gptlite train --cfg job` and `--help` respond quickly.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from gptlite.plan.config import ClusterConfig
 from gptlite.precision import PrecisionConfig
 from gptlite.trainer.config import TrainerConfig
 
-RENAMED = {"ops": {"bias_gelu": "activation"}}  # {section: {former key: key}}, for saved configurations; see ModelSpec
+RENAMED = {"ops": {"bias_gelu": "activation"}}  # {section: {former key: new key}}; for models see ModelSpec
 PREPARED = "data"  # folder in which `data=NAME` looks for tokens if there is no preset NAME
 
 
@@ -45,7 +45,7 @@ def _presets() -> Path:
 CONF_DIR = _presets()
 
 
-# At run time an instance of the class that a spec in gptlite.models names. Any, as static types cannot express that.
+# At run time, the class that a spec in gptlite.models names. Static types cannot express that; type checkers see Any.
 if TYPE_CHECKING:
     from typing import Any as AnyModel
 else:
@@ -54,9 +54,9 @@ else:
 
 @dataclass
 class RunConfig:
-    """Name and folder of a run. An existing folder is never overwritten; giving it again resumes the run.
+    """Name and folder of a run. The folder of an existing run is not overwritten: `run.dir=FOLDER` resumes that run.
 
-    `overrides` is the command line that the run was composed with, and the base for resuming.
+    `overrides` are the overrides that the run was composed from. A resumed run starts from them.
     """
 
     name: str = "???"
@@ -69,7 +69,7 @@ class Config:
     """Complete configuration of a run."""
 
     seed: int = 1234
-    plugins: list[str] = field(default_factory=list)  # user modules that register models and datasets
+    plugins: list[str] = field(default_factory=list)  # user modules that register models, datasets and optimizers
     run: RunConfig = field(default_factory=RunConfig)
     model: AnyModel = field(default_factory=ModelConfig)
     parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
@@ -84,7 +84,7 @@ class Config:
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
 
 
-# group -> the schemas its presets may start from
+# {group: {name: schema}}: the schemas that presets of a group can extend
 SCHEMAS: dict[str, dict[str, type]] = {
     "model": registry.SCHEMAS,  # plugins add theirs
     "parallelism": {"parallelism_schema": ParallelismConfig},
@@ -108,7 +108,7 @@ SCHEMAS: dict[str, dict[str, type]] = {
 
 
 def register() -> None:
-    """Register the schemas with Hydra. Can be called repeatedly."""
+    """Register with Hydra the schemas, and prepared folders as presets of `data`. Can be called repeatedly."""
     store = ConfigStore.instance()
     store.store(name="config_schema", node=Config)
     for group, schemas in SCHEMAS.items():
@@ -120,7 +120,8 @@ def register() -> None:
 
 
 def prepared_folders() -> list[str]:
-    """Names of the folders ./data/NAME that hold tokens. Each is a preset data=NAME, unless conf/data has that name."""
+    """Return the names of the folders ./data/NAME with prepared tokens, which act as presets data=NAME. Names of
+    presets in conf/data are left out."""
     names = sorted(index.parent.name for index in Path(PREPARED).glob("*/train.idx"))
     return [name for name in names if not (CONF_DIR / "data" / f"{name}.yaml").exists()]
 
@@ -131,7 +132,8 @@ def choices(group: str) -> str:
 
 
 def presets_of(group: str) -> list[str]:
-    """Return the presets of a group, including prepared folders, models and optimizers defined without a file."""
+    """Return the names of a group's presets, including those without a file: prepared folders, and registered datasets,
+    models and optimizers."""
     names = sorted(file.stem for file in (CONF_DIR / group).glob("*.yaml"))
     others = {
         "data": lambda: [*data_registry.SOURCES, *prepared_folders()],

@@ -15,7 +15,7 @@ def with_model(overrides: list[str], log: Log | None = None) -> list[str]:
     """Prepend overrides that copy the model from the checkpoint whose weights a run starts from."""
     found = model_overrides(overrides)
     if found and log:
-        log("model: the checkpoint's, since checkpoint.load=weights")
+        log("model: taken from the checkpoint, since checkpoint.load=weights")
     return [*found, *overrides]
 
 
@@ -23,15 +23,15 @@ def model_overrides(overrides: list[str]) -> list[str]:
     """Return `optimizer=PRESET` and `model.KEY=VALUE` of the checkpoint named by checkpoint.resume, without keys that
     are in `overrides`.
 
-    Empty without checkpoint.load=weights, or if `overrides` choose a preset model=, which the run compares with the
-    checkpoint. Also empty if the checkpoint cannot be read, for which the run raises an error. Raises PluginsNotNamed
-    if the checkpoint's plugins have not been imported.
+    Return [] unless `overrides` have checkpoint.load=weights and name a checkpoint, and if they choose a preset model=,
+    which the run compares with the checkpoint. Also return [] if the checkpoint cannot be read; the run then raises the
+    error. Raises PluginsNotNamed if the checkpoint's plugins have not been imported.
     """
     given = {key.lstrip("+~"): value for key, _, value in (each.partition("=") for each in overrides)}
     resume = given.get("checkpoint.resume", "auto").strip("'\"")
     if given.get("checkpoint.load") != "weights" or resume in ("auto", "never") or "model" in given:
         return []
-    from gptlite.checkpoint.find import candidates  # only where it is needed, to keep composing fast
+    from gptlite.checkpoint.find import candidates  # imported only if needed, to keep composition fast
 
     try:
         text = (candidates(resume, "checkpoint.resume")[0] / "config.yaml").read_text("utf-8")
@@ -42,7 +42,7 @@ def model_overrides(overrides: list[str]) -> list[str]:
         return []
     model, optimizer = saved.model, schema_names(saved)["optimizer"].removesuffix("_schema")
     values = [f"model.{key}={override_value(value)}" for key, value in leaves(model) if f"model.{key}" not in given]
-    # The model's preset, which is not copied, may have chosen it.
+    # The optimizer is copied too, since the model's preset, which is not copied, may have chosen it.
     return [*([f"optimizer={optimizer}"] if "optimizer" not in given else []), *values]
 
 
@@ -55,9 +55,9 @@ def refuse_larger_vocabulary(config: Config, vocab_size: int) -> None:
 
 
 def too_few_ids(checkpoint: str, size: int, vocab_size: int) -> str:
-    """Return the message for weights whose embedding has too few rows for the data's ids, which no key can fix."""
+    """Return the message for a checkpoint with a smaller vocabulary than the data's, which no key can fix."""
     return (
-        f"checkpoint.resume={checkpoint} has a vocabulary of {size} ids, fewer than the {vocab_size} of the data's "
-        f"tokenizer; give data prepared with the checkpoint's tokenizer, or leave out checkpoint.resume and "
+        f"checkpoint.resume={checkpoint} has a vocabulary size of {size}, less than the {vocab_size} of the data's "
+        f"tokenizer; use data prepared with the checkpoint's tokenizer, or leave out checkpoint.resume and "
         "checkpoint.load to train new weights"
     )

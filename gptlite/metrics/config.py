@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass
 class LoggerConfig:
-    """No logger except metrics.jsonl."""
+    """No logger besides the console and metrics.jsonl."""
 
 
 @dataclass
@@ -15,7 +15,7 @@ class TensorboardConfig(LoggerConfig):
 
 @dataclass
 class WandbConfig(LoggerConfig):
-    """Weights & Biases; offline, after one warning, if no API key is set."""
+    """Weights & Biases. Without an API key, the run is offline, after one warning."""
 
     project: str = "gptlite"
     entity: str | None = None

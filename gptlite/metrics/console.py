@@ -10,17 +10,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 WIDTH = 80  # columns of a terminal
-PART = "val_loss/"  # and the name of a data set, of a blend
-TRAIN_METRIC, VAL_METRIC = "train_", "val_"  # and the name of a model's own metric
+PART = "val_loss/"  # prefix of the loss of one dataset of a blend
+TRAIN_METRIC, VAL_METRIC = "train_", "val_"  # prefixes of a model's own metrics
 
 
 def format_count(number: float) -> str:
-    """Format a count with three digits: `87`, `12.3k`, `124M`, `1.50B`, `3.20T`."""
+    """Format a count with up to three digits: `87`, `12.3k`, `124M`, `1.50B`, `3.20T`."""
     return _scaled(number, 1000, ("", "k", "M", "B", "T"))
 
 
 def format_parameters(count: int, idle: int = 0) -> str:
-    """Format a model's size: `10.5M parameters`, of a mixture of experts `10.5M parameters, 4.19M active`."""
+    """Format a model's size: `10.5M parameters`, or `10.5M parameters, 4.19M active` for a mixture of experts."""
     return f"{format_count(count)} parameters{f', {format_count(count - idle)} active' if idle else ''}"
 
 
@@ -49,8 +49,8 @@ def step_line(row: Mapping[str, Any], max_steps: int, eta_seconds: float | None 
         step  120/1000 | loss  3.4512 | lr 3.00e-03 | grad norm   0.81
         |  12.3k tok/s | MFU   n/a | mem  0.91 GiB | ETA 2m31s
 
-    `row` has the keys of a metrics.jsonl row; one that is absent or None shows as n/a. `epoch` and `loss_scale` add a
-    column each, as do a model's own metrics. `unit`: tokens or samples.
+    `row` has the keys of a metrics.jsonl row; a value that is absent or None is shown as n/a. `epoch`, `loss_scale` and
+    a model's own metrics each add a column if they are present. `unit`: tokens or samples.
     """
     columns = [
         _position("step", row, max_steps),
@@ -71,8 +71,8 @@ def step_line(row: Mapping[str, Any], max_steps: int, eta_seconds: float | None 
 def eval_line(row: Mapping[str, Any], max_steps: int, unit: str = "tokens") -> str:
     """Format the line of an evaluation row: `eval  250/1000 | val loss  3.6120 nats/token | 1.9042 bits/byte`.
 
-    Bits per byte are left out if the data has no text (synthetic tokens). A blend adds the loss of each data set, and a
-    model its own metrics.
+    Bits per byte are left out if the data has no text (synthetic tokens). A blend adds the loss of each dataset, and a
+    model adds its own metrics.
     """
     loss = f"val loss {_text(row['val_loss'], '{:.4f}'.format, 7)} nats/{unit.removesuffix('s')}"
     columns = [_position("eval", row, max_steps), loss]
@@ -85,7 +85,7 @@ def eval_line(row: Mapping[str, Any], max_steps: int, unit: str = "tokens") -> s
 
 
 def banner(lines: list[tuple[str, str]], title: str = "gptlite") -> str:
-    """Format keys and values in two columns between rules, with the title in the upper one. Long values wrap.
+    """Format keys and values in two columns between horizontal rules, the upper one with the title. Long values wrap.
 
     An empty key continues the entry above it.
     """
@@ -138,7 +138,7 @@ def _scaled(number: float, base: int, units: tuple[str, ...]) -> str:
     if number < 0:
         return "-" + _scaled(-number, base, units)
     index, scaled = 0, float(number)
-    # 999.5 would print as a fourth digit.
+    # 999.5 would be printed with four digits, as 1000.
     while scaled >= 999.5 and index + 1 < len(units):
         scaled /= base
         index += 1

@@ -1,12 +1,12 @@
-"""Dense matrix-multiply peaks of accelerators: the denominator of MFU."""
+"""Peak FLOP/s of dense matrix multiplication by device: the denominator of MFU."""
 
 import re
 
 import torch
 
-# TFLOP/s without sparsity, from the vendors' data sheets: bf16, fp16, tf32, fp32 (None: no such unit). GeForce: with
-# fp32 accumulation, which is what training uses and half of the figure quoted for fp16 accumulation. The first
-# pattern found in the device's name counts, so a variant stands above its family.
+# TFLOP/s without sparsity, from the vendors' data sheets: bf16, fp16, tf32, fp32 (None: not supported, or unknown).
+# GeForce: with fp32 accumulation, which training uses; with fp16 accumulation, the peaks are twice as high. The first
+# pattern that occurs in the device's name applies, so a variant comes before its family.
 _PEAKS: tuple[tuple[str, tuple[float | None, float | None, float | None, float | None]], ...] = (
     (r"Laptop|Max-Q|MIG", (None, None, None, None)),
     (r"GB200", (2500, 2500, 1250, 80)),
@@ -34,10 +34,10 @@ _PEAKS: tuple[tuple[str, tuple[float | None, float | None, float | None, float |
 
 
 def peak_flops(name: str, dtype: torch.dtype, tf32: bool = False) -> float | None:
-    """Return the dense peak in FLOP/s of the device called `name`, for matrix products of `dtype`.
+    """Return the dense peak in FLOP/s of the device called `name`, for matrix multiplications in `dtype`.
 
-    `name` is as returned by `torch.cuda.get_device_name`. `tf32` is True if float32 products may run in TF32. None if
-    the peak is not known; MFU is then n/a instead of a guess.
+    `name` is as returned by `torch.cuda.get_device_name`. `tf32` is True if those in float32 may use TF32. None if the
+    peak is not known; MFU is then n/a instead of a guess.
     """
     columns = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2 if tf32 else 3}
     if dtype not in columns:
@@ -45,7 +45,7 @@ def peak_flops(name: str, dtype: torch.dtype, tf32: bool = False) -> float | Non
     for pattern, peaks in _PEAKS:
         if re.search(rf"(?<![A-Za-z0-9])(?:{pattern})(?![A-Za-z0-9])", name):
             peak = peaks[columns[dtype]]
-            # Float32 on a device without TF32 units runs on its float32 units whatever was allowed.
+            # A device without TF32 units uses its float32 units, even if TF32 is allowed.
             if peak is None and dtype == torch.float32:
                 peak = peaks[3]
             return None if peak is None else peak * 1e12

@@ -1,4 +1,4 @@
-"""Metrics file metrics.jsonl: one JSON object per line, each step once, readable during the run."""
+"""Metrics file metrics.jsonl: one JSON object per line, without rows of repeated steps, readable during the run."""
 
 import json
 import math
@@ -34,7 +34,7 @@ class JsonlSink:
         self._file.flush()
 
     def rewind(self, step: int) -> None:
-        """Move rows later than `step` aside, see `truncate_after`."""
+        """Move rows later than `step` to another file, see `truncate_after`."""
         self.close()
         truncate_after(self._path, step)
         self._file = self._path.open("a", encoding="utf-8")

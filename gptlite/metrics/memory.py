@@ -8,10 +8,11 @@ import torch
 
 
 def memory_bytes(device: torch.device) -> dict[str, int | None]:
-    """Return the row keys `memory_allocated_bytes` and `memory_peak_bytes` (the highest since the process started).
+    """Return the row keys `memory_allocated_bytes` and `memory_peak_bytes`.
 
-    On a GPU: bytes of live tensors, from the caching allocator. The peak is reset before the step in which memory is
-    measured, the second of a run. On a CPU: the process's resident set; None if the system does not report it.
+    On a GPU: bytes of live tensors, from the caching allocator. Measuring the memory of a step's phases, usually in the
+    second step, resets the peak (parallelism/memory_phases.py). On a CPU: the process's resident set, with the peak
+    since the process started; None if the system does not report it.
     """
     if device.type == "cuda":
         allocated, peak = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)

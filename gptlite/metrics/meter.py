@@ -32,7 +32,7 @@ class Throughput:
     def __post_init__(self) -> None:
         self._window_start = self._pace_start = self.clock()
         self._window_steps = 0
-        self._window_batches = self._pace_batches = 0.0  # steps with a smaller batch count for less
+        self._window_batches = self._pace_batches = 0.0  # a step with a smaller batch counts as a fraction
         self._excluded = 0.0
         self._first_pace: float | None = None
 
@@ -81,7 +81,7 @@ class Throughput:
         }
 
     def eta_seconds(self, remaining: float) -> float | None:
-        """Estimate the wall-clock seconds for `remaining` full batches at the pace so far, with evaluations and saves.
+        """Estimate the seconds for `remaining` full batches at the pace so far, including evaluations and saves.
 
         None before the first step.
         """

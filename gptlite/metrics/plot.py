@@ -34,8 +34,8 @@ STYLE: dict[Any, Any] = {
     "ytick.labelcolor": FAINT,
 }
 
-LEFT = 0.045  # of the figure: where titles and the loss panel begin
-LABEL_HEIGHT = 28  # points: two lines and some space
+LEFT = 0.045  # left edge of the titles and the loss panel, as a fraction of the figure
+LABEL_HEIGHT = 28  # points: two lines of text and some space
 
 Series = tuple[list[int], list[float]]
 
@@ -175,7 +175,7 @@ def _draw_noisy(axes: "Axes", name: str, series: Series, validation: Series = ([
     if validation[0]:
         axes.plot(*validation, color=VALIDATION, linewidth=1.1, marker="o", markersize=3)
         values = values + validation[1]
-    # The axis starts at zero, to show noise to scale. The highest percent of values may be cut off.
+    # The axis starts at zero, so that noise is shown to scale. The highest 1% of values may be cut off.
     highest = sorted(values)[min(len(values) - 1, int(0.99 * len(values)))]
     axes.set_ylim(0, 1.15 * highest or 1)
     _ticks(axes.yaxis, _tick, nbins=3, min_n_ticks=2)

@@ -1,4 +1,4 @@
-"""Plot of the loads of a mixture of experts over the steps of a metrics.jsonl."""
+"""Plot of the experts' loads in a mixture of experts over the steps of a metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from gptlite.files import replacing
 from gptlite.metrics.jsonl import read_rows
 from gptlite.metrics.plot import FAINT, STYLE
 
-EXPERT_LOADS = "expert_loads"  # tokens of each expert by layer, in a row
-MOST_LAYERS, MOST_STEPS = 8, 400  # of the picture: evenly chosen
+EXPERT_LOADS = "expert_loads"  # key of a row: tokens of each expert, by layer
+MOST_LAYERS, MOST_STEPS = 8, 400  # limits of the picture; those shown are evenly spaced
 
 
 def plot_loads(jsonl: Path, out: Path) -> Path | None:
-    """Plot the load over the mean load of each expert, a panel for each layer, to the PNG `out`. Returns `out`; None if
-    no row has loads."""
+    """Plot each expert's load divided by the mean load of its layer, with a panel for each layer, to the PNG `out`.
+    Returns `out`, or None if no row has loads."""
     rows = [row for row in read_rows(jsonl) if row.get(EXPERT_LOADS)]
     if not rows:
         return None
@@ -47,7 +47,7 @@ def plot_loads(jsonl: Path, out: Path) -> Path | None:
             axes.set_ylabel(f"layer {layer + 1}", color=FAINT)
             axes.set_yticks([0, count - 1])
         panels[-1].set_xlabel("step")
-        panels[0].set_title("tokens of each expert, over the mean of its layer", loc="left", fontsize=10)
+        panels[0].set_title("tokens of each expert, divided by the mean of its layer", loc="left", fontsize=10)
         figure.colorbar(image, ax=panels.tolist(), extend="max", shrink=0.6 if len(layers) > 2 else 1.0)
         with replacing(out) as file:
             figure.savefig(file, format="png")
@@ -55,7 +55,7 @@ def plot_loads(jsonl: Path, out: Path) -> Path | None:
 
 
 def _chosen(values: list[Any], most: int) -> list[Any]:
-    """Return at most that many of the values, evenly spaced, with the first and the last."""
+    """Return at most `most` of the values, evenly spaced, including the first and the last."""
     if len(values) <= most:
         return values
     return [values[round(index * (len(values) - 1) / (most - 1))] for index in range(most)]

@@ -30,7 +30,7 @@ class Sink(Protocol):
 
 
 class TensorboardSink:
-    """TensorBoard event files in `folder`. Earlier events later than `start_step` are marked as replaced."""
+    """TensorBoard event files in `folder`. Events already there for steps after `start_step` are marked as replaced."""
 
     def __init__(self, folder: Path, start_step: int = 0):
         self._folder = folder
@@ -43,7 +43,7 @@ class TensorboardSink:
                 self._writer.add_scalar(key, value, global_step=row["step"])
 
     def rewind(self, step: int) -> None:
-        """Start a file that marks events later than `step` as replaced."""
+        """Start a new file that marks events of steps after `step` as replaced."""
         self._writer.close()
         self._open(step)
 

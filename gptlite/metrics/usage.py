@@ -31,16 +31,16 @@ class _Mean:
 
 
 class Usage:
-    """Sampler of memory and utilisation, ten times a second in a thread, until `close`.
+    """Sampler of memory and utilisation. A thread takes ten samples per second until `close`.
 
-    Memory: on a GPU bytes of live tensors, from the caching allocator; on a CPU the resident set. Utilisation, 0 to 1:
-    on a GPU the fraction of time in which a kernel ran, from NVML; on a CPU the processor time of this process over the
-    time available to its threads. None if the system, or a missing nvidia-ml-py, does not report it.
+    Memory: on a GPU, bytes of live tensors, from the caching allocator; on a CPU, the resident set. Utilisation, from 0
+    to 1: on a GPU, the fraction of time in which a kernel ran, from NVML; on a CPU, the processor time of this process
+    divided by the time available to its threads. None if the system does not report it, or without nvidia-ml-py.
     """
 
     def __init__(self, device: torch.device, seconds: float = SAMPLE_SECONDS) -> None:
         self._device, self._seconds = device, seconds
-        self._means = _Mean(), _Mean()  # of memory and of utilisation since the last row, which may be hours ago
+        self._means = _Mean(), _Mean()  # memory and utilisation since the last row, which may be hours ago
         self._rows: list[tuple[float, int | None, float | None]] = []  # seconds, memory, utilisation
         self._since = time.perf_counter(), time.process_time()
         self._ended = Event()
@@ -48,7 +48,7 @@ class Usage:
 
     def read(self) -> dict[str, float | None]:
         """Return the row keys `memory_average_bytes` and `utilization`, the means since the previous `read`."""
-        (memory, used), self._means = self._means, (_Mean(), _Mean())  # swapped: the thread adds to the new ones
+        (memory, used), self._means = self._means, (_Mean(), _Mean())  # the thread now adds to the new ones
         if not memory.count and not used.count:
             self._sample(memory, used)
         utilization = used.value

@@ -13,9 +13,9 @@ from gptlite.metrics.config import WandbConfig
 class WandbSink:
     """Sink for one W&B run, stored in `<run_dir>/wandb`; `id` identifies it across resumes.
 
-    It is online if an API key is set. Without a key (and a terminal to ask for it), or if the server cannot be reached,
-    the run is offline after one warning; with `mode: online` that is an error. A resumed run passes its `id`: online,
-    the W&B run continues; offline, `wandb sync` joins the parts in order of time.
+    The run is online if an API key is set. Without a key (and a terminal to ask for it), or if the server cannot be
+    reached, it is offline after one warning; with `mode: online` that is an error. A resumed run passes its `id`. If it
+    is online, the W&B run continues; if it is offline, `wandb sync` joins the parts in order of time.
 
     Raises:
         ConfigError: W&B cannot start the run in the requested mode.

@@ -1,7 +1,7 @@
 """Adafactor (Shazeer and Stern 2018, arXiv:1804.04235, algorithms 4 and 5): factored second moments.
 
-torch's implementation applies epsilon elsewhere than the paper, where it affects gradients as large as 1e-4. It also
-computes norms one parameter at a time.
+torch's implementation is not used. It applies epsilon in another place than the paper, which changes updates for
+gradients as large as 1e-4, and it computes norms one parameter at a time.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from gptlite.parallelism.zero import local_tensor
 
 @dataclass
 class _Work:
-    """Work on one parameter in a step: step number, shardings (`cuts`), and this rank's shard of the gradient."""
+    """Inputs of one parameter's step, such as step number, shardings (`cuts`) and this rank's shard of the gradient."""
 
     parameter: nn.Parameter
     group: dict[str, Any]
@@ -55,12 +55,12 @@ def build(config: AdafactorConfig, context: BuildContext) -> Adafactor:
 
 
 class Adafactor(OwnOptimizer):
-    """Adafactor with `lr` as relative step size: a step's RMS is at most clip_threshold lr max(eps2, RMS(x)).
+    """Adafactor with a relative step size `lr`: the RMS of a step is at most clip_threshold lr max(eps2, RMS(x)).
 
-    The state of a matrix is the running mean square gradient of each row and column (`row_var`, `col_var`), that of a
-    vector of each element. If parameters are sharded, these means and the RMS of weights and updates are reduced over
-    ranks, for all parameters together, three times per step. The only other memory is a temporary of one parameter's
-    size: the updates overwrite the gradients.
+    The state is the running mean of the squared gradient: for a matrix, that of each row and column (`row_var`,
+    `col_var`); for a vector, that of each element (`variance`). If parameters are sharded, these means and the RMS of
+    weights and updates are reduced over ranks in three reductions per step, each for all parameters together. The
+    updates overwrite the gradients, so the only other memory is a temporary of one parameter's size.
     """
 
     def new_state(self, parameter: Tensor) -> dict[str, Tensor]:
@@ -99,16 +99,16 @@ def _of_vector(placement: Placement, dim: int) -> Placement:
     """Return the placement of a vector along dim `dim` of a matrix that has this placement."""
     if getattr(placement, "dim", None) != dim:
         return Replicate()
-    return placement if dim == 0 else Shard(0)  # FSDP2, and so a strided placement, shards only rows of matrices
+    return placement if dim == 0 else Shard(0)  # FSDP2, which makes strided placements, shards only rows
 
 
 def _average(works: Sequence[_Work]) -> None:
-    """Update the running means with the squared gradients. Also divide the gradients of vectors by the root of their
-    mean."""
+    """Update the running means with the squared gradients. Also divide the gradients of vectors by the square root of
+    their running mean."""
     matrices = [work for work in works if work.is_matrix]
     rows, columns = [], []
     for work in works:
-        squares = work.gradient.square().add_(work.group["eps"][0])  # here, as in the paper
+        squares = work.gradient.square().add_(work.group["eps"][0])  # added before averaging, as in the paper
         if work.is_matrix:
             rows.append(squares.sum(1))
             columns.append(squares.sum(0))
@@ -122,18 +122,19 @@ def _average(works: Sequence[_Work]) -> None:
 
 
 def _divide(matrices: Sequence[_Work]) -> None:
-    """Divide each gradient by the root of R C / mean(R), with the row means R and the column means C."""
-    # fp64, so that sums of shards do not differ from those of the whole in fp32.
+    """Divide each gradient by the square root of R C / mean(R), with the row means R and the column means C."""
+    # fp64, so that in fp32 the total does not depend on how the matrix is sharded.
     sums = [local_tensor(work.state["row_var"]).sum(dtype=torch.float64) for work in matrices]
     for work, total in zip(matrices, sum_over_cuts(sums, [work.along(0) for work in matrices]), strict=True):
         rows, columns = (local_tensor(work.state[key]) for key in ("row_var", "col_var"))
         mean = (total / work.parameter.shape[0]).to(rows.dtype)
-        # Two roots instead of one root of the product, since the product of two small squares underflows fp32.
+        # Two square roots instead of one of the product, since the product of two small means underflows fp32.
         work.gradient.mul_((rows / mean).rsqrt_()[:, None]).mul_(columns.rsqrt()[None, :])
 
 
 def _apply(works: Sequence[_Work]) -> None:
-    """Clip each update by its RMS, and apply it times lr and the parameter's RMS. Does not wait for the device."""
+    """Clip each update by its RMS, scale it by lr and the parameter's RMS, and apply it. Does not wait for the
+    device."""
     weights, updates = local_parameters(work.parameter for work in works), [work.gradient for work in works]
     table = torch.stack([square_norms(weights), square_norms(updates)], 1)
     for work, weight, squares in zip(

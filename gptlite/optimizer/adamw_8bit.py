@@ -1,8 +1,8 @@
-"""AdamW with 8-bit moments (Dettmers et al. 2022, arXiv:2110.02861), computed by torchao's tensors and update.
+"""AdamW with 8-bit moments (Dettmers et al. 2022, arXiv:2110.02861), using torchao's tensors and update function.
 
-A rank's shard of a moment is divided into blocks of 256 elements. Each element is a code for one of 256 numbers in [-1,
-1], which are densest near 0, times the largest magnitude in its block. As in torchao, tensors with fewer than 4,096
-elements or with an incomplete block have fp32 moments.
+A rank's shard of a moment is divided into blocks of 256 elements. Each element is stored as a code for one of 256
+numbers in [-1, 1], which are densest near 0; this number times the absolute maximum of the block is the element's
+value. As in torchao, tensors with fewer than 4,096 elements or with an incomplete block have fp32 moments.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class AdamW8bit(OwnOptimizer):
         return {"step": state["step"]} | {key: cut_like(parameter, _wide(state[key])) for key in MOMENTS}
 
     def take(self, parameter: Tensor, stored: dict[str, Tensor]) -> None:
-        """Quantize the values in `stored` again. Unchanged values from `stored` give the same bits."""
+        """Quantize the values in `stored` into the state. Unchanged values of `self.stored` give the same bits."""
         state = self.state_of(parameter)
         for key in MOMENTS:
             state[key].copy_(local_tensor(stored[key]))
@@ -58,7 +58,7 @@ class AdamW8bit(OwnOptimizer):
         for group in self.param_groups:
             parameters = self.ready(group)
             self.counted(parameters)
-            (beta1, beta2), lr = group["betas"], torch.tensor(float(group["lr"]))  # a float would be compiled in
+            (beta1, beta2), lr = group["betas"], torch.tensor(float(group["lr"]))  # a float would be a constant
             for parameter, weight, gradient in zip(
                 parameters, local_parameters(parameters), local_gradients(parameters), strict=True
             ):
@@ -82,9 +82,9 @@ class AdamW8bit(OwnOptimizer):
         return _torchao().state(codes, scale, self._map(signed, local.device), signed, dtype=torch.float32)
 
     def _map(self, signed: bool, device: torch.device) -> Tensor:
-        """Return the values of the codes [256]. All moments of a kind share one tensor.
+        """Return the value of each code [256]. All moments of a kind share one tensor.
 
-        torchao's signed values range from -0.993 to 1. Here the lowest is -1, so that the largest magnitude of a block
+        torchao's signed values range from -0.993 to 1. Here the lowest is -1, so that the absolute maximum of a block
         is exact for both signs, and dequantized values quantize to the same codes and scale.
         """
         if (signed, device) not in self._maps:

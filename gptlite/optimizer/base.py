@@ -29,7 +29,7 @@ class BuildContext:
 
 
 class OwnOptimizer(Optimizer):
-    """Base class of optimizers over plain tensors and DTensors: local computation, and communication as needed.
+    """Base class of optimizers for plain tensors and DTensors. They compute on local shards and communicate as needed.
 
     A step is collective over the ranks of the parameters' meshes. With 16-bit gradients and parameters, all computation
     is in their dtype.
@@ -82,29 +82,30 @@ class OwnOptimizer(Optimizer):
 
 
 class PiecewiseStep:
-    """Mixin that replaces an optimizer's step by steps of pieces of parameters. It reads `found_inf` on the host."""
+    """Mixin that replaces an optimizer's step by separate updates of pieces of its parameters. It reads `found_inf` on
+    the host."""
 
     @classmethod
     def put_on(cls, optimizer: Optimizer) -> None:
-        """Replace the optimizer's step by this class's: the optimizer gets a subclass of both."""
+        """Replace the optimizer's step by that of this class. The optimizer's class becomes a subclass of both."""
         kind = type(optimizer)
         optimizer.__class__ = type(cls.__name__.removesuffix("Step") + kind.__name__, (cls, kind), {})
 
     def take(self, options: dict[str, Any]) -> None:
-        """Take the step. `options` are passed to the optimizer's own step of each piece."""
+        """Take a step. `options` are passed to the optimizer's own step for each piece."""
         raise NotImplementedError
 
     def step(
         self, closure: Closure | None = None, *, scale: Tensor | None = None, found_inf: Tensor | None = None
     ) -> None:
-        """Take the step, as FusedStep.step does."""
+        """Take a step, with the arguments of FusedStep.step."""
         refuse(closure)
         if found_inf is not None and found_inf.item() != 0:
             return
         with torch.no_grad():
             self.take({} if scale is None else {"scale": scale})
 
-    # Runs the step's hooks. torch wraps only the step of the class that it constructs.
+    # Makes the step run its hooks. torch wraps only the step of the class that is instantiated.
     step = Optimizer.profile_hook_step(step)  # pyright: ignore[reportArgumentType]
 
 
@@ -133,7 +134,8 @@ def refuse(closure: object) -> None:
 
 
 def local_parameters(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """Return this rank's shards for writing. Increments the versions, by which autograd detects stale saved tensors."""
+    """Return this rank's shard of each parameter, for writing. Increments the parameters' versions, by which autograd
+    detects stale saved tensors."""
     parameters = list(parameters)
     torch.autograd.graph.increment_version(parameters)
     return [local_tensor(parameter).detach() for parameter in parameters]
@@ -150,5 +152,5 @@ def adam_state(parameter: Tensor) -> dict[str, Tensor]:
 
 
 def step_count() -> Tensor:
-    """Return a step count of 0, a 0-dim fp32 tensor on the host."""
+    """Return a step count of 0, a scalar fp32 tensor on the host."""
     return torch.zeros((), dtype=torch.float32)

@@ -35,8 +35,8 @@ def build_optimizer(
     are split further by the returned values. `fused_adam` selects our kernel for Adam and AdamW; it must be loaded.
     Muon leaves matrices whose names end in one of `edges` to AdamW, since they are not linear maps between hidden
     activations. `stacked` maps name endings of fused parameters to (groups, relative rows of each matrix in a group),
-    by which Muon splits them; `batched` are name endings of parameters [number, rows, columns] with a matrix of each
-    expert. `dtype` is that of the model's products, in which Muon's are, too, if it is bf16.
+    by which Muon splits them; `batched` are name endings of parameters [experts, rows, columns] with one matrix per
+    expert. `dtype` is the dtype of the model's GEMMs; with `newton_schulz_dtype: auto`, Muon's are in bf16 if it is.
     Raises ValueError if nothing is trainable.
     """
     rule = import_module(config.rule)
@@ -54,8 +54,8 @@ def _parameter_groups(
 ) -> list[dict[str, Any]]:
     """Return parameter groups, split by number of dims, by mesh and by the values that `more` returns.
 
-    Vectors do not decay: decaying a gain or a bias towards 0 does not regularize, it shifts activations. The values of
-    `more` become entries of the group.
+    Vectors do not decay, since decaying a gain or a bias towards 0 shifts activations instead of regularizing. The
+    values of `more` become entries of the group.
     """
     trainable = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
     groups: dict[Any, dict[str, Any]] = {}

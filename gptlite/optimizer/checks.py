@@ -52,11 +52,11 @@ def _apex_key(optimizer: OptimizerConfig) -> str:
 
 def _check_shape(config: ScheduleConfig) -> None:
     warmup = config.warmup_steps
-    require(warmup is None or warmup >= 0, "schedule.warmup_steps", warmup, "must be 0 or more; null chooses it")
+    require(warmup is None or warmup >= 0, "schedule.warmup_steps", warmup, "must be 0 or more, or null (default)")
     if isinstance(config, CosineConfig | LinearConfig | WSDConfig | WarmupConfig):
-        require(0 <= config.min_ratio <= 1, "schedule.min_ratio", config.min_ratio, "is a fraction: give 0 to 1")
+        require(0 <= config.min_ratio <= 1, "schedule.min_ratio", config.min_ratio, "must be from 0 to 1")
     if isinstance(config, WarmupConfig):
-        require(0 <= config.end_ratio <= 1, "schedule.end_ratio", config.end_ratio, "is a fraction: give 0 to 1")
+        require(0 <= config.end_ratio <= 1, "schedule.end_ratio", config.end_ratio, "must be from 0 to 1")
     if isinstance(config, WSDConfig):
         fraction = config.decay_fraction
         require(0 < fraction <= 1, "schedule.decay_fraction", fraction, "must be above 0 and at most 1, e.g. 0.2")
@@ -65,7 +65,7 @@ def _check_shape(config: ScheduleConfig) -> None:
 def _check_length(config: ScheduleConfig, max_steps: int) -> None:
     """Raise ConfigError unless the warmup leaves steps at the peak and the decay does not end early at a rate of 0."""
     warmup = resolve_warmup_steps(config, max_steps)
-    fix = f"never reaches the peak rate: trainer.max_steps={max_steps}; set schedule.warmup_steps={max_steps // 10}"
+    fix = f"does not end before trainer.max_steps={max_steps}; set schedule.warmup_steps={max_steps // 10}"
     require(warmup == 0 or warmup < max_steps, "schedule.warmup_steps", warmup, fix)
     if not isinstance(config, CosineConfig | LinearConfig | WSDConfig | WarmupConfig) or config.decay_steps is None:
         return

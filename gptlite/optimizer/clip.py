@@ -7,14 +7,15 @@ from torch import Tensor, nn
 
 from gptlite.optimizer.base import local_gradients
 
-# One CPU kernel call sums squares in fp32, and the rounding error grows with their number: the norm of 40M elements
-# was off by 3e-3, in pieces of this size by 2e-7, at about the same speed. CUDA's kernel splits its input itself.
+# One call of the CPU kernel sums squares in fp32, and the rounding error grows with their number. For 40M elements the
+# relative error of the norm was 3e-3 in one call and 2e-7 in pieces of this size, at about the same speed. The CUDA
+# kernel splits its input itself.
 CPU_PIECE = 2**16
 
 
 @torch.no_grad()
 def local_grad_norm(parameters: Iterable[nn.Parameter], fused: bool = False) -> Tensor:
-    """Return the L2 norm of this rank's gradient shards, taken as one vector: 0-dim, fp32; 0 without gradients.
+    """Return the L2 norm of this rank's gradient shards, taken as one vector: an fp32 scalar; 0 without gradients.
 
     `fused` uses our kernel, in one call.
     """
@@ -44,7 +45,7 @@ def clip_gradients(
 ) -> None:
     """Scale all gradients in place so that their global `norm` is at most `max_norm`. 0 turns clipping off.
 
-    Gradients of a loss that was multiplied by `loss_scale` are also divided by it.
+    If the loss was multiplied by `loss_scale`, `norm` is that of the scaled gradients, which are also divided by it.
 
     If the norm is inf or NaN, the scaled gradients are invalid: check it before stepping.
     """
@@ -54,9 +55,9 @@ def clip_gradients(
 
 
 def clip_factor(max_norm: float, norm: Tensor, loss_scale: float | Tensor = 1.0) -> Tensor | None:
-    """Return the factor that clips gradients with this norm, at most 1 before unscaling. None means 1.
+    """Return the factor for gradients with this norm: the clipping coefficient (at most 1) divided by `loss_scale`.
 
-    The gradients of a scaled loss, and their norm, are `loss_scale` times too large. The factor corrects for that.
+    None means 1. `norm` is that of the gradients of the loss times `loss_scale`; `max_norm` is for the unscaled loss.
     """
     if not isinstance(loss_scale, Tensor) and loss_scale == 1.0:
         # 1e-6 as in torch's clip_grad_norm_

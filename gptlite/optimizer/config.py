@@ -1,4 +1,4 @@
-"""Configuration of optimizers. A class also describes its optimizer's state."""
+"""Configuration of optimizers. Each class also describes the state and the cost of its optimizer."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ def require(legal: bool, key: str, value: object, fix: str) -> None:
 
 
 class Range(NamedTuple):
-    """Legal values of a setting, and the text of the error for other values."""
+    """Legal values of a setting, and the end of the error message for other values."""
 
     legal: Callable[[float], bool]
     fix: str
@@ -45,7 +45,10 @@ BETAS_AND_EPS = {**BETAS, "eps": Range(_positive, "must be above 0, e.g. 1e-8")}
 
 
 class Shard(NamedTuple):
-    """Shards of `count` equal parameters on a rank: `elements` in rows of `width`. `in_block`: of a block."""
+    """Shards of `count` parameters of equal shape on one rank. Each shard has `elements` elements, in rows of `width`.
+
+    `in_block`: True if the parameters belong to a block.
+    """
 
     elements: int
     width: int
@@ -60,9 +63,9 @@ class OptimizerConfig:
     rule: the module whose `build(config, context)` creates the optimizer (`build.py`). moments: the number of fp32
     state values per parameter element that every configuration of the optimizer keeps. counts: True if each parameter
     has a step count. elementwise: True if each element is updated from its own gradient and state alone, so that any
-    piece of a parameter can be stepped. adam_kernel: True if our kernel steps (some of) its parameters. update_bytes:
-    bytes per element that clipping and the update read and write, for the planner. ranges: legal values of the
-    settings.
+    piece of a parameter can be updated separately. adam_kernel: True if our kernel updates (some of) its parameters.
+    update_bytes: bytes per element that clipping and the update read and write, for the planner. ranges: legal values
+    of the settings.
     """
 
     rule: ClassVar[str] = "gptlite.optimizer.torch_rules"
@@ -91,7 +94,7 @@ class OptimizerConfig:
         return self.moments
 
     def products(self, rows: int, columns: int) -> list[tuple[int, int, int]]:
-        """Return the products [m, k] x [k, n], as (m, k, n), of the update of a whole matrix in a block."""
+        """Return the GEMMs [m, k] x [k, n], as (m, k, n), of the update of one whole matrix in a block."""
         return []
 
     def state_bytes(self, shards: Sequence[Shard]) -> int:
@@ -102,7 +105,7 @@ class OptimizerConfig:
 
 @dataclass
 class _TwoMoments(OptimizerConfig):
-    """Optimizers with running means of the gradient and of its square."""
+    """Fields of optimizers with running means of the gradient and of its square."""
 
     ranges: ClassVar[dict[str, Range]] = {**OptimizerConfig.ranges, **BETAS_AND_EPS}
 
@@ -221,7 +224,7 @@ def in_8_bits(elements: int) -> bool:
 
 
 def state_in_8_bits(elements: int) -> int:
-    """Return the bytes of two moments and a step count. 8-bit moments take a byte per element, a scale per block."""
+    """Return the bytes of two moments and a step count. 8-bit moments take a byte per element and a scale per block."""
     moment = elements + FP32 * elements // BLOCK_8BIT if in_8_bits(elements) else FP32 * elements
     return 2 * moment + FP32
 
@@ -247,14 +250,14 @@ class MuonScale(Enum):
 
 
 class NewtonSchulz(Enum):
-    """Coefficients of the Newton-Schulz iteration: equal ones in each step, or those of Polar Express."""
+    """Coefficients of the Newton-Schulz iteration: the same in each step (`quintic`), or those of Polar Express."""
 
     quintic = "quintic"
     polar_express = "polar_express"
 
 
 class MuonDtype(Enum):
-    """Dtype of the Newton-Schulz iteration. `auto` is bf16 in runs whose products are in bf16, else fp32."""
+    """Dtype of the Newton-Schulz iteration. `auto` is bf16 if the model's GEMMs are in bf16, otherwise fp32."""
 
     auto = "auto"
     fp32 = "fp32"
@@ -266,9 +269,9 @@ class MuonConfig(OptimizerConfig):
     """Orthogonalized momentum for matrices inside layers (Jordan et al. 2024), AdamW for all other parameters."""
 
     rule: ClassVar[str] = "gptlite.optimizer.muon"
-    adam_kernel: ClassVar[bool] = True  # for the parameters that AdamW steps
+    adam_kernel: ClassVar[bool] = True  # for the parameters that AdamW updates
     moments: ClassVar[int] = 1
-    update_bytes: ClassVar[int] = 84  # without its matrix products
+    update_bytes: ClassVar[int] = 84  # without its GEMMs
     ranges: ClassVar[dict[str, Range]] = {
         **OptimizerConfig.ranges,
         **BETAS_AND_EPS,
@@ -289,12 +292,12 @@ class MuonConfig(OptimizerConfig):
     eps: float = 1e-8
 
     def products(self, rows: int, columns: int) -> list[tuple[int, int, int]]:
-        """Return those of the Newton-Schulz iteration."""
+        """Return the GEMMs of the Newton-Schulz iteration."""
         low, high = sorted((rows, columns))
         return [(low, high, low), (low, low, low), (low, low, high)] * self.newton_schulz_steps
 
     def state_bytes(self, shards: Sequence[Shard]) -> int:
-        """Return the size in bytes: one moment for a matrix in a block, two moments and a count for the others."""
+        """Return the size in bytes: one moment for a matrix in a block, two moments and a step count for others."""
         matrices = [each for each in shards if each.in_block and each.width > 1]
         others = [each for each in shards if not (each.in_block and each.width > 1)]
         alone = FP32 * sum(each.elements * each.count for each in matrices)

@@ -20,8 +20,8 @@ class FusedStep:
 
     The same pass writes the 16-bit copies of weights that have them (ops/weight_copies.py).
 
-    `scale`, 0-dim, multiplies the gradients. If `found_inf`, 0-dim, is not 0, the step changes nothing. The host does
-    not wait for the device.
+    The gradients are multiplied by the scalar tensor `scale`. If the scalar tensor `found_inf` is not 0, the step
+    changes nothing. The host does not wait for the device.
     """
 
     param_groups: list[dict[str, Any]]
@@ -48,10 +48,10 @@ class FusedStep:
                 not group["decoupled_weight_decay"],
                 scale,
                 found_inf,
-                # The op's list has no room for None.
+                # The op's list cannot contain None.
                 [parameters[0].new_empty(0) if copy is None else copy for copy in copies] if copied else None,
             )
-            torch.autograd.graph.increment_version(parameters)  # autograd detects stale saved tensors by it
+            torch.autograd.graph.increment_version(parameters)  # autograd detects stale saved tensors by the version
             mark_written(copied)
 
 
@@ -66,12 +66,12 @@ class FusedAdamW(FusedStep, AdamW):
 def writes_copies(optimizer: Optimizer) -> bool:
     """Return True if a step updates the 16-bit weight copies, or marks them as stale. Otherwise they would seem valid
     after a step of torch's fused kernels, which do not change the versions of the weights."""
-    adam = getattr(optimizer, "adamw", optimizer)  # Muon has one, and marks what it steps itself
+    adam = getattr(optimizer, "adamw", optimizer)  # Muon's AdamW, if any; Muon marks what it updates itself
     return type(adam) in (FusedAdam, FusedAdamW)
 
 
 def decides_on_device(optimizer: Optimizer, device: torch.device) -> bool:
-    """Return True if `clip_and_step` can skip a step by `found_inf`, a tensor that the host does not read.
+    """Return True if `clip_and_step` can skip a step by the tensor `found_inf` without reading it on the host.
 
     This holds for Adam and AdamW, with our kernel or torch's fused one, and parameters on `device`. Piecewise steps
     (rounding to bf16, state in files) and all other rules need the value on the host. torch's fused kernel does not
@@ -97,12 +97,12 @@ def clip_and_step(
     """Take a step with gradients clipped to `max_norm` by their global `norm`. A `max_norm` of 0 turns clipping off.
 
     Gradients and norm are those of the loss times `loss_scale`, which is divided out; `max_norm` refers to the unscaled
-    loss. The fused step does not modify the gradients. If `found_inf`, 0-dim fp32, is not 0, only the gradients may
-    change; this requires `decides_on_device`.
+    loss. The fused step does not modify the gradients. If the scalar fp32 tensor `found_inf` is not 0, only the
+    gradients may change; passing it requires `decides_on_device`.
     """
     if isinstance(optimizer, FusedAdam | FusedAdamW):
         held = next((tensor for group in optimizer.param_groups for tensor in group["params"]), norm)
-        # Offloaded parameters are on the host, a norm that was summed over ranks is not.
+        # Offloaded parameters are on the host, but a norm that was summed over ranks is on the device.
         factor = clip_factor(max_norm, norm.to(local_tensor(held).device), loss_scale)
         optimizer.step(scale=factor, found_inf=found_inf)
     else:

@@ -26,8 +26,8 @@ def build(config: LambConfig, context: BuildContext) -> Lamb:
 class Lamb(OwnOptimizer):
     """LAMB: a matrix x steps by lr u |x| / |u|, where u is Adam's update plus weight decay and norms are global.
 
-    Vectors step by lr u: in the authors' own code, parameters without weight decay are not adapted. The norms of all
-    matrices are reduced together, once per mesh axis. `trust` bounds |x| / |u|.
+    Vectors step by lr u, as in the authors' code, where parameters without weight decay are not rescaled. The norms of
+    all matrices are reduced together, once per mesh axis. `trust` has the bounds of |x| / |u|.
     """
 
     def __init__(

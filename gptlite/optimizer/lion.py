@@ -22,7 +22,7 @@ class Lion(OwnOptimizer):
     """
 
     def new_state(self, parameter: Tensor) -> dict[str, Tensor]:
-        """Return the momentum."""
+        """Return a momentum of zeros."""
         return {"exp_avg": torch.zeros_like(parameter, dtype=torch.float32)}
 
     def update(self) -> None:

@@ -26,9 +26,9 @@ from gptlite.parallelism.matrix_gather import change_whole
 from gptlite.parallelism.zero import local_tensor
 
 Coefficients = tuple[float, float, float]  # of s, s³ and s⁵, for a singular value s
-QUINTIC = (3.4445, -4.7750, 2.0315)  # steep at 0: five steps bring singular values to between 0.7 and 1.2
-# Polar Express (Amsel et al. 2025, arXiv:2505.16932): the best polynomial for each step in turn. Five bring singular
-# values above 0.001 to between 0.85 and 1.15. The first leaves 1% for values that rounding moves above 1.
+QUINTIC = (3.4445, -4.7750, 2.0315)  # steep at 0: after five steps, singular values are about 0.7 to 1.2
+# Polar Express (Amsel et al. 2025, arXiv:2505.16932): the best polynomial for each step. After five steps, singular
+# values that were above 0.001 are 0.85 to 1.15. The first step has a margin of 1% for values rounded to above 1.
 POLAR_EXPRESS = (
     (8.0758, -21.8221, 15.1082),
     (4.0429, -2.8089, 0.5000),
@@ -36,23 +36,24 @@ POLAR_EXPRESS = (
     (3.2858, -2.3681, 0.4645),
     (2.3465, -1.7098, 0.4232),
 )
-CONVERGED = (1.875, -1.25, 0.375)  # its further steps
+CONVERGED = (1.875, -1.25, 0.375)  # for further steps of Polar Express
 EPS = 1e-7
 
 
 @dataclass(frozen=True)
 class Stack:
-    """Matrix [groups x sum(sizes) x n, columns] of several matrices [groups x size x n, columns], interleaved by group.
+    """Layout of a parameter [groups x sum(sizes) x n, columns] that interleaves, group by group, the rows of several
+    matrices [groups x size x n, columns].
 
-    The fused QKV projection consists of three matrices; its groups are the heads of keys.
+    The fused QKV projection consists of three matrices, and has one group per key/value head.
     """
 
     groups: int = 1
     sizes: tuple[int, ...] = (1,)
 
     def matrices(self, stacked: Tensor) -> list[Tensor]:
-        """Return views of the matrices, [groups, size x n, columns] each; of stacked [experts, rows, columns], those of
-        one expert after the other."""
+        """Return views of the matrices, [groups, size x n, columns] each. For `stacked` [experts, rows, columns],
+        return those of each expert in turn."""
         if stacked.ndim == 3:
             return [matrix for each in stacked for matrix in self.matrices(each)]
         each = stacked.view(self.groups, sum(self.sizes), -1, stacked.shape[-1])
@@ -72,7 +73,7 @@ def build(config: MuonConfig, context: BuildContext) -> Muon:
 
 
 def group_keys(edges: tuple[str, ...], batched: tuple[str, ...], name: str, parameter: nn.Parameter) -> dict[str, Any]:
-    """Return `{"muon": True}` for a parameter that Muon itself steps, `{"muon": False}` for one that AdamW steps."""
+    """Return `{"muon": True}` for a parameter that Muon itself updates, and `{"muon": False}` if AdamW updates it."""
     matrix = parameter.ndim == 2 and not name.endswith(edges)
     return {"muon": matrix or (parameter.ndim == 3 and name.endswith(batched))}
 
@@ -101,7 +102,7 @@ class Muon(OwnOptimizer):
         others = [{key: group[key] for key in ("params", "weight_decay")} for group in self._others()]
         self.adamw = adamw(others) if others else None
         if self.adamw is not None:
-            self.adamw.state = self.state  # one state, so that checkpoints see both
+            self.adamw.state = self.state  # shared, so that checkpoints contain both
 
     def new_state(self, parameter: Tensor) -> dict[str, Tensor]:
         """Return a momentum for a matrix, AdamW's state for other parameters."""
@@ -130,7 +131,7 @@ class Muon(OwnOptimizer):
             return
         updates = self._momenta(group, [parameter for _, parameter in found])
         stacks = [self.stacks.get(name, Stack()) for name, _ in found]
-        # Collective, also where this rank owns no matrix of the round.
+        # A collective call, even if this rank has no matrix to orthogonalize.
         change_whole(updates, partial(self._orthogonal, stacks))
         weights = local_parameters(parameter for _, parameter in found)
         torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
@@ -145,8 +146,8 @@ class Muon(OwnOptimizer):
         return [cut_like(parameter, update) for parameter, update in zip(parameters, updates, strict=True)]
 
     def _orthogonal(self, stacks: Sequence[Stack], wholes: Mapping[int, Tensor]) -> dict[int, Tensor]:
-        """Return the scaled update for each whole matrix, in which each matrix of its stack is orthogonal. Matrices of
-        equal shape are computed together, tall ones transposed."""
+        """Return the scaled update of each whole parameter, in which each matrix of its stack is orthogonalized.
+        Matrices of equal shape are processed in one batch, with tall ones transposed."""
         updates = {index: torch.empty_like(whole) for index, whole in wholes.items()}
         alike: dict[tuple[int, ...], list[tuple[Tensor, Tensor]]] = {}
         for index, whole in wholes.items():
@@ -180,8 +181,9 @@ def coefficients(config: MuonConfig) -> list[Coefficients]:
 
 
 def newton_schulz(x: Tensor, steps: Iterable[Coefficients]) -> Tensor:
-    """Return about U Vᵀ for x [..., n, m] with the singular value decomposition U S Vᵀ. A zero matrix stays zero."""
-    shape, tall = x.shape, x.shape[-2] > x.shape[-1]  # of x xᵀ and xᵀ x, the smaller is computed
+    """Return an approximation of U Vᵀ for x [..., n, m] with the singular value decomposition U S Vᵀ. A zero matrix
+    stays zero."""
+    shape, tall = x.shape, x.shape[-2] > x.shape[-1]  # to compute the smaller one of x xᵀ and xᵀ x
     x = x.mT if tall else x
     # The Frobenius norm bounds the largest singular value, and the iteration converges for values up to 1.
     x = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=EPS)
@@ -193,6 +195,6 @@ def newton_schulz(x: Tensor, steps: Iterable[Coefficients]) -> Tensor:
     x = x.reshape(-1, *x.shape[-2:])
     for a, b, c in steps:
         square = torch.bmm(x, x.mT)
-        # baddbmm adds in fp32. Rounding each product to 16 bits before the sum doubles the error of a call.
+        # baddbmm adds in fp32. Rounding the product to 16-bit precision before the addition would double the error.
         x = torch.baddbmm(x, torch.baddbmm(square, square, square, beta=b, alpha=c), x, beta=a)
     return (x.mT if tall else x).reshape(shape)

@@ -17,7 +17,7 @@ def register_optimizer(name: str, kind: type[OptimizerConfig]) -> None:
 
     taken = OPTIMIZERS.get(name)
     if taken is not None and (taken.__module__, taken.__qualname__) != (kind.__module__, kind.__qualname__):
-        raise ConfigError(f"an optimizer {name} is registered already, by {taken.__module__}; give it another name")
+        raise ConfigError(f"an optimizer named {name} is already registered by {taken.__module__}; use another name")
     OPTIMIZERS[name] = SCHEMAS[f"{name}_schema"] = kind
     store = ConfigStore.instance()
     store.store(group="optimizer", name=f"{name}_schema", node=kind)

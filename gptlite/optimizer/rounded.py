@@ -49,7 +49,7 @@ def round_steps(optimizer: Optimizer, seed: int) -> Optimizer:
 
 
 def set_step(optimizer: Optimizer, step: int) -> None:
-    """Set the number, from 0, of the step that the optimizer takes next. It is part of the random counter."""
+    """Set the number of the optimizer's next step, counted from 0. It is part of the random counter."""
     if isinstance(optimizer, RoundedStep):
         optimizer.rounding.number = step
 
@@ -78,7 +78,10 @@ class Rounding:
 
 
 def round_box_(parameter: Tensor, values: Tensor, seed: int, step: int, name: str) -> None:
-    """Round the fp32 `values` of this rank's shard into a parameter, as if the whole parameter were rounded."""
+    """Round the fp32 `values` of this rank's shard stochastically to bf16 and store them in `parameter`.
+
+    The draws depend on an element's position in the whole parameter, so the result does not depend on the layout.
+    """
     sizes, starts = local_box(parameter)
     target = local_tensor(parameter).detach()
     if not values.numel():
@@ -88,7 +91,7 @@ def round_box_(parameter: Tensor, values: Tensor, seed: int, step: int, name: st
     rows, columns = (sizes[0], values[0].numel()) if len(sizes) > 1 else (1, values.numel())
     row, column = (starts[0], starts[1]) if len(sizes) > 1 else (0, starts[0])
     source, target = values.view(rows, columns), target.view(rows, columns)
-    torch.autograd.graph.increment_version(parameter)  # autograd detects stale saved tensors by it
+    torch.autograd.graph.increment_version(parameter)  # autograd detects stale saved tensors by the version
     first, lanes = column // LANES, -(-(column + columns) // LANES) - column // LANES
     rows_each, lanes_each = max(1, BLOCK // lanes), min(lanes, BLOCK)
     for top in range(0, rows, rows_each):
@@ -110,7 +113,7 @@ def rounded(values: Tensor, draws: Tensor) -> Tensor:
     are kept.
     """
     bits = values.contiguous().view(torch.int32)
-    up = ((bits + draws) & ~LOW).view(torch.float32)  # the sign has a bit of its own, so negative values work too
+    up = ((bits + draws) & ~LOW).view(torch.float32)  # the sign is a separate bit, so negative values work too
     return torch.where(values.isfinite(), up, values).to(torch.bfloat16)
 
 

@@ -32,7 +32,7 @@ class Schedule:
     With W = `warmup_steps` and D = `decay_steps` (the end of the decay, by default `max_steps`), the warmup is (step +
     1) / (W + 1) for step < W. The first step therefore has a rate above 0, and step W is the first at the peak. The
     decay reaches `min_ratio` at step D, one past the last step of a run that ends there: a decay to 0 has no step at
-    rate 0. After D the rate is constant.
+    rate 0. After D the rate is constant. DeepSpeed's schedules (`WarmupConfig`) differ in the first and last steps.
 
     docs/schedules.md has a plot and the formula of each schedule.
     """
@@ -90,9 +90,9 @@ def _progress(step: int, start: int, end: int) -> float:
 
 
 def _deepspeed(step: int, warmup: int, end: int, config: WarmupConfig) -> float:
-    """Return the factor of DeepSpeed's schedulers. Step 0 is at `min_ratio` itself, a rate of 0 if that is 0."""
+    """Return the factor of DeepSpeed's schedulers. In a warmup, the factor of step 0 is `min_ratio`, which may be 0."""
     if step < warmup:
-        # DeepSpeed treats a warmup of one step as two, since log(1) = 0 cannot be a divisor.
+        # Like DeepSpeed, treat a logarithmic warmup of one step as two, since log(1) = 0 cannot be a divisor.
         curve = math.log(step + 1) / math.log(max(2, warmup)) if config.log else step / warmup
         return config.min_ratio + (1 - config.min_ratio) * curve
     low = config.end_ratio
@@ -101,5 +101,5 @@ def _deepspeed(step: int, warmup: int, end: int, config: WarmupConfig) -> float:
             return 1.0
         case WarmupDecay.linear:
             return 1 - (1 - low) * _progress(step, warmup, end)
-        case WarmupDecay.cosine:  # in DeepSpeed a step ahead of the linear decay
+        case WarmupDecay.cosine:  # in DeepSpeed, one step ahead of the linear decay
             return low + (1 - low) * (1 + math.cos(math.pi * _progress(step + 1, warmup, end))) / 2

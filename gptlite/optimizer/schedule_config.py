@@ -29,17 +29,17 @@ class LinearConfig(ScheduleConfig):
     """Linear decay from the peak rate to `min_ratio` of it."""
 
     min_ratio: float = 0.0
-    decay_steps: int | None = None  # null: trainer.max_steps
+    decay_steps: int | None = None  # the step where min_ratio is reached; null: trainer.max_steps
 
 
 @dataclass
 class WSDConfig(ScheduleConfig):
-    """Warmup-stable-decay (MiniCPM, arXiv:2404.06395): the peak rate, then a linear decay in the last `decay_fraction`
-    of the steps."""
+    """Warmup-stable-decay (MiniCPM, arXiv:2404.06395): the peak rate, then a linear decay over the last
+    `decay_fraction` of `decay_steps`."""
 
     min_ratio: float = 0.0
     decay_fraction: float = 0.5
-    decay_steps: int | None = None  # the last step of the decay; null: trainer.max_steps
+    decay_steps: int | None = None  # the step where min_ratio is reached; null: trainer.max_steps
 
 
 @dataclass
@@ -62,5 +62,5 @@ class WarmupConfig(ScheduleConfig):
     min_ratio: float = 0.0
     log: bool = True
     decay: WarmupDecay = WarmupDecay.none
-    end_ratio: float = 0.0  # the end of the decay
+    end_ratio: float = 0.0  # rate at the end of the decay, as a fraction of the peak
     decay_steps: int | None = None  # the step where end_ratio is reached; null: trainer.max_steps

@@ -19,8 +19,8 @@ def optimizer_state(optimizer: Optimizer) -> dict[str, Tensor]:
 
     8-bit state is returned as fp32 copies, which `take_optimizer_state` copies back. State that torch would create at
     the first step is created here if missing, with its initial value, so that a checkpoint can be read into a new
-    optimizer in place. Moments have the parameter's shape, Adafactor's factors one element per row or column; `step` is
-    0-dim fp32. State in files is memory-mapped.
+    optimizer in place. Moments have the parameter's shape, and Adafactor's factors one element per row or column;
+    `step` is an fp32 scalar. State in files is memory-mapped.
     """
     if isinstance(optimizer, InFiles):
         optimizer.settle()

@@ -111,7 +111,7 @@ def moments_of(optimizer: Optimizer) -> list[str]:
 
 def _state_of_two(optimizer: Optimizer) -> dict[str, Tensor]:
     """Return the initial state of a parameter with two elements."""
-    probe = torch.zeros(2)  # two elements tell a moment [2] from a step count []
+    probe = torch.zeros(2)  # two elements distinguish a moment [2] from a step count []
     found = materialized(optimizer, probe)
     del optimizer.state[probe]
     return found
@@ -169,7 +169,7 @@ class Stream:
         if self._mapped:
             with _told():
                 self.file.flush()
-            self._mapped = False  # from here on the buffers are ahead of the mapping
+            self._mapped = False  # from here on, the buffers are newer than the mapped state
         count = len(self._chunks)
         numbers: dict[Tensor, Numbers] = {}
         for chunk in self._chunks:
@@ -247,15 +247,15 @@ class Stream:
 def _chunks(places: list[tuple[int, Tensor, int]], total: int, most: int) -> tuple[list[list[Piece]], int]:
     """Cut the state of the parameters into consecutive chunks of equal size, in whole pages and at least one page.
 
-    A chunk has at most `most` elements and about half of `total`. State of at most one page is a single chunk. Returns
-    the pieces of each chunk, and the chunk size in elements.
+    A chunk has at most `most` elements (unless a page has more) and about half of `total`. State of at most one page is
+    a single chunk. Returns the pieces of each chunk, and the chunk size in elements.
     """
     # At most half of all elements, so that both buffers are used.
     size = max(1, min(most // UNIT, -(-total // (2 * UNIT)))) * UNIT
     chunks: list[list[Piece]] = [[] for _ in range(max(1, -(-total // size)))]
     for group, parameter, place in places:
         length = local_tensor(parameter).numel()
-        first = min(place // size, len(chunks) - 1)  # an empty parameter, whose steps count too, may be at the end
+        first = min(place // size, len(chunks) - 1)  # an empty parameter, which also counts steps, may be at the end
         for index in range(first, max(first + 1, -(-(place + length) // size))):
             start, stop = max(0, index * size - place), min(length, (index + 1) * size - place)
             chunks[index].append(Piece(group, parameter, start, stop, max(0, place - index * size)))

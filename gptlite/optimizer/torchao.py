@@ -11,7 +11,7 @@ OPTIMIZER_STATE = "optim/subclass_8bit.py"  # the file with the class that gptli
 
 
 def why_not() -> str:
-    """Return the reason why torchao cannot be used here, and the fix. Empty if it can, judging by its files."""
+    """Return the reason why torchao cannot be used here, and the fix. Return "" if the needed files are present."""
     found = find_spec("torchao")
     if found is None:
         return f"torchao is not installed; {INSTALL}"

@@ -79,14 +79,16 @@ REFUSED = {
     "tensor=3": "model.num_heads=8 is not divisible by parallelism.tensor=3; try 1, 2, 4, 8",
     "tensor=16": "model.num_heads=8 is not divisible by parallelism.tensor=16; try 1, 2, 4, 8",
     "tensor=4 model.d_ff=1002": "model.d_ff=1002 is not divisible by parallelism.tensor=4; try 1, 2\n",
-    "tensor=8 model.vocab_size=4 model.vocab_multiple=1": "parallelism.tensor=8 is more than the vocabulary's 4 rows",
+    "tensor=8 model.vocab_size=4 model.vocab_multiple=1": "parallelism.tensor=8 exceeds the 4 rows of the embedding",
     # Context parallelism.
     "context=0": "parallelism.context=0 must be at least 1",
     "context=4 data.sequence_length=252": "data.sequence_length=252 is not divisible by 2 x parallelism.context=4 = 8, "
-    "the chunks that balance the causal mask; try parallelism.context=1, 2, 3, 6, 7, 9, 14, 18, 21, 42, 63, 126, or "
+    "the number of chunks that balances causal attention; try "
+    "parallelism.context=1, 2, 3, 6, 7, 9, 14, 18, 21, 42, 63, 126, or "
     "data.sequence_length=248 or 256\n",
     "context=2 data.sequence_length=255": "data.sequence_length=255 is not divisible by 2 x parallelism.context=2 = 4, "
-    "the chunks that balance the causal mask; try parallelism.context=1, or data.sequence_length=252 or 256\n",
+    "the number of chunks that balances causal attention; try "
+    "parallelism.context=1, or data.sequence_length=252 or 256\n",
     "context=4 sequence=true tensor=8 data.sequence_length=240": "data.sequence_length=240 / parallelism.context=4 "
     "= 60 is not divisible by parallelism.tensor=8; try 1, 2, 4\n",
     # Sequence parallelism.
@@ -95,7 +97,8 @@ REFUSED = {
     "sequence=true tensor=4 data.sequence_length=250": "data.sequence_length=250 is not divisible by "
     "parallelism.tensor=4; try 1, 2\n",
     # Offload.
-    "offload=nvme": "parallelism.offload=nvme needs a folder for its files; give parallelism.offload_path=/nvme/run1",
+    "offload=nvme": "parallelism.offload=nvme needs a folder for its files; set it, e.g. "
+    "parallelism.offload_path=/nvme/run1",
     "offload=cpu offload_path=/nvme": "parallelism.offload_path=/nvme is only for parallelism.offload=nvme, not cpu; "
     "leave it out, or use parallelism.offload=nvme",
     "offload_buffer_mib=0": "parallelism.offload_buffer_mib=0 must be at least 1",
@@ -185,10 +188,12 @@ def test_a_micro_batch_left_open_is_refused_where_none_would_do():
 
 
 RAMPS = {
-    "data.batch_ramp=[3,1,100] parallelism.data=2 data.micro_batch_size=1": "has a global batch of 3, not divisible by "
-    "data.micro_batch_size=1 x data=2; take a first size and an increment that are multiples of 2",
-    "data.batch_ramp=[1,5,100] parallelism.pipeline=2 parallelism.data=1 data.micro_batch_size=1": "has a global batch "
-    "of 1: parallelism.schedule=1f1b with parallelism.pipeline=2 needs at least 2 micro-batches per step, not 1; take",
+    "data.batch_ramp=[3,1,100] parallelism.data=2 data.micro_batch_size=1": "includes a global batch size "
+    "of 3, which is not divisible by data.micro_batch_size=1 x data=2; "
+    "use a first size and an increment that are multiples of 2",
+    "data.batch_ramp=[1,5,100] parallelism.pipeline=2 parallelism.data=1 data.micro_batch_size=1": "includes a global "
+    "batch size of 1: parallelism.schedule=1f1b with "
+    "parallelism.pipeline=2 needs at least 2 micro-batches per step, not 1; use",
     "data.batch_ramp=[5,2,100]": "does not reach data.global_batch_size=16 from 5 in steps of 2; take an increment",
 }
 

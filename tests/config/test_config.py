@@ -76,7 +76,7 @@ def test_ranks_share_a_head_of_keys_equally_or_not_at_all():
 
 
 REFUSED = {
-    "sweep=zero": "sweep is not a section of a run; add its preset with +sweep=parallelism",
+    "sweep=zero": "sweep is not a section of a run; add a sweep preset with +, e.g. +sweep=parallelism",
     "trainer.max_stepz=3": "trainer.max_stepz is not a key; did you mean trainer.max_steps?",
     "+trainer.max_stepz=3": "trainer.max_stepz is not a key; did you mean trainer.max_steps?",
     "modle=gpt2": "modle is not a key; did you mean model?",
@@ -114,7 +114,7 @@ REFUSED = {
     "~optimizer": "optimizer has no preset; choose optimizer=adafactor, adam, adamw, adamw_8bit, ap",
     "model.d_model=${nope}": "model.d_model: Interpolation key 'nope' not found",
     "trainer.profile_steps=[5000,5001]": "trainer.profile_steps=[5000, 5001] begins after",
-    "a=b=c": "a=b=c cannot be read; quote a value",
+    "a=b=c": "a=b=c cannot be parsed; quote special characters",
     "optimizer.lr=x": "optimizer.lr: x is not a number",
     "trainer.compile=maybe": "trainer.compile: maybe is not true or false",
     "foo": "foo is not KEY=VALUE; --help lists the keys",

@@ -252,25 +252,25 @@ WRONG = [
     ("[1]", "has a list at its root, not an object"),
     ("", "is not JSON: line 1, column 1"),
     ('{"fp16": {}, "fp16": {}}', "the key fp16 is given twice"),
-    ('{"gradient_clipping": NaN}', "NaN is not a value of JSON"),
+    ('{"gradient_clipping": NaN}', "NaN is not valid JSON"),
     ('{"gradient_clipping": 1e999}', "gradient_clipping=inf: must be a finite number"),
     ('{"gradient_cliping": 1}', "gradient_cliping=1: is not a key of DeepSpeed; did you mean gradient_clipping"),
     ('{"zero_optimization": {"stag": 1}}', "zero_optimization.stag=1: is not a key of DeepSpeed; did you mean stage"),
-    ('{"zero_optimization": {"stage": 4}}', "stage=4: is no stage of ZeRO"),
+    ('{"zero_optimization": {"stage": 4}}', "stage=4: is not a ZeRO stage"),
     ('{"zero_optimization": {"stage": "3"}}', 'stage="3": must be a whole number'),
     ('{"zero_optimization": 2}', "zero_optimization=2: must be an object"),
     ('{"bf16": {"enabled": "yes"}}', 'bf16.enabled="yes": must be true or false'),
-    ('{"bf16": {"enabled": true}, "fp16": {"enabled": true}}', "bf16.enabled=true: fp16 is on, too"),
+    ('{"bf16": {"enabled": true}, "fp16": {"enabled": true}}', "bf16.enabled=true: fp16 is enabled too"),
     ('{"train_batch_size": 0}', "train_batch_size=0: must be a whole number of at least 1"),
     ('{"train_batch_size": 2.5}', "train_batch_size=2.5: must be a whole number"),
-    ('{"optimizer": {"type": "Adm"}}', 'optimizer.type="Adm": is none of .*did you mean adam'),
+    ('{"optimizer": {"type": "Adm"}}', 'optimizer.type="Adm": is not one of .*did you mean adam'),
     ('{"optimizer": {"type": "Adam", "params": {"betas": 0.9}}}', "betas=0.9: must be a pair of numbers"),
     ('{"optimizer": {"type": "Adam", "params": {"ep": 1}}}', "params.ep=1: is not a key .*did you mean eps"),
     ('{"scheduler": {"type": "WarmupLr"}}', "did you mean WarmupLR"),
     ('{"scheduler": {"type": "WarmupLR", "params": {"warmup_type": "exp"}}}', "is neither log nor linear"),
     ('{"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}}', "needs nvme_path"),
-    ('{"zero_optimization": {"offload_optimizer": {"device": "gpu"}}}', "is none of none, cpu, nvme"),
-    ('{"communication_data_type": "int8"}', "is neither fp32 nor the dtype of computation, fp32"),
+    ('{"zero_optimization": {"offload_optimizer": {"device": "gpu"}}}', "is not one of none, cpu, nvme"),
+    ('{"communication_data_type": "int8"}', "is neither fp32 nor the compute dtype, fp32"),
     ('{"elasticity": {"enabled": true}, "pld": 1}', "elasticity: .*; pld=1: "),  # all of them at once
 ]
 
@@ -290,7 +290,7 @@ def test_a_file_that_cannot_be_read_and_two_files_are_refused(tmp_path: Path):
         with pytest.raises(ConfigError, match=f"{path} cannot be read: {message}"):
             load([f"deepspeed={path}"])
     (tmp_path / "ds.json").write_bytes(b"\xff\xfe")
-    with pytest.raises(ConfigError, match="not a text file in UTF-8"):
+    with pytest.raises(ConfigError, match="is not a UTF-8 text file"):
         load([f"deepspeed={tmp_path}/ds.json"])
     with pytest.raises(ConfigError, match="give one file"):
         load(["deepspeed=a.json", "deepspeed=b.json"])

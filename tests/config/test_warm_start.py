@@ -67,7 +67,7 @@ def test_data_with_more_ids_than_the_weights_is_refused_before_a_rank_starts(che
     done = call(f"checkpoint.resume={checkpoint}", "checkpoint.load=weights", *data, *more)
     assert done.returncode == 2
     line = done.stderr.strip().splitlines()[-1]
-    assert "has a vocabulary of 257 ids, fewer than the 502" in line
+    assert "has a vocabulary size of 257, less than the 502" in line
     assert "leave out checkpoint.resume and checkpoint.load" in line
     assert "model.vocab_size" not in line  # no value of it would do
     assert not (tmp_path / "new").exists()

@@ -13,7 +13,7 @@ PIPELINE = "parallelism.data=1 parallelism.pipeline=2"
 GIVEN = "error: the wrong model, given float32 [1, 8] and targets int64 [1]: "
 LOGITS = "TypeError: WrongSpec.loss: cross entropy needs logits [..., classes] and int64 targets [...], not output "
 WRONG = [
-    ("plugins=[broken]", 2, "error: plugins=[broken]: ZeroDivisionError while it was imported: division by zero"),
+    ("plugins=[broken]", 2, "error: plugins=[broken]: importing it raised ZeroDivisionError: division by zero"),
     ("model.fault=build", 2, "error: the wrong model cannot be built: KeyError: 'no such layer' (wrong_plugin.py:"),
     ("model.fault=width", 2, f"{GIVEN}RuntimeError: a and b must have same reduction dim"),
     ("model.fault=image", 2, f"{GIVEN}{LOGITS}(1, 2, 4)"),

@@ -108,6 +108,6 @@ def losses(folder) -> list[float]:
 @pytest.mark.parametrize("name", RUNS)
 def test_fp8_is_refused(name):
     with pytest.raises(
-        ConfigError, match=r"precision=fp8: the \w+ model has no fp8 matrix products; use precision=bf16"
+        ConfigError, match=r"precision=fp8: the \w+ model has no GEMMs that run in fp8; use precision=bf16"
     ):
         config_of(name, "precision=fp8")

@@ -286,9 +286,9 @@ def test_the_number_of_losses_may_be_a_number(tmp_path, monkeypatch):
 
 
 def test_models_and_data_that_do_not_fit_are_refused():
-    with pytest.raises(ConfigError, match="the resnet18 model reads samples, and data=synthetic has tokens"):
+    with pytest.raises(ConfigError, match="the resnet18 model reads samples, but data=synthetic has tokens"):
         load(["model=resnet18", "data=synthetic", "data.sequence_length=4", "run.name=mixed"])
-    with pytest.raises(ConfigError, match="the gpt model reads tokens, and data=points has samples"):
+    with pytest.raises(ConfigError, match="the gpt model reads tokens, but data=points has samples"):
         load(["model=gpt-lite", "data=points", "run.name=mixed"])
     with pytest.raises(
         ConfigError,

@@ -109,7 +109,7 @@ def test_products_run_in_bf16_under_autocast(tmp_path):
             "parallelism.pipeline=4",
             "4 stages, and every stage needs at least one block, but model.depth=3; try parallelism.pipeline=1, 2, 3",
         ),
-        ("precision=fp8", "precision=fp8: the conv model has no fp8 matrix products"),
+        ("precision=fp8", "precision=fp8: the conv model has no GEMMs that run in fp8"),
         ("model.depth=0", "model.depth=0 must be at least 1"),
         ("model.d_model=4", "model.d_model is not a key"),
     ],

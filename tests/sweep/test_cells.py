@@ -275,5 +275,5 @@ def test_the_limit_is_of_this_process_and_can_be_lifted() -> None:
 def test_the_limit_must_be_a_size() -> None:
     assert load([*SMALL, "trainer.host_memory_limit=0.5"]).trainer.host_memory_limit == 0.5
     for value in ("0", "-1", "inf"):
-        with pytest.raises(ConfigError, match="must be above 0: it is in GiB"):
+        with pytest.raises(ConfigError, match=r"must be above 0 \(GiB per rank\)"):
             load([*SMALL, f"trainer.host_memory_limit={value}"])

@@ -325,7 +325,7 @@ REFUSED = {
     "prune {run}": "keep is not set; give keep=K",
     "prune {run} keep=0": "keep=0",
     "prune {run}/checkpoints/step-00000001 keep=1": "is one checkpoint; give its run",
-    "import {run} {tmp}/new dtype=bf16": "dtype is not a key of this tool; it has plugins",
+    "import {run} {tmp}/new dtype=bf16": "dtype is not a key of this tool; the keys are plugins",
     "export {run} {tmp}/new dtype=fp12": "dtype=fp12",
 }
 

@@ -58,7 +58,7 @@ def test_wrong_lengths_are_one_line(words, said):
 
 def test_the_schedule_is_checked_against_the_steps_of_the_epochs():
     config = config_of("trainer.max_epochs=2", "schedule.warmup_steps=12")
-    with pytest.raises(ConfigError, match=re.escape("schedule.warmup_steps=12 never reaches the peak rate")):
+    with pytest.raises(ConfigError, match=re.escape("schedule.warmup_steps=12 does not end before trainer.max_steps=")):
         with_epochs(config, 90)
     assert with_epochs(config, 200).trainer.max_steps == 25
 

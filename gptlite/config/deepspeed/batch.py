@@ -1,7 +1,8 @@
-"""Batch keys of a DeepSpeed JSON, whose arithmetic holds for one number of data ranks.
+"""Translation of the batch keys of a DeepSpeed JSON.
 
 DeepSpeed's rule is train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x data ranks, and
-any of the three may be left out. Here data.global_batch_size is always given, and the accumulation follows.
+any of the three keys may be left out. In gptlite data.global_batch_size is always set, and the number of gradient
+accumulation steps follows from it.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ GLOBAL = "data.global_batch_size"
 
 
 def batch(root: Section, ranks: int | None, given: Container[str]) -> None:
-    """Add the rows of the batch keys. `ranks` is the number of data ranks if it is known; `given` are the command
-    line's own keys, which make the arithmetic theirs."""
+    """Add the rows of the batch keys. `ranks` is the number of data ranks, if it is known. `given` are the keys that
+    the command line sets; if they set the batch, the file's arithmetic is not checked."""
     train, micro, steps = (root.get(name, Kind.count) for name in (TRAIN, MICRO, STEPS))
     auto = {name for name, value in ((TRAIN, train), (MICRO, micro), (STEPS, steps)) if value == AUTO}
     train, micro, steps = (None if value == AUTO else value for value in (train, micro, steps))
@@ -26,13 +27,13 @@ def batch(root: Section, ranks: int | None, given: Container[str]) -> None:
         root.take(MICRO, data__micro_batch_size=micro)
     if GLOBAL in given or (train and "data.micro_batch_size" in given):
         if steps:
-            root.no_op(STEPS, "the batch is the command line's; accumulation follows from it")
+            root.no_op(STEPS, "the command line sets the batch, and accumulation follows from it")
     elif train:
         _checked(root, train, micro, steps, ranks)
     elif micro and (steps or not auto & {TRAIN, STEPS}):
         _inferred(root, micro, steps, ranks)
     elif steps:
-        root.no_op(STEPS, "follows from data.global_batch_size, the micro-batch and the ranks")
+        root.no_op(STEPS, "follows from data.global_batch_size, the micro-batch size and the number of ranks")
 
 
 def _checked(root: Section, train: int, micro: int | None, steps: int | None, ranks: int | None) -> None:
@@ -41,9 +42,9 @@ def _checked(root: Section, train: int, micro: int | None, steps: int | None, ra
         wanted, rest = divmod(train, micro * steps)
         equation = f"train_batch_size={train} = {micro} x {steps} x data ranks"
         if rest:
-            root.refuse(STEPS, f"{equation} has no whole number of ranks")
+            root.refuse(STEPS, f"{equation} has no integer solution for data ranks")
         elif ranks not in (None, wanted):
-            root.refuse(STEPS, f"{equation} means {wanted}, not {ranks}; change one, or give data.global_batch_size")
+            root.refuse(STEPS, f"{equation} gives {wanted}, not {ranks}; change one, or set data.global_batch_size")
         else:
             root.take(STEPS, f"{train} / ({micro} x {steps})", parallelism__data=wanted)
     elif ranks and train % (ranks * (micro or steps or 1)):
@@ -52,7 +53,7 @@ def _checked(root: Section, train: int, micro: int | None, steps: int | None, ra
     elif steps and ranks:
         root.take(STEPS, f"{train} / ({steps} x {ranks})", data__micro_batch_size=train // (steps * ranks))
     elif steps:
-        root.no_op(STEPS, "the run takes the largest micro-batch; the global batch is the same")
+        root.no_op(STEPS, "gptlite uses the largest micro-batch that fits; the global batch is unchanged")
 
 
 def _inferred(root: Section, micro: int, steps: int | None, ranks: int | None) -> None:
@@ -60,6 +61,6 @@ def _inferred(root: Section, micro: int, steps: int | None, ranks: int | None) -
     equation = f"the global batch is {micro} x {steps or 1} x data ranks"
     name = STEPS if steps else MICRO
     if ranks is None:
-        root.refuse(name, f"{equation}; give parallelism.data=N (import-config: ranks=N), or data.global_batch_size")
+        root.refuse(name, f"{equation}; set parallelism.data=N (import-config: ranks=N), or data.global_batch_size")
     else:
         root.take(name, f"{equation}={ranks}", data__global_batch_size=micro * (steps or 1) * ranks)

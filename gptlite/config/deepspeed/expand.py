@@ -12,12 +12,12 @@ from gptlite.invocation import command
 from gptlite.progress import Log
 
 GIVEN = re.compile(r"\+{0,2}deepspeed=(.*)", re.DOTALL)
-# Keys that every preset of their group has, and that stay if the command line chooses the preset.
+# Keys that every preset of their group has. They are kept if the command line chooses a preset.
 COMMON = ("data.", "optimizer.clip_norm", "parallelism.data", "trainer.")
 
 
 def expanded(overrides: list[str], log: Log | None = None) -> list[str]:
-    """Return the overrides with those of the JSON first, and without the JSON's that the others replace.
+    """Return the JSON's overrides, without those that the other overrides replace, followed by the other overrides.
 
     Raises ConfigError, which lists all keys that are refused.
     """
@@ -38,19 +38,19 @@ def expanded(overrides: list[str], log: Log | None = None) -> list[str]:
 
 
 def overrides_of(rows: list[Row]) -> list[str]:
-    """Return the overrides of all rows. Of a key that several rows set, the last counts."""
+    """Return the overrides of all rows. If several rows set a key, the last one applies."""
     found = {each.partition("=")[0]: each for row in rows for each in row.overrides}
     return list(found.values())
 
 
 def refuse(path: str, rows: list[Row]) -> None:
-    """Raise ConfigError if rows are refused, with the reason of each."""
+    """Raise ConfigError if any row is refused, with the reason for each."""
     reasons = [f"{row.text}: {row.reason}" for row in rows if row.verdict is Verdict.refused]
     if reasons:
         raise ConfigError(f"deepspeed={path} is refused: {'; '.join(reasons)}")
 
 
 def _replaced(override: str, given: dict[str, str]) -> bool:
-    """Return True if the command line sets the key itself, or chooses another preset of its group."""
+    """Return True if the command line sets the key, or chooses a preset of its group that may not have it."""
     key = override.partition("=")[0]
     return key in given or (key.partition(".")[0] in given and not key.startswith(COMMON))

@@ -12,13 +12,13 @@ TRAILING_COMMA = re.compile(r'"(?:\\.|[^"\\\n])*"|,(?=\s*[}\]])')
 
 
 def read(path: str) -> dict[str, Any]:
-    """Return the content of the file. Raises ConfigError, one line that names the file and the place."""
+    """Return the content of the file. Raises a one-line ConfigError with the position of a syntax error."""
     try:
         text = Path(path).expanduser().read_text(encoding="utf-8-sig")
     except OSError as error:
-        raise ConfigError(f"deepspeed={path} cannot be read: {error.strerror}; give one JSON file") from error
+        raise ConfigError(f"deepspeed={path} cannot be read: {error.strerror}; give the path of a JSON file") from error
     except UnicodeDecodeError as error:
-        raise ConfigError(f"deepspeed={path} is not a text file in UTF-8: {error.reason}") from error
+        raise ConfigError(f"deepspeed={path} is not a UTF-8 text file: {error.reason}") from error
     try:
         content = json.loads(_plain(text), object_pairs_hook=_without_duplicates, parse_constant=_refuse_constant)
     except json.JSONDecodeError as error:
@@ -33,7 +33,7 @@ def read(path: str) -> dict[str, Any]:
 
 
 def _plain(text: str) -> str:
-    """Blank comments and trailing commas out, so that the places of errors remain those of the file."""
+    """Replace comments and trailing commas by spaces, so that error positions are still those in the file."""
 
     def blank(match: re.Match[str]) -> str:
         return match[0] if match[0].startswith('"') else re.sub(r"[^\n]", " ", match[0])
@@ -45,10 +45,10 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     content: dict[str, Any] = {}
     for key, value in pairs:
         if key in content:
-            raise ValueError(f"the key {key} is given twice, and it is not clear which counts; remove one")
+            raise ValueError(f"the key {key} is given twice; remove one")
         content[key] = value
     return content
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a value of JSON; give a number")
+    raise ValueError(f"{name} is not valid JSON; give a number")

@@ -1,4 +1,5 @@
-"""Optimizer and scheduler of a DeepSpeed JSON. In a section that is given, DeepSpeed's own defaults hold."""
+"""Translation of the optimizer and scheduler of a DeepSpeed JSON. Keys missing from a section that is present have
+DeepSpeed's defaults."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from gptlite.errors import did_you_mean
 
 
 def optimizer(root: Section, peak: float | None) -> None:
-    """Add the rows of the optimizer. `peak` is the schedule's rate, which replaces its own."""
+    """Add the rows of the optimizer. `peak` is the scheduler's peak learning rate, if it sets one; it replaces the
+    optimizer's."""
     if (section := root.section("optimizer")) is None:
         return
     kind = section.value("type", Kind.text)
@@ -18,7 +20,7 @@ def optimizer(root: Section, peak: float | None) -> None:
     name = (kind or "").lower()
     if name not in keys.OPTIMIZERS:
         section.known.add("params")
-        reason = keys.NO_OPTIMIZER.get(name) or f"is none of {', '.join(keys.OPTIMIZERS)}"
+        reason = keys.NO_OPTIMIZER.get(name) or f"is not one of {', '.join(keys.OPTIMIZERS)}"
         section.refuse("type", f"{reason}{did_you_mean(name, keys.OPTIMIZERS)}" if kind else "names no optimizer")
         return
     preset, defaults = keys.OPTIMIZERS[name]
@@ -40,7 +42,7 @@ def optimizer(root: Section, peak: float | None) -> None:
 
 
 def _rates(params: Section, preset: str, defaults: dict[str, float], peak: float | None) -> dict[str, Any]:
-    """Add the rows of rates, betas, eps and weight decay; return DeepSpeed's values of those not given."""
+    """Add the rows of the learning rate, betas, eps and weight decay. Return DeepSpeed's defaults for the others."""
     single = ("eps", "weight_decay") if "eps" in defaults else ("weight_decay",)
     for name in single:
         if (value := params.value(name, Kind.number)) is not None:
@@ -60,14 +62,14 @@ def _rates(params: Section, preset: str, defaults: dict[str, float], peak: float
 
 
 def _muon_rates(params: Section, peak: float | None) -> dict[str, Any]:
-    """Add the rows of Muon's rates, of matrices and of other parameters, and return the settings that follow."""
+    """Add the rows of Muon's learning rates, for matrices and for other parameters, and return further settings."""
     rate, matrices, others = (params.value(name, Kind.number) for name in ("lr", "muon_lr", "adam_lr"))
     ours, theirs = matrices or rate or 0.02, others or rate or 3e-4
     ratio = {"scale": "original", "adamw_lr_ratio": 1.0}
     if peak is not None or AUTO in (params.content.get(name) for name in ("lr", "muon_lr", "adam_lr")):
         for name in ("lr", "muon_lr", "adam_lr"):
             if params.value(name, Kind.number) is not None:
-                params.no_op(name, "replaced: the scheduler's warmup_max_lr, or a rate that is auto")
+                params.no_op(name, "not used: the scheduler sets warmup_max_lr, or a rate is auto")
         return ratio
     if rate is not None:
         params.take("lr", **({} if matrices else {"optimizer__lr": ours}))
@@ -100,7 +102,7 @@ def schedule(root: Section) -> float | None:
     decays = {"WarmupLR": "none", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
     section.known.add("params")
     if kind not in decays:
-        others = keys.NO_SCHEDULE.get(kind or "") or f"is none of {', '.join(decays)}"
+        others = keys.NO_SCHEDULE.get(kind or "") or f"is not one of {', '.join(decays)}"
         section.refuse("type", f"{others}{did_you_mean(kind, decays)}" if kind else "names no scheduler")
         return None
     section.take("type", schedule="warmup", **({"schedule__decay": decays[kind]} if kind != "WarmupLR" else {}))

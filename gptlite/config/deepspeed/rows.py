@@ -1,4 +1,4 @@
-"""Rows of a translated DeepSpeed JSON, one per key, and the checked reading of its sections."""
+"""Rows of a translated DeepSpeed JSON, one per key, and type-checked access to its sections."""
 
 from __future__ import annotations
 
@@ -15,11 +15,15 @@ from gptlite.errors import did_you_mean
 AUTO = "auto"
 ABSENT = "(not given)"
 OFF = "off"
-LARGEST = 1e30  # of a number; not met by infinity and NaN
+LARGEST = 1e30  # largest absolute value of a number; excludes infinity and NaN
 
 
 class Verdict(Enum):
-    """Treatment of a key: it has an equal here, it needs none, or it would change results and has no equal."""
+    """Treatment of a DeepSpeed key.
+
+    `taken`: translated to an equivalent setting. `no_op`: has no effect in gptlite. `refused`: invalid, or would change
+    results and has no equivalent.
+    """
 
     taken = "taken"
     no_op = "no-op"
@@ -38,7 +42,7 @@ class Row:
 
     @property
     def text(self) -> str:
-        """Return `key=value`, or the key alone of a section or of a key that is not given."""
+        """`key=value`; for a section the key alone, and for an absent key `key (not given)`."""
         if isinstance(self.value, dict):
             return self.key
         short = f"{self.value:g}" if isinstance(self.value, float) else ""
@@ -59,7 +63,8 @@ class Kind(Enum):
     anything = "anything"
 
     def read(self, value: Any) -> Any:
-        """Return the value, with 5e8 as an int if that is the kind. Raises ValueError for another type."""
+        """Return the value. A float such as 5e8 becomes an int if the kind is an integer. Raises ValueError for a value
+        of another type."""
         number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST
         match self:
             case Kind.integer | Kind.count:
@@ -82,25 +87,25 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Sets:
-    """Rule of a key that has an equal: the key here, with the same value."""
+    """Rule for a key that has an equivalent: the name of gptlite's key, which gets the same value."""
 
     key: str
 
 
 @dataclass(frozen=True)
 class Only:
-    """Rule of a key with one value, or a few, that agree with what is done here. Other values are refused."""
+    """Rule for a key of which only `values` match what gptlite does. Other values are refused."""
 
     values: tuple[Any, ...]
     refusal: str
-    reason: str = "as here"
+    reason: str = "as in gptlite"
 
 
 Rule = str | Sets | Only  # a string: the key has no effect, for that reason
 
 
 class Section:
-    """An object of the JSON, read key by key. What is wrong with a key becomes its row; `close` refuses other keys."""
+    """Object of the JSON, read key by key. An invalid value is refused; `close` refuses the keys that were not read."""
 
     def __init__(self, content: Mapping[str, Any], path: str, rows: list[Row]) -> None:
         self.content, self.path, self.rows = content, path, rows
@@ -119,7 +124,7 @@ class Section:
         if name in self.content and value is None:
             self.no_op(name, "null: DeepSpeed's default")
         elif value == AUTO:
-            self.no_op(name, "left to gptlite")
+            self.no_op(name, "gptlite's preset applies")
         elif value is not None:
             try:
                 return kind.read(value)
@@ -128,12 +133,12 @@ class Section:
         return value if value == AUTO else None
 
     def value(self, name: str, kind: Kind) -> Any:
-        """Return the value of a key, or None also for "auto"."""
+        """Return the value of a key, like `get`, but None for "auto"."""
         value = self.get(name, kind)
         return None if value == AUTO else value
 
     def section(self, name: str) -> Section | None:
-        """Return an object in this one."""
+        """Return a nested object; None if it is absent or not an object."""
         content = self.value(name, Kind.section)
         return None if content is None else Section(content, self.full(name), self.rows)
 
@@ -142,12 +147,13 @@ class Section:
         return f"{self.path}.{name}" if self.path else name
 
     def take(self, name: str, reason: str = "", /, **overrides: Any) -> None:
-        """Add a row for a key with an equal here. Keywords have __ for the dots of a key."""
+        """Add a row for a key that has an equivalent in gptlite. `overrides` are the equivalent settings, with `__` in
+        place of each `.` in a key."""
         given = tuple(f"{key.replace('__', '.')}={override_value(value)}" for key, value in overrides.items())
         self._add(name, Verdict.taken, reason, given)
 
     def no_op(self, name: str, reason: str) -> None:
-        """Add a row for a key without effect here."""
+        """Add a row for a key that has no effect in gptlite."""
         self._add(name, Verdict.no_op, reason)
 
     def refuse(self, name: str, reason: str) -> None:
@@ -155,7 +161,7 @@ class Section:
         self._add(name, Verdict.refused, reason)
 
     def apply(self, rules: Mapping[str, tuple[Kind, Rule]]) -> None:
-        """Add the rows of keys that need no other key to be judged."""
+        """Add the rows of keys whose rules do not depend on other keys."""
         for name, (kind, rule) in rules.items():
             value = self.value(name, kind)
             if value is None:
@@ -187,7 +193,7 @@ def paths(content: Any, prefix: str = "") -> Iterator[str]:
 
 
 def in_file_order(rows: list[Row], content: dict[str, Any]) -> list[Row]:
-    """Sort rows by the place of their keys in the file. A row of an absent key comes last in its section."""
+    """Sort rows by the position of their keys in the file. Rows of absent keys come last in their section."""
     places = {path: place for place, path in enumerate(paths(content))}
 
     def place(row: Row) -> float:

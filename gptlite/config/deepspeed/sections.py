@@ -12,7 +12,7 @@ AMP_LEVELS = {"O0": "fp32", "O1": "amp_o1", "O2": "amp_o2"}
 
 
 def precision(root: Section) -> None:
-    """Add the rows of fp16, bf16, amp and the dtype keys. Without a mixed precision DeepSpeed trains in fp32."""
+    """Add the rows of fp16, bf16, amp and the dtype keys. If none is enabled, DeepSpeed trains in fp32."""
     sections = {name: root.section(name) for name in ("fp16", "bf16", "bfloat16", "amp")}
     found = {name: section for name, section in sections.items() if section}
     states = {name: section.get("enabled", Kind.flag) for name, section in found.items()}
@@ -21,12 +21,12 @@ def precision(root: Section) -> None:
         if states[name] is False:
             section.no_op("enabled", OFF)
         elif name in on[1:]:
-            section.refuse("enabled", f"{on[0]} is on, too; choose one")
+            section.refuse("enabled", f"{on[0]} is enabled too; choose one")
             states[name] = None
     readers = {"fp16": _fp16, "bf16": _bf16, "bfloat16": _bf16, "amp": _amp}
     taken = "".join(readers[name](section, states[name]) for name, section in found.items())
     if not on and AUTO not in (*states.values(), *(root.content.get(name) for name in sections)):
-        root.take("fp16 or bf16", "off: DeepSpeed then trains in fp32", precision="fp32")
+        root.take("fp16 or bf16", "neither is on, so DeepSpeed trains in fp32", precision="fp32")
         taken = "fp32"
     _dtypes(root, taken)
 
@@ -37,7 +37,7 @@ def _fp16(section: Section, state: Any) -> str:
     if state is not True:
         for name in ("loss_scale", *keys.SCALING):
             if section.value(name, Kind.number) is not None:
-                section.no_op(name, "fp16 may be off" if state == AUTO else "fp16 is off")
+                section.no_op(name, "fp16.enabled is auto" if state == AUTO else "fp16 is off")
         section.close()
         return ""
     section.take("enabled", precision="fp16")
@@ -76,22 +76,22 @@ def _amp(section: Section, state: Any) -> str:
     if "opt_level" in section.content:
         section.no_op("opt_level", f"precision={AMP_LEVELS[level]}")
     if scale == "dynamic":
-        section.no_op("loss_scale", "as here")
+        section.no_op("loss_scale", "as in gptlite")
     elif scale is not None:
-        section.refuse("loss_scale", 'is not "dynamic"; give precision.loss_scale')
+        section.refuse("loss_scale", 'is not "dynamic"; set precision.loss_scale')
     section.close()
     return AMP_LEVELS[level]
 
 
 def _dtypes(root: Section, compute: str) -> None:
-    """Add the rows of the dtypes of sums over ranks and micro-batches."""
+    """Add the rows of the dtypes in which gradients are reduced over ranks and accumulated over micro-batches."""
     wanted = root.value("communication_data_type", Kind.text)
     if wanted == "fp32":
         root.take("communication_data_type", precision__reduce="fp32")
     elif wanted == compute != "":
         root.take("communication_data_type", precision__reduce="compute")
     elif wanted is not None:
-        root.refuse("communication_data_type", f"is neither fp32 nor the dtype of computation, {compute or 'unknown'}")
+        root.refuse("communication_data_type", f"is neither fp32 nor the compute dtype, {compute or 'unknown'}")
     for name in ("fp32_allreduce", "allreduce_always_fp32"):
         if root.value(name, Kind.flag):
             root.take(name, precision__reduce="fp32")
@@ -115,16 +115,16 @@ def zero(root: Section, ranks: int | None) -> None:
     if stage in (0, 1, 2, 3) or "stage" not in section.content:
         section.take("stage", parallelism=f"zero{stage}" if stage else "ddp")
     elif stage not in (None, AUTO):
-        section.refuse("stage", "is no stage of ZeRO; use 0, 1, 2 or 3")
+        section.refuse("stage", "is not a ZeRO stage; use 0, 1, 2 or 3")
     section.apply(keys.ZERO)
     _offload(section, stage)
     size = section.value("mics_shard_size", Kind.integer)
     if size is not None and size <= 0:
         section.no_op("mics_shard_size", OFF)
     elif size and ranks and ranks % size == 0:
-        section.take("mics_shard_size", f"{ranks} / {size} copies", parallelism__dp_replicate=ranks // size)
+        section.take("mics_shard_size", f"{ranks} / {size} replicas", parallelism__dp_replicate=ranks // size)
     elif size:
-        section.no_op("mics_shard_size", f"changes memory alone: parallelism.dp_replicate = data ranks / {size}")
+        section.no_op("mics_shard_size", f"affects only memory; gptlite's key is dp_replicate = data ranks / {size}")
     section.close()
 
 
@@ -152,11 +152,11 @@ def _offload(section: Section, stage: Any) -> None:
         _of_parameters(parameters, "device", stage, device)
     for each in filter(None, (states, parameters)):
         if each.value("nvme_path", Kind.text) and (each is parameters or device != "nvme"):
-            each.no_op("nvme_path", "nothing is put there")
+            each.no_op("nvme_path", "gptlite stores nothing there")
 
 
 def _device(section: Section | None) -> str:
-    """Return the device of an offload section, empty for none, and add the rows that do not depend on it."""
+    """Return the device of an offload section, or "" for none, and add the rows that do not depend on it."""
     if section is None:
         return ""
     section.known.add("nvme_path")
@@ -166,24 +166,24 @@ def _device(section: Section | None) -> str:
     if device in ("cpu", "nvme"):
         return device
     if device != "none":
-        section.refuse("device", f"is none of none, cpu, nvme{did_you_mean(device, ('none', 'cpu', 'nvme'))}")
+        section.refuse("device", f"is not one of none, cpu, nvme{did_you_mean(device, ('none', 'cpu', 'nvme'))}")
     elif "device" in section.content:
         section.no_op("device", OFF)
     return ""
 
 
 def _of_parameters(section: Section, name: str, stage: Any, optimizer: str) -> None:
-    """Add the row of offloaded parameters: here they go with the optimizer's state."""
+    """Add the row of parameter offload, which in gptlite is part of the offload of the optimizer state."""
     if stage not in (3, AUTO):
-        section.no_op(name, "parameters are offloaded with stage 3 alone")
+        section.no_op(name, "DeepSpeed offloads parameters only with stage 3")
     elif optimizer:
-        section.no_op(name, "parallelism.offload has both; parameters stay in host memory")
+        section.no_op(name, "parallelism.offload includes the parameters, which stay in host memory")
     else:
-        section.take(name, "with the optimizer's state", parallelism__offload="cpu")
+        section.take(name, "also offloads the optimizer state", parallelism__offload="cpu")
 
 
 def trackers(root: Section) -> None:
-    """Add the rows of TensorBoard and Weights & Biases. A run here has one of the two."""
+    """Add the rows of TensorBoard and Weights & Biases. A gptlite run has at most one tracker."""
     outer = root.section("monitor_config")  # a form seen in Hugging Face's examples
     taken = ""
     for parent in filter(None, (root, outer)):
@@ -221,11 +221,11 @@ def tensor_parallel(root: Section) -> None:
                     each.no_op(name, OFF)
         for name in section.content.keys() - section.known:
             section.known.add(name)
-            section.no_op(name, "each model here has its own sharding plan")
+            section.no_op(name, "each model defines its own sharding plan")
     if section := root.section("compile"):
         for name in section.content:
             value = section.get(name, Kind.anything)
             if name in ("deepcompile", "enabled") and value is True:
                 section.take(name, trainer__compile=True)
             elif value not in (None, AUTO):
-                section.no_op(name, "compilation has one switch here: trainer.compile")
+                section.no_op(name, "gptlite's only setting for compilation is trainer.compile")

@@ -13,7 +13,7 @@ from gptlite.config.deepspeed.rows import AUTO, OFF, Kind, Row, Section, in_file
 
 def translate(content: dict[str, Any], ranks: int | None = None, given: Container[str] = ()) -> list[Row]:
     """Return a row for each key, in the order of the file. `ranks` is the number of data ranks, if it is known; `given`
-    are keys that the command line sets itself."""
+    are the keys that the command line sets."""
     root = Section(content, "", [])
     batch(root, ranks, given)
     root.apply(keys.ROOT)
@@ -34,7 +34,11 @@ def translate(content: dict[str, Any], ranks: int | None = None, given: Containe
 
 
 def _is_on(value: Any, nested: bool) -> bool:
-    """Return True if a section is on: by its key `enabled`, else by those of its sections, else as it is there."""
+    """Return True if a section is enabled.
+
+    Its key `enabled` decides, if it has one. Otherwise a `nested` section is enabled if one of its sections is, and any
+    other section if it is not empty.
+    """
     if not isinstance(value, dict):
         return bool(value)
     if "enabled" in value:
