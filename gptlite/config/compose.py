@@ -76,8 +76,8 @@ def load_layout(overrides: Iterable[str]) -> ParallelismConfig:
 
 @contextmanager
 def _initialized(config_dir: Path) -> Iterator[None]:
-    """Context manager in which Hydra composes from a folder. On exit, it restores a Hydra that the caller has
-    initialized."""
+    """Context manager in which Hydra composes from a folder. On exit, it restores the Hydra instance that the
+    caller has initialized, if any."""
     others, GlobalHydra.instance().hydra = GlobalHydra.instance().hydra, None
     try:
         with initialize_config_dir(str(config_dir), version_base="1.3"):

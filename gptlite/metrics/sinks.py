@@ -1,4 +1,4 @@
-"""Sinks for metrics rows. A row is a flat dict with the names of metrics.jsonl, the same in every sink."""
+"""Sinks for metrics rows. A row is a dict with the keys of metrics.jsonl, the same in every sink."""
 
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +14,7 @@ WANDB_MODES = ("online", "offline", "disabled")
 
 
 class Sink(Protocol):
-    """Destination of metrics rows. `step` is in every row; values are numbers, or None if unknown."""
+    """Destination of metrics rows. `step` is in every row. Other values are numbers, lists, or None if unknown."""
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Record one row."""
@@ -37,7 +37,7 @@ class TensorboardSink:
         self._open(start_step)
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Write each value as a scalar named by its key."""
+        """Write each number as a scalar named by its key. Lists are left out."""
         for key, value in row.items():
             if key != "step" and value is not None and not isinstance(value, list):
                 self._writer.add_scalar(key, value, global_step=row["step"])

@@ -1,7 +1,7 @@
 """Adafactor (Shazeer and Stern 2018, arXiv:1804.04235, algorithms 4 and 5): factored second moments.
 
-torch's implementation is not used. It applies epsilon in another place than the paper, which changes updates for
-gradients as large as 1e-4, and it computes norms one parameter at a time.
+torch's implementation is not used. It applies epsilon in a different place than the paper does, which changes
+updates for gradients as large as 1e-4, and it computes norms one parameter at a time.
 """
 
 from __future__ import annotations

@@ -142,7 +142,7 @@ def local_parameters(parameters: Iterable[Tensor]) -> list[Tensor]:
 
 
 def local_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-    """Return this rank's shard of each gradient that exists."""
+    """Return this rank's shard of the gradient of each parameter that has one."""
     return [local_tensor(parameter.grad) for parameter in parameters if parameter.grad is not None]
 
 

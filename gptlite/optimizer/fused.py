@@ -71,7 +71,7 @@ def writes_copies(optimizer: Optimizer) -> bool:
 
 
 def decides_on_device(optimizer: Optimizer, device: torch.device) -> bool:
-    """Return True if `clip_and_step` can skip a step by the tensor `found_inf` without reading it on the host.
+    """Return True if `clip_and_step` can skip a step because of `found_inf`, a tensor that the host does not read.
 
     This holds for Adam and AdamW, with our kernel or torch's fused one, and parameters on `device`. Piecewise steps
     (rounding to bf16, state in files) and all other rules need the value on the host. torch's fused kernel does not

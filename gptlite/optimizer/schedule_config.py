@@ -6,7 +6,7 @@ from enum import Enum
 
 @dataclass
 class ScheduleConfig:
-    """Linear warmup over `warmup_steps`, followed by a decay curve. Rates are fractions of `optimizer.lr`."""
+    """Linear warmup over `warmup_steps`, followed by a decay curve. Ratios are relative to `optimizer.lr`."""
 
     warmup_steps: int | None = 0  # null: a tenth of trainer.max_steps, at most 100
 

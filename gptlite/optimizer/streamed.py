@@ -141,11 +141,6 @@ class Stream:
         self._count = 0  # chunks stepped so far, over all steps
         self._mapped = True  # True if the mapped state may have been written to
 
-    @property
-    def bytes_a_step(self) -> int:
-        """Bytes read and written per step, in total."""
-        return 2 * self.file.size
-
     def wait(self) -> None:
         """Wait until all reads and writes are done. Raises OffloadFailed."""
         with _told():

@@ -65,7 +65,8 @@ def _muon_rates(params: Section, peak: float | None) -> dict[str, Any]:
     """Add the rows of Muon's learning rates, for matrices and for other parameters, and return further settings."""
     rate, matrices, others = (params.value(name, Kind.number) for name in ("lr", "muon_lr", "adam_lr"))
     ours, theirs = matrices or rate or 0.02, others or rate or 3e-4
-    ratio = {"scale": "original", "adamw_lr_ratio": 1.0}
+    same: dict[str, Any] = {"scale": "original", "newton_schulz": "quintic"}  # as DeepSpeed's Muon
+    ratio = same | {"adamw_lr_ratio": 1.0}
     if peak is not None or AUTO in (params.content.get(name) for name in ("lr", "muon_lr", "adam_lr")):
         for name in ("lr", "muon_lr", "adam_lr"):
             if params.value(name, Kind.number) is not None:
@@ -77,7 +78,7 @@ def _muon_rates(params: Section, peak: float | None) -> dict[str, Any]:
         params.take("muon_lr", optimizer__lr=ours)
     if others is not None:
         params.take("adam_lr", f"{theirs:g} / {ours:g}", optimizer__adamw_lr_ratio=theirs / ours)
-        return {"scale": "original", "lr": ours}
+        return same | {"lr": ours}
     return ratio | {"lr": ours, "adamw_lr_ratio": theirs / ours}
 
 
