@@ -57,7 +57,9 @@ def test_no_text_has_a_command_of_a_checkout():
 
 
 def test_a_text_names_only_commands_that_there_are():
-    named = [(place, match[1]) for place, text in texts() for match in HINT.finditer(text)]
+    reasons = "gptlite/config/deepspeed/"  # its texts are sentences about gptlite
+    hints = ((place, text) for place, text in texts() if not place.startswith(reasons))
+    named = [(place, match[1]) for place, text in hints for match in HINT.finditer(text)]
     assert {name for _, name in named} >= {"train", "plan", "data", "generate"}  # else the filter has a hole
     assert [each for each in named if each[1] not in COMMANDS] == []
 

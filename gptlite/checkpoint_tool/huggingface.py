@@ -115,8 +115,8 @@ def _adapter_for(model: ModelConfig, step: Path) -> Adapter:
     reasons, nearest = min(found, key=lambda each: len(each[0]))
     if reasons:
         raise ConfigError(
-            f"{step}: no model of transformers matches this one; the closest, {nearest.title}, has no "
-            f"{', '.join(reasons)}; to export a model, train one without these settings"
+            f"{step}: no model of transformers matches this one; {nearest.title} has no {', '.join(reasons)}; "
+            "to export a model, train one without these settings"
         )
     return nearest
 
