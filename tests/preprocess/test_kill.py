@@ -85,7 +85,7 @@ def test_workers_end_with_it_and_the_same_command_goes_on(corpus: Path, number: 
         time.sleep(0.02)
     (corpus / "in" / "c.jsonl").write_bytes(many)  # another file: that is refused, and nothing lost
     process = start(corpus, 0)
-    assert "c.jsonl has changed; give the same, or" in process.communicate(timeout=60)[1]
+    assert "c.jsonl has changed); give the same, or" in process.communicate(timeout=60)[1]
     assert process.returncode == 2
     process = start(corpus, 0, "overwrite=true")
     _, errors = process.communicate(timeout=100)
