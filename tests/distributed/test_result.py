@@ -32,7 +32,7 @@ def test_a_pipeline_tells_of_every_rank(two: Ranks, tiny: list[str], tmp_path: P
     assert result["step_seconds"] == pytest.approx(4 * 32 / result["tokens_per_second"])
     assert result["tokens_per_second"] == sorted(row["tokens_per_second"] for row in rows)[4]
     assert set(result["comm_seconds"]) == {"pp", "world"}
-    assert 0 < sum(result["comm_seconds"].values()) <= result["step_seconds"]
+    assert 0 < sum(result["comm_seconds"].values()) <= result["step_seconds"] * (1 + 1e-9)  # to rounding
     ranks = result["memory_ranks"]
     assert len(ranks) == 2
     for name in CATEGORIES:
