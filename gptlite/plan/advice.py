@@ -1,5 +1,4 @@
-"""Diagnosis of an out-of-memory failure: the planned memory by category, and overrides that the plan predicts to
-fit."""
+"""Advice after an out-of-memory failure: predicted memory by category, and overrides that are predicted to fit."""
 
 from __future__ import annotations
 
@@ -25,12 +24,12 @@ from gptlite.plan.planning import assumed_words, limited, running, with_planned_
 from gptlite.plan.workload import RankBytes
 from gptlite.precision import resolve_precision
 
-SHOWN = 3
-Change = dict[str, Any]  # a value for each of some keys
+SHOWN = 3  # sets of overrides in the advice
+Change = dict[str, Any]  # new values of configuration keys
 
 
 def advice_lines(config: Config, world: int) -> list[str]:
-    """Return the lines of `memory_advice`, indented; an empty list if the plan cannot be computed."""
+    """Return the lines of `memory_advice`, indented; an empty list if the memory cannot be predicted."""
     try:
         return [f"  {line}" for line in memory_advice(config, world)]
     except (ConfigError, ValueError):
@@ -38,42 +37,44 @@ def advice_lines(config: Config, world: int) -> list[str]:
 
 
 def memory_advice(config: Config, world: int) -> list[str]:
-    """Return two lines: the planned memory of the fullest rank, and up to three sets of overrides that need less.
+    """Return two lines: the predicted memory of the fullest rank, and up to three sets of overrides that fit.
 
-    The limit of a rank is `trainer.host_memory_limit`, a GPU's memory, or an equal share of the machine's memory.
-    Raises ConfigError if the configuration has no legal layout.
+    If no set of overrides fits, the second line has the set that needs the least memory; without a legal change there
+    is no second line. The limit of a rank is `trainer.host_memory_limit`, a GPU's memory, or an equal share of the
+    machine's memory. Raises ConfigError if the configuration has no legal layout.
     """
     config, guessed = with_planned_vocabulary(config)
     here = limited(assumed(), config, world)
     rank, taken = _taken(config, world, here)
     listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in asdict(taken).items() if name != "host")
-    lines = [f"by the plan rank {rank} takes {format_bytes(taken.total)}: {listed}; and the process itself about "
-             f"{here.reserved_gib:g} GiB{assumed_words(config.model, guessed)}"]  # fmt: skip
+    lines = [f"predicted memory of pipeline rank {rank}: {format_bytes(taken.total)} ({listed}), and about "
+             f"{here.reserved_gib:g} GiB for libraries{assumed_words(config.model, guessed)}"]  # fmt: skip
     changes = _changes(config, world, here)
     if fitting := _mildest([each for each in changes if each[1] <= rank_memory(here, world)]):
-        return [*lines, f"overrides that would have fitted: {'; '.join(map(_words, fitting))}"]
+        return [*lines, f"overrides that are predicted to fit: {'; '.join(map(_words, fitting))}"]
     if not changes:
         return lines
     least = _words(min(changes, key=lambda each: each[1]))
-    return [*lines, f"no override tried would have fitted; the least: {least}; more ranks divide the model further"]
+    none = "no override that was tried is predicted to fit; the least memory"
+    return [*lines, f"{none}: {least}; use more ranks or a smaller model"]
 
 
 def _taken(config: Config, world: int, cluster: ClusterConfig) -> tuple[int, RankBytes]:
-    """Return the rank that needs the most memory, and its bytes."""
+    """Return the pipeline rank that needs the most memory, and its bytes."""
     work = workload_of(config, check_world(config, world), cluster)
     policy = resolve_precision(config.precision, torch.device(cluster.device))
     return most(running(work, config, policy))
 
 
 def _changes(config: Config, world: int, cluster: ClusterConfig) -> list[tuple[Change, int]]:
-    """Return each legal change of one key, then of two and of three keys together, with the bytes of the fullest rank
-    after it. The values of a key are ordered from the mildest to the strongest."""
+    """Return the legal changes of one key, then of two and three keys, each with the resulting bytes of the fullest
+    rank. The values of a key are ordered from the smallest change to the largest."""
     layout, parallelism = check_world(config, world), config.parallelism
     micro = workload_of(config, layout, cluster).micro_batch_size
     keeps = parallelism.activation_checkpointing is ActivationCheckpointing.none
     recomputed = [ActivationCheckpointing.selective, ActivationCheckpointing.full]
     offloads = cluster.device != "cpu" and parallelism.offload is Offload.none
-    # A list times False is empty: a key that cannot be changed further has no values.
+    # A list times False is empty, so a key that cannot be changed further has no values.
     values: dict[str, list[Any]] = {
         "data.micro_batch_size": divisors(micro)[-2::-1],
         "parallelism.activation_checkpointing": recomputed * keeps,
@@ -99,8 +100,10 @@ def _changes(config: Config, world: int, cluster: ClusterConfig) -> list[tuple[C
 
 
 def _mildest(fitting: list[tuple[Change, int]]) -> list[tuple[Change, int]]:
-    """Return up to SHOWN changes: per set of keys the first, unless a subset of its overrides already fits; then others
-    that fit."""
+    """Return up to SHOWN of the changes, which all fit.
+
+    The first change of each set of keys comes first, unless a subset of its overrides fits too. Other changes follow.
+    """
     found: dict[frozenset[str], tuple[Change, int]] = {}
     for change in fitting:
         keys, items = frozenset(change[0]), change[0].items()

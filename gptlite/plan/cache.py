@@ -1,4 +1,4 @@
-"""Bounded caches for intermediate results that many layouts of a search share."""
+"""Bounded caches of intermediate results that many layouts of a search share."""
 
 from __future__ import annotations
 
@@ -6,30 +6,32 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
-MOST = 4096  # results that a function keeps; its cache is cleared when it is full
+MOST = 4096  # default number of results in a cache; a full cache is cleared
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
 class Same:
-    """A model configuration as part of a cache key; mutable dataclasses have no hash of their own.
+    """Hashable wrapper of a configuration, for cache keys; mutable dataclasses are not hashable.
 
-    Two instances are equal if they wrap the same object or equal objects.
+    Two wrappers are equal if their configurations are the same object or compare equal.
     """
 
     def __init__(self, value: Any) -> None:
         self.value = value
 
     def __hash__(self) -> int:
-        return hash(type(self.value))
+        return hash(type(self.value))  # equal configurations have the same type
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Same) and (self.value is other.value or self.value == other.value)
 
 
 def cached(key: Callable[..., object], most: int = MOST) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Return a decorator that caches a function's results under `key` of its arguments. `cache_clear` empties the
-    cache."""
+    """Return a decorator that caches at most `most` results of a function.
+
+    `key` maps the function's arguments to the cache key. The decorated function's `cache_clear` empties the cache.
+    """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         known = dict[object, R]()

@@ -1,7 +1,7 @@
 """Calibration of this machine: throughput of products and attention, memory bandwidth, launch overhead, link speed.
 
-Every figure is the best of several runs, so that noise of other programs matters little. A machine that is busy
-throughout is measured as slow as it is at that time.
+Most figures are the best of several runs, which reduces the noise of other programs. On a machine that is busy all the
+time, they are the figures of the busy machine.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ from gptlite.plan.local import LOCAL_LINK, assumed, cpu_cores, fingerprint
 from gptlite.precision import native_bf16
 from gptlite.progress import Log
 
-# Dims of the timed products: the smallest one (a sweep of values), and the two others.
+# Dims of the timed matrix products: the values of the inner dim, and the size of the two outer dims.
 INNER = {"cpu": (16, 32, 64, 128, 256, 512, 1024), "cuda": (64, 128, 256, 512, 1024, 2048, 4096, 8192)}
 OUTER = {"cpu": 1024, "cuda": 8192}
-# Size of a tensor of the pointwise op. On a CPU it matches a small model's activations, which may fit the caches.
+# Size of each tensor of the pointwise op. On a CPU it is that of a small model's activations, which may fit the caches.
 POINTWISE_BYTES = {"cpu": 8 * 2**20, "cuda": 512 * 2**20}
-TRIES = 5
-MOST_RANKS = 8  # ranks started to measure the cost of sharing cores
+TRIES = 5  # smallest number of timed runs
+MOST_RANKS = 8  # most processes started to measure the cost of sharing cores
 RANKS_SECONDS = 45.0  # timeout of the ranks' measurements, in case they cannot connect
 PCIE = LinkConfig(gb_per_second=25, efficiency=0.8, latency=1e-5)
 SMALL, LARGE = 1024, 2**20  # floats of the two all-reduces: the small one gives latency, the large one bandwidth
-IN_A_ROW = 20
+IN_A_ROW = 20  # all-reduces per timed run
 PRODUCT = 256  # dims of the product computed around an all-reduce, and of the one timed on shared cores
-CROWD_SECONDS = 1.0
+CROWD_SECONDS = 1.0  # shortest timing of the product on shared cores
 
 
 def calibrate(seconds: float, log: Log) -> ClusterConfig:
     """Measure this machine in about `seconds` and return it as a cluster; `log` receives a line per figure.
 
-    With GPUs the first one is measured. Links between GPUs are assumed to be PCIe unless there are two to measure.
+    If there are several GPUs, compute is measured on the first. With one GPU, the link is assumed to be PCIe.
     """
     here = assumed()
     on_gpu, device = here.device == "cuda", torch.device(here.device)
@@ -67,11 +67,11 @@ def calibrate(seconds: float, log: Log) -> ClusterConfig:
         peaks.setdefault(name, max(largest, *rates.values()) / 1e12)
         efficiency[name] = min(1.0, largest / 1e12 / peaks[name])
         words = ", ".join(f"{k}: {rate / 1e12:.3g}" for k, rate in rates.items())
-        log(f"products in {name}, TFLOP/s by smallest dim: {words}; half of its speed at {halves[name]:.0f}")
+        log(f"matrix products in {name}, TFLOP/s by inner dim: {words}; half of full speed at dim {halves[name]:.0f}")
         attention[name] = attention_rate(device, dtype, choice, seconds / 20 / len(dtypes)) / 1e12
         log(f"attention ({choice.value}) in {name} reaches {attention[name]:.3g} TFLOP/s")
     bandwidth, kernel = memory_bandwidth(device, seconds / 20), kernel_seconds(device)
-    log(f"pointwise ops move {bandwidth / 1e9:.1f} GB/s and take {kernel * 1e6:.1f} us to start")
+    log(f"pointwise ops move {bandwidth / 1e9:.1f} GB/s and take {kernel * 1e6:.1f} us to launch")
     threads = 1.0 if on_gpu else thread_efficiency(cpu_cores())
     link, crowding = ranks(device, log)
     if not on_gpu and cpu_cores() > 1:
@@ -96,12 +96,12 @@ def calibrate(seconds: float, log: Log) -> ClusterConfig:
 
 
 def saturation(rates: dict[int, float]) -> tuple[float, float]:
-    """Return the asymptotic rate of large products, and the smallest dim at which half of it is reached.
+    """Return the asymptotic rate of large matrix products in FLOP/s, and the inner dim at which half of it is reached.
 
-    `rates` maps the smallest dim to FLOP/s. The fit is least squares of the relative error of 1/rate = 1/largest +
-    half/(largest k), which is linear in both unknowns.
+    `rates` maps the inner dim k to FLOP/s. The model is 1/rate = 1/largest + half/(largest k). The fit minimizes the
+    squared relative error of 1/rate.
     """
-    # Each row: rate_k (a + b/k) = 1.
+    # With a = 1/largest and b = half/largest, each row is rate_k (a + b/k) = 1.
     rows = torch.tensor([(rate, rate / k) for k, rate in rates.items()], dtype=torch.float64)
     a, b = torch.linalg.lstsq(rows, torch.ones(len(rows), 1, dtype=torch.float64)).solution.flatten().tolist()
     if a <= 0 or b <= 0:  # noise: larger products were no faster, so the fit has no meaning
@@ -110,7 +110,7 @@ def saturation(rates: dict[int, float]) -> tuple[float, float]:
 
 
 def matmul_rates(device: torch.device, dtype: torch.dtype, seconds: float) -> dict[int, float]:
-    """Return the FLOP/s of products [n, k] x [k, n] by k."""
+    """Return the FLOP/s of products [n, k] x [k, n], keyed by k."""
     rates, outer = {}, OUTER[device.type]
     for inner in INNER[device.type]:
         a = torch.randn(outer, inner, device=device, dtype=dtype)
@@ -122,7 +122,7 @@ def matmul_rates(device: torch.device, dtype: torch.dtype, seconds: float) -> di
 
 
 def memory_bandwidth(device: torch.device, seconds: float) -> float:
-    """Return the bytes per second that the sum of two tensors reads and writes."""
+    """Return the bytes per second that an addition of two tensors reads and writes."""
     count = POINTWISE_BYTES[device.type] // 4
     a, b = torch.randn(count, device=device), torch.randn(count, device=device)
     out = torch.empty_like(a)
@@ -143,8 +143,8 @@ def kernel_seconds(device: torch.device) -> float:
 
 
 def attention_rate(device: torch.device, dtype: torch.dtype, choice: Attention, seconds: float) -> float:
-    """Return the FLOP/s of causal attention as a run computes it, forward and backward; the masked half is not
-    counted."""
+    """Return the FLOP/s of causal attention in a forward and a backward pass, with the implementation that a run would
+    use; the masked half is not counted."""
     batch, heads, length, wide = (1, 8, 1024, 64) if device.type == "cpu" else (8, 16, 2048, 64)
     qkv = torch.randn(batch, length, heads, 3, wide, device=device, dtype=dtype, requires_grad=True)
     gradient = torch.randn(batch, length, heads, wide, device=device, dtype=dtype)
@@ -153,10 +153,9 @@ def attention_rate(device: torch.device, dtype: torch.dtype, choice: Attention, 
 
 
 def thread_efficiency(cores: int) -> float:
-    """Return the share of the cores' combined speed that one rank reaches on all of them, for passes of an MLP with its
-    norm.
+    """Return the speed of one rank on all cores as a share of the cores' combined speed, for MLPs with a norm.
 
-    It is below 1 since small ops, and the Python code between ops, run on a single core.
+    The share is below 1 because small ops, and the Python code between ops, run on a single core.
     """
     layers = [nn.LayerNorm(256), nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)]
     model, x = nn.Sequential(*layers, *layers), torch.randn(512, 256)
@@ -179,14 +178,14 @@ def best(work: Callable[[], Any], seconds: float) -> float:
 
 
 def ranks(device: torch.device, log: Log) -> tuple[LinkConfig, float]:
-    """Return the link between two ranks, and the slowdown of ranks that outnumber the cores, relative to their share.
+    """Return the link between two ranks, and the slowdown of ranks that share cores, relative to an even share.
 
-    If ranks cannot be started, or hang, the result is the assumed link and 1.
+    With one device, or if the ranks fail or hang, return an assumed link and 1.
     """
     cores, on_gpu = cpu_cores(), device.type == "cuda"
     count = torch.cuda.device_count() if on_gpu else min(2 * cores, MOST_RANKS)
     if count < 2:
-        log("one GPU: nothing to measure a link with")
+        log("one GPU: its link is assumed to be PCIe, not measured")
         return PCIE, 1.0
     with tempfile.TemporaryDirectory() as folder, get_context("spawn").Pool(count) as pool:
         each = [(f"file://{folder}/store", count, rank) for rank in range(count)]
@@ -197,23 +196,23 @@ def ranks(device: torch.device, log: Log) -> tuple[LinkConfig, float]:
             return PCIE if on_gpu else LOCAL_LINK, 1.0
     log(f"two ranks: {link.gb_per_second:.2f} GB/s, {link.latency * 1e6:.0f} us")
     if not on_gpu and count > cores:
-        log(f"{count} ranks on {cores} cores take {crowding:.2f} times their share of the time")
+        log(f"{count} ranks on {cores} cores take {crowding:.2f} times as long as an even share of the cores would")
     return link, crowding
 
 
 def rank_figures(store: str, count: int, rank: int) -> tuple[LinkConfig, float]:
-    """Measure on one of `count` ranks: all-reduces between the first two, then products on rank 0 alone, then on all
-    ranks.
+    """Measure on one of `count` ranks, and return the link and the slowdown relative to an even share of the cores.
 
-    The result of rank 0 is used: the link, and the slowdown of all ranks relative to their share of the cores.
+    The first two ranks time all-reduces. Then rank 0 alone times products, and then all ranks do. The caller uses the
+    result of rank 0.
     """
-    for stream in (1, 2):  # gloo and NCCL print to the terminal
+    for stream in (1, 2):  # discard what gloo and NCCL print to the terminal
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
     cores, on_gpu = cpu_cores(), torch.cuda.is_available()
     device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
-    torch.set_num_threads(max(1, cores // 2))  # of the two ranks that measure the link
+    torch.set_num_threads(max(1, cores // 2))  # two ranks measure the link, and each uses half of the cores
     os.environ["GLOO_SOCKET_IFNAME"] = next((name for _, name in socket.if_nameindex() if name[:2] == "lo"), "lo")
     backend, patience = "nccl" if on_gpu else "gloo", timedelta(seconds=30)
     dist.init_process_group(backend, init_method=store, rank=rank, world_size=count, timeout=patience)
@@ -228,16 +227,16 @@ def rank_figures(store: str, count: int, rank: int) -> tuple[LinkConfig, float]:
         dist.barrier()
         crowded = torch.tensor(_product_seconds())
         dist.all_reduce(crowded)
-        if count > cores:  # else no core is shared, and there is no crowding to measure
+        if count > cores:  # else no core is shared
             crowding = max(1.0, float(crowded) / count / (alone * count / cores))
     dist.destroy_process_group()
     return link, crowding
 
 
 def _added(count: int, device: torch.device, group: Any) -> float:
-    """Return the seconds that an all-reduce adds to the products before it, as in a layer.
+    """Return the seconds that an all-reduce of `count` floats adds to the matrix products before it, as in a layer.
 
-    Interleaving it with products includes the wait for a rank that is late; back-to-back all-reduces would hide that.
+    With products in between, the time includes the wait for a late rank; back-to-back all-reduces would hide that wait.
     """
     tensor, a = torch.ones(count, device=device), torch.randn(PRODUCT, PRODUCT, device=device)
     out = torch.empty_like(a)
@@ -261,8 +260,8 @@ def _added(count: int, device: torch.device, group: Any) -> float:
 
 
 def _product_seconds() -> float:
-    """Return the mean seconds of a product on one core. The mean, unlike the minimum, includes time-slicing with other
-    ranks."""
+    """Return the mean seconds of a matrix product on one core. The mean, unlike the minimum, includes the time during
+    which other ranks use the core."""
     a = torch.randn(PRODUCT, PRODUCT)
     timer = benchmark.Timer("torch.mm(a, a)", globals={"torch": torch, "a": a}, num_threads=1)
     return timer.blocked_autorange(min_run_time=CROWD_SECONDS).mean

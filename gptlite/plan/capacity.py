@@ -1,4 +1,4 @@
-"""Capacity of devices, of their hosts' memory and disks, and the layouts that exceed it. No torch here."""
+"""Memory and disk capacity of a cluster, and checks that a layout fits. Does not import torch."""
 
 from __future__ import annotations
 
@@ -14,40 +14,45 @@ from gptlite.plan.traffic import file_bytes
 from gptlite.plan.workload import MASTER, RankBytes, Workload
 
 GIB = 2**30
-MEMORY_ERROR = 0.05  # of `memory.most`, on 64 layouts of up to eight real ranks (docs/planner_memory.md)
+# Relative error of `memory.most`, measured on 64 layouts of up to eight ranks (docs/planner_memory.md).
+MEMORY_ERROR = 0.05
 
 
 def rank_memory(cluster: ClusterConfig, world: int) -> float:
-    """Bytes that a rank may take: a device's, or a rank's part of what the ranks on a CPU share."""
+    """Return the bytes that a rank may use: a device's memory, or on CPUs an equal share of the node's memory."""
     ranks = ranks_on_node(cluster, world) if cluster.device == "cpu" else 1
     return (cluster.memory_gib / ranks - cluster.reserved_gib) * GIB
 
 
 def too_large(work: Workload, memory: RankBytes, cluster: ClusterConfig, world: int) -> str:
-    """Return the reason why a layout with `memory` on its fullest rank does not fit; empty if it fits or if that is
-    unknown."""
+    """Return the reason why a layout with `memory` on its fullest rank does not fit; empty if it fits.
+
+    Host memory and disks of unknown capacity are not checked.
+    """
     return (
-        _on_device(memory.total, cluster, world, "at its fullest")
+        _on_device(memory.total, cluster, world, "on the fullest rank")
         or _on_host(memory.host, cluster, world)
         or _on_disk(work, cluster, world)
     )
 
 
 def least_too_large(work: Workload, state: float, cluster: ClusterConfig, world: int) -> str:
-    """Return the reason why even a lower bound of a layout's memory does not fit; `state` is `least_bytes`.
+    """Return the reason why even a lower bound of a layout's memory does not fit; empty if it fits.
 
-    It is cheap, and spares the search the exact count of layouts that cannot fit.
+    `state` is the result of `least_bytes`. This cheap check saves the search from computing the exact memory of layouts
+    that cannot fit.
     """
-    host = _state_bytes(work, copies=2) if work.on_host else 0.0  # parameters, gradients and the optimizer's state
+    host = _state_bytes(work, copies=2) if work.on_host else 0.0  # parameters, gradients and optimizer state
     return (
-        _on_device(state, cluster, world, "model state alone")
+        _on_device(state, cluster, world, "per rank for the model state")
         or _on_host(host, cluster, world)
-        or _on_device(state + least_activations(work), cluster, world, "model state and kept activations alone")
+        or _on_device(state + least_activations(work), cluster, world, "per rank for the model state and activations")
     )
 
 
 def least_activations(work: Workload) -> float:
-    """Return a lower bound of the activations that blocks keep on the first pipeline rank; 0 with recomputation."""
+    """Return a lower bound of the bytes of the blocks' activations on the first pipeline rank; 0 with
+    recomputation."""
     config = work.parallelism
     if config.activation_checkpointing is not ActivationCheckpointing.none:
         return 0.0
@@ -57,7 +62,7 @@ def least_activations(work: Workload) -> float:
 
 
 def least_in_flight(config: ParallelismConfig, micro_batches: int) -> int:
-    """Return the number of single-stage forward passes that the first pipeline rank runs before its first backward
+    """Return the number of forward passes of single stages that the first pipeline rank runs before its first backward
     pass."""
     if rule(config).v_shape and config.pipeline > 1:
         return min(2 * config.pipeline - 1, micro_batches)
@@ -71,30 +76,30 @@ def least_bytes(work: Workload) -> float:
 
 
 def _state_bytes(work: Workload, copies: int) -> float:
+    """Return the mean bytes per rank of `copies` fp32 copies of the parameters and the optimizer state in memory."""
     kept = 0 if work.parallelism.offload is Offload.nvme else work.optimizer.moments
     layout = work.layout
-    # Without ZeRO, data ranks that share experts hold copies of all else.
+    # Without ZeRO, the data ranks of an expert group hold different experts and replicas of all other parameters.
     among = layout.size(EXPERT) if layout.size("dp_shard") == 1 else 1
     return MASTER * (copies + kept) * num_parameters(work.model, among) / layout.size("tp", "pp", "dp_shard")
 
 
-def _on_device(size: float, cluster: ClusterConfig, world: int, words: str) -> str:
-    return _beyond(size, rank_memory(cluster, world), f"on a rank, {words}")
+def _on_device(size: float, cluster: ClusterConfig, world: int, where: str) -> str:
+    return _beyond(size, rank_memory(cluster, world), where)
 
 
 def _on_host(size: float, cluster: ClusterConfig, world: int) -> str:
     if cluster.host_memory_gib is None:
         return ""
-    return _beyond(
-        size, cluster.host_memory_gib * GIB / ranks_on_node(cluster, world), "of its host's memory for a rank"
-    )
+    limit = cluster.host_memory_gib * GIB / ranks_on_node(cluster, world)
+    return _beyond(size, limit, "of host memory per rank")
 
 
 def _on_disk(work: Workload, cluster: ClusterConfig, world: int) -> str:
     if work.parallelism.offload is not Offload.nvme or cluster.disk_gib is None:
         return ""
     size = ranks_on_node(cluster, world) * max(file_bytes(work, rank) for rank in range(work.layout.size("pp")))
-    return _beyond(size, cluster.disk_gib * GIB, "on the disk of a node")
+    return _beyond(size, cluster.disk_gib * GIB, "on a node's disk")
 
 
 def _beyond(size: float, limit: float, where: str) -> str:

@@ -1,7 +1,7 @@
 """Analytical cost model of a training step.
 
-Ops of the model's profile are timed by a roofline, collectives by a ring over the links they cross, the pipeline's
-bubble in closed form; communication is overlapped with the passes it can run beside.
+Ops of the model's profile are timed by a roofline model, and collectives as rings over the links that they cross. The
+pipeline's bubble is computed in closed form. Communication overlaps with the passes that do not depend on it.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ from gptlite.plan.timeline import pipeline_seconds
 from gptlite.plan.traffic import among, message_bytes, moved, outside_layers, reductions
 from gptlite.plan.workload import MASTER, Prediction, RankBytes, Workload
 
-# Axes along which ops of a layer wait: for keys and values, rows of experts, or statistics.
+# Axes whose communication ops of a layer wait for: keys and values, rows of experts, or statistics of a batch norm.
 EXPOSED = (CONTEXT, EXPERT, *DATA_AXES)
 COPIES = 2  # FSDP2 reads and writes each gathered or reduced tensor once more, to copy it into or out of its buffer
 COPY_OPS = 12  # kernels that one FSDP2 collective launches
 
 
 def predict(work: Workload, cluster: ClusterConfig, memory: tuple[int, RankBytes] | None = None) -> Prediction:
-    """Predict the step of a run on a cluster. Raises ConfigError for a dtype that the cluster has no peak of.
+    """Predict the step of a run on a cluster. Raises ConfigError if the cluster has no peak FLOP/s for the dtype.
 
-    `memory`: the result of `memory.most`, if the caller has it already.
+    `memory`: the result of `memory.most`; None to compute it here.
     """
     return Costs(cluster).predict(work, memory or most(work))
 
 
 def stage_seconds(work: Workload, cluster: ClusterConfig) -> tuple[list[float], list[float], float]:
-    """Return the seconds of a micro-batch's forward and backward pass in each stage, and of a message, for a
-    timeline."""
+    """Return three arguments of `timeline`: the seconds of a micro-batch's forward and of its backward pass in each
+    stage, and the seconds of a message."""
     forward, backward = _stages(Costs(cluster).ranks(work, cut(work)), cut(work))
     return forward, backward, _message(work, cluster)
 
 
 def peak_flops(cluster: ClusterConfig, dtype: str, world: int) -> float:
-    """Return the data-sheet FLOP/s of the devices that `world` ranks use; on a CPU, of whole nodes."""
+    """Return the peak FLOP/s of the devices that `world` ranks use; on CPUs, that of all nodes."""
     devices = cluster.nodes or 1 if cluster.device == "cpu" else world
     return cluster.peak_tflops[dtype] * 1e12 * devices
 
@@ -57,8 +57,8 @@ def days_to_train(tokens: float, prediction: Prediction) -> float:
 
 
 def cost_per_billion_tokens(prediction: Prediction, cluster: ClusterConfig, world: int) -> float | None:
-    """Return the dollars for a billion tokens on `world` ranks, None if the cluster has no price. A CPU's price is per
-    node."""
+    """Return the dollars for a billion tokens on `world` ranks, or None if the cluster has no price. On CPUs, the price
+    is per node."""
     if cluster.dollars_per_device_hour is None:
         return None
     devices = world if cluster.device == "cuda" else -(-world // ranks_on_node(cluster, world))
@@ -66,8 +66,8 @@ def cost_per_billion_tokens(prediction: Prediction, cluster: ClusterConfig, worl
 
 
 def flops_per_token(work: Workload) -> float:
-    """Return the FLOPs of a token, forward and backward, without recomputation: by the model's formula, else by its
-    profile."""
+    """Return the FLOPs per token, forward and backward, without recomputation. They come from the model's formula, or
+    from its profile if it has no formula."""
     if (found := spec_of(work.model).flops(work.model, work.sequence_length)) is not None:
         return num_blocks(work.model) * found[0] + found[1]
     blocks = dict(runs(work.model, range(num_blocks(work.model))))
@@ -84,13 +84,13 @@ class Passes(NamedTuple):
     backward: float = 0.0
 
     def plus(self, other: Passes, times: float = 1) -> Passes:
-        """Return the sum of these and `times` the others."""
+        """Return the sum of these seconds and `times` the other ones."""
         return Passes(self.forward + times * other.forward, self.backward + times * other.backward)
 
 
 class Part(NamedTuple):
-    """A part of a model: seconds of its ops, and of its communication along the tensor axis, and along the context and
-    data axes."""
+    """Seconds of a part of a model: `ops`, `tensor` (communication along the tensor axis), and `context`
+    (communication along the axes in EXPOSED)."""
 
     ops: Passes = Passes()
     tensor: Passes = Passes()
@@ -102,8 +102,8 @@ class Part(NamedTuple):
 
 
 class _Inside(NamedTuple):
-    """Work of a rank inside its layers, per micro-batch. `tensor` is exposed communication along the tensor axis and is
-    not part of `passes`. `shares`: of each of its stages in the work."""
+    """Work of a rank inside its layers, per micro-batch. `tensor` is exposed communication inside layers, which
+    `passes` does not include. `shares`: the share of each of the rank's stages in the seconds of its blocks."""
 
     layers: int
     shares: list[float]
@@ -112,9 +112,10 @@ class _Inside(NamedTuple):
 
 
 class _Outside(NamedTuple):
-    """Seconds of a step's collectives outside the layers, grouped by the pass they can overlap with, and the bytes and
-    number of collectives that FSDP2 copies for. `again`: seconds, bytes and collectives of one more gradient
-    reduction. `stepped`: elements of the parameters that the rank steps."""
+    """Seconds of a step's collectives outside the layers: `step`, which cannot overlap, and `forward` and `backward`,
+    which can overlap with these passes. `copied`: bytes that FSDP2 copies for `count` collectives. `again`: seconds,
+    copied bytes and collectives of one more gradient reduction. `stepped`: elements that the rank's optimizer updates.
+    """
 
     step: float
     forward: float
@@ -126,8 +127,9 @@ class _Outside(NamedTuple):
 
 
 class _Rank(NamedTuple):
-    """One pipeline rank: seconds of a micro-batch in all its stages, of which `tensor` is exposed communication along
-    the tensor axis. `data` is a step's exposed data-parallel communication, `update` the optimizer's time."""
+    """Seconds of one pipeline rank: `passes` of a micro-batch in all its stages, of which `tensor` is exposed
+    communication inside layers, `data` for a step's exposed data-parallel communication, and `update` for the
+    optimizer. `shares`: see _Inside."""
 
     shares: list[float]
     passes: Passes
@@ -137,7 +139,7 @@ class _Rank(NamedTuple):
 
 
 class Costs:
-    """Prices of layouts on a cluster, with caches for one model, batch, optimizer and world."""
+    """Predicted seconds of layouts on a cluster, with caches for one model, batch, optimizer and world."""
 
     def __init__(self, cluster: ClusterConfig) -> None:
         self.cluster = cluster
@@ -147,20 +149,20 @@ class Costs:
         self._outsides: dict[object, _Outside] = {}
 
     def predict(self, work: Workload, memory: tuple[int, RankBytes]) -> Prediction:
-        """Predict the step of a layout; `memory` is its fullest rank and the bytes of that rank."""
+        """Predict the step of a layout. `memory` is the layout's fullest rank and that rank's bytes."""
         world, count, pipeline = work.layout.world_size, work.micro_batches, cut(work)
         ranks = self.ranks(work, pipeline)
         slowest = max(ranks.values(), key=lambda cost: cost.passes.forward + cost.passes.backward)
         forward, backward = _stages(ranks, pipeline)
         busy = [sum([forward[stage] + backward[stage] for stage in held]) for held in pipeline.stages]
         whole = pipeline_seconds(work.parallelism, count, forward, backward, busy, _message(work, self.cluster))
-        # Ranks that share a core compute in each other's bubbles; a tensor-axis collective waits until all have run.
+        # Ranks that share a core compute in each other's bubbles; a tensor-axis collective waits for all its ranks.
         waiting = waiting_for_cores(self.cluster, world)
         if waiting > 1:
             kinds = [ranks[kind] for kind in pipeline.kinds]
             computing = sum(seconds - cost.tensor for seconds, cost in zip(busy, kinds, strict=True)) / len(kinds)
             whole = max(whole, count * (waiting * computing + slowest.tensor))
-        # The bubble is the time of the pipeline beyond the work of its busiest rank.
+        # The bubble is the time of all passes minus the work of the busiest rank.
         own = min(whole, waiting * count * max(busy))
         data = max([cost.data for cost in ranks.values()])
         update = waiting * max([cost.update for cost in ranks.values()])
@@ -217,12 +219,12 @@ class Costs:
             seconds.append(sum(mine.ops))
         shares = [each / sum(seconds) for each in seconds] if layers else [1.0]
         parameters = sum(stage.sharded(1) for stage in held)
-        # Gradient accumulation reads and writes the sum and reads the gradient; the first micro-batch only writes.
+        # Gradient accumulation reads and writes the sum and reads the gradient, except in the first micro-batch.
         summed = (2 * work.reduce_item + work.gather_item) * (work.micro_batches - 1) / work.micro_batches
         passes = whole.ops.plus(Passes(0.0, device.move(summed * parameters, 8 * layers)))
-        # Exposed communication: along the tensor axis, and of keys and values, for which attention waits. The
-        # backward pass of a column-parallel layer sums its input's gradient, and gathers its input once more, while it
-        # computes: all of the backward traffic without sequence parallelism, two thirds of it with.
+        # Communication along the tensor axis and the axes in EXPOSED is exposed. An exception is the backward pass of
+        # a column-parallel layer: while it computes, it sums its input's gradient and gathers its input once more. This
+        # is all of the backward traffic without sequence parallelism, and two thirds of it with sequence parallelism.
         sent = whole.tensor
         share = 0.0 if splits_backward(work.parallelism) else 2 / 3 if work.parallelism.sequence else 1.0
         hidden = self.cluster.overlap * min(sent.backward * share, passes.forward / 2) if share else 0.0
@@ -234,8 +236,8 @@ class Costs:
         copies = device.move(outside.copied + copied, COPY_OPS * (outside.count + count))
         data = waiting_for_cores(self.cluster, work.layout.world_size) * copies
         shown = outside.step
-        # What is gathered before a pass, and reduced after it, can hide behind as many passes as it is done in: with
-        # ZeRO 3 all of them, with ZeRO 2 all backward ones, else the first forward and the last backward one.
+        # Collectives overlap with the passes in which they run. Forward: all passes with ZeRO 3, else only the first.
+        # Backward: all passes with ZeRO 2 and 3, else only the last.
         for total, each, often in (
             (outside.forward, passes.forward, zero == 3),
             (outside.backward + seconds, passes.backward, zero >= 2),
@@ -250,8 +252,8 @@ class Costs:
     def _offloaded(
         self, work: Workload, device: Device, rank: int, passes: Passes, update: float
     ) -> tuple[float, float]:
-        """Return the exposed seconds of offload's copies, and the seconds of the update; `update` is that without
-        offload.
+        """Return the exposed seconds of offload's copies, and the seconds of the update. `update`: seconds of the
+        update without offload.
 
         Copies overlap with the step's passes as data-parallel communication does. The ranks of a node share its memory
         and its disk. Disk traffic and the update run concurrently, so only the longer of the two counts.
@@ -260,7 +262,7 @@ class Costs:
             return 0.0, update
         cluster, traffic = self.cluster, moved(work, rank)
         copied, ranks = traffic.to_device + traffic.to_host, ranks_on_node(cluster, work.layout.world_size)
-        if cluster.device == "cpu":  # from memory to memory
+        if cluster.device == "cpu":  # copies from memory to memory do not overlap with compute
             copies = device.move(2 * copied)
         else:
             seconds = copied / (cluster.host_link_gb_per_second * 1e9)
@@ -272,8 +274,9 @@ class Costs:
 
 
 def _whole_matrices(work: Workload, device: Device, links: Links, rank: int) -> float:
-    """Return the seconds of products of whole matrices in an update, which the ranks that hold shards or copies of them
-    share, and of sending them there and back (see gptlite.parallelism.matrix_gather)."""
+    """Return the seconds that an update takes for products of whole matrices (Muon), and for sending matrices to the
+    ranks that compute them and back. The ranks that hold a matrix's shards or copies divide the matrices among
+    themselves (see gptlite.parallelism.matrix_gather). 0 for optimizers without such products."""
     if not work.optimizer.products(1, 1):
         return 0.0
     held, elements, seconds = inventory(work.model, 1).matrices, 0, 0.0
@@ -285,7 +288,7 @@ def _whole_matrices(work: Workload, device: Device, links: Links, rank: int) -> 
                 seconds, elements = seconds + count * number * each, elements + count * number * prod(shape)
     layout, copies = work.layout, work.layout.size("dp_replicate")
     local, sent = MASTER * elements / layout.size("tp", "dp_shard"), 0.0
-    # Shards go to a matrix's owner and come back. An owner sends its result to all that hold copies.
+    # Shards are sent to a matrix's owner and back. The owner also sends its result to all ranks with a copy.
     for axis, payload in (("tp", 2 * local / copies), ("dp_shard", 2 * local / copies), ("dp_replicate", local)):
         if layout.size(axis) > 1:
             sent += links.once("all_to_all", payload, links.group(axis))
@@ -293,6 +296,7 @@ def _whole_matrices(work: Workload, device: Device, links: Links, rank: int) -> 
 
 
 def _outside(work: Workload, links: Links, rank: int) -> _Outside:
+    """Return the cost of a pipeline rank's collectives outside the layers."""
     sent = outside_layers(work, rank)
     step = sum(links.seconds(each) for each in sent if each.phase == "step")
     data = [each for each in sent if each.axis in (*DATA_AXES, *EXPERT_DATA_AXES)]
@@ -306,11 +310,10 @@ def _outside(work: Workload, links: Links, rank: int) -> _Outside:
 
 
 def model_seconds(work: Workload, device: Device, links: Links) -> list[Part]:
-    """Return the seconds of a micro-batch on a rank that holds the whole model: of its beginning, each kind of block
-    and its end.
+    """Return the seconds of a micro-batch in each part of the model: its beginning, one block of each kind, its end.
 
-    In a recomputed block, full recomputation repeats all ops, selective recomputation those whose results were not
-    kept; both repeat the forward pass's communication.
+    In a recomputed block, full recomputation repeats all ops, and selective recomputation the ops whose results were
+    not kept; both repeat the forward pass's communication.
     """
     profile, mode = plain_profile(work), work.parallelism.activation_checkpointing
     begin, *blocks, end = (_part(*both, device, links) for both in profile.pairs)
@@ -338,8 +341,8 @@ def _sent(segment: Segment, axes: tuple[str, ...], links: Links) -> float:
 
 
 def _stages(ranks: dict[Alike, _Rank], pipeline: Cut) -> tuple[list[float], list[float]]:
-    """Return the seconds of a micro-batch's forward and backward pass in each stage: the rank's seconds shared by the
-    work of blocks."""
+    """Return the seconds of a micro-batch's forward and of its backward pass in each stage: the rank's seconds, divided
+    among its stages by `shares`."""
     forward, backward = [0.0] * len(pipeline.layers), [0.0] * len(pipeline.layers)
     for kind, held in zip(pipeline.kinds, pipeline.stages, strict=True):
         cost = ranks[kind]
@@ -349,7 +352,7 @@ def _stages(ranks: dict[Alike, _Rank], pipeline: Cut) -> tuple[list[float], list
 
 
 def _message(work: Workload, cluster: ClusterConfig) -> float:
-    """Return the seconds of sending the largest activation to the next pipeline rank."""
+    """Return the seconds of sending the largest activation between stages to the next pipeline rank."""
     links = Links(cluster, work.layout)
     payload = max(message_bytes(work, stage) for stage in range(len(cut(work).layers)))
     return links.once("send", payload, links.group("pp")) if payload else 0.0

@@ -1,9 +1,9 @@
 """Timing model of one rank's ops and collectives on a cluster.
 
-An op takes the time of its arithmetic or of its memory traffic, whichever is longer (a roofline), and a launch
-overhead. A collective takes the time of a ring's bytes over the slowest link it crosses, and a latency per hop. Ranks
-are placed on nodes in order, the tensor axis fastest (see layout.AXES). A group with m ranks on a node uses the network
-links of m devices at once, concurrently with the node's other groups.
+The time of an op is a launch overhead plus the time of its arithmetic or of its memory traffic, whichever is longer (a
+roofline model). The time of a collective is that of a ring algorithm's bytes over the slowest link, plus a latency per
+hop. Ranks are placed on nodes in order, and the tensor axis varies fastest (see axes.AXES). A group with m ranks on a
+node uses the network links of m devices, at the same time as the node's other groups use theirs.
 """
 
 from __future__ import annotations
@@ -18,17 +18,21 @@ from gptlite.plan.config import ClusterConfig, LinkConfig
 from gptlite.plan.profile import ATTENTION, MATMUL, Op
 from gptlite.plan.workload import TURNS, Transfer
 
-EFFICIENCY = 0.7  # of large products, if the cluster has no value for the dtype
+EFFICIENCY = 0.7  # of large matrix products, if the cluster has no value for the dtype
 
 
 @dataclass(frozen=True)
 class Device:
-    """The device of a rank. `peak` is the data sheet's FLOP/s, `bandwidth` the bytes per second that ops reach."""
+    """The device of a rank, for one compute dtype; on a CPU, the rank's share of the cores.
+
+    `peak` is the data sheet's FLOP/s, `bandwidth` the bytes per second that ops reach, `kernel` the launch overhead in
+    seconds. See ClusterConfig for the other fields.
+    """
 
     peak: float
     efficiency: float
     half_size: float
-    attention: float  # FLOP/s of attention in one kernel
+    attention: float  # FLOP/s of fused attention
     bandwidth: float
     kernel: float
     itemsize: int
@@ -36,8 +40,7 @@ class Device:
     unaligned: float = 1.0
 
     def seconds(self, op: Op) -> float:
-        """Return the seconds of one op: its arithmetic or its memory traffic, whichever is longer, and the launch
-        overhead."""
+        """Return the seconds of one op."""
         arithmetic = 0.0
         if op.kind == MATMUL:
             arithmetic = op.flops / self.rate(op.rows, op.inner, op.columns)
@@ -49,7 +52,7 @@ class Device:
         """Return the FLOP/s of products [rows, inner] x [inner, columns]."""
         smallest = min(rows, inner, columns)
         aligned = self.itemsize == 4 or not any(dim % self.multiple for dim in (rows, inner, columns))
-        # Slower units saturate at smaller products, so the half-size shrinks with the speed.
+        # A slower unit saturates at smaller products, so the half-size is scaled by the same share.
         share = 1.0 if aligned else self.unaligned
         return self.peak * self.efficiency * share * smallest / (smallest + self.half_size * share)
 
@@ -59,11 +62,11 @@ class Device:
 
 
 def device_of(cluster: ClusterConfig, dtype: str, world: int) -> Device:
-    """Return the device of each of `world` ranks. Raises ConfigError for a dtype that the cluster has no peak of."""
+    """Return the device of each of `world` ranks. Raises ConfigError if the cluster has no peak for the dtype."""
     if dtype not in cluster.peak_tflops:
         known = ", ".join(cluster.peak_tflops) or "nothing"
         raise ConfigError(
-            f"cluster.peak_tflops has no {dtype} (it has {known}); "
+            f"cluster.peak_tflops has no value for {dtype} (it has {known}); "
             f"give +cluster.peak_tflops.{dtype}=..., or another precision"
         )
     part = rank_share(cluster, world)
@@ -73,7 +76,7 @@ def device_of(cluster: ClusterConfig, dtype: str, world: int) -> Device:
     return Device(
         peak=peak,
         efficiency=cluster.matmul_efficiency.get(dtype, EFFICIENCY),
-        # The cluster's value is of the fastest dtype; slower units saturate at proportionally smaller products.
+        # The cluster's value is for the fastest dtype; slower units saturate at proportionally smaller products.
         half_size=cluster.matmul_half_size * cluster.peak_tflops[dtype] / max(cluster.peak_tflops.values()),
         attention=attention,
         bandwidth=cluster.memory_gb_per_second * 1e9 * cluster.memory_efficiency * part,
@@ -85,14 +88,16 @@ def device_of(cluster: ClusterConfig, dtype: str, world: int) -> Device:
 
 
 def ranks_on_node(cluster: ClusterConfig, world: int) -> int:
-    """Return the number of ranks on one node: one per device, or on a CPU all of them, however many cores it has."""
+    """Return the number of ranks on a node: at most one per GPU; on CPUs, an equal share, even if it exceeds the
+    cores."""
     if cluster.device == "cpu":
         return -(-world // (cluster.nodes or 1))
     return min(world, cluster.devices_per_node or world)
 
 
 def rank_share(cluster: ClusterConfig, world: int) -> float:
-    """Return the share of `peak_tflops` of a running rank: a CPU's ranks each get a whole number of its cores."""
+    """Return the share of `peak_tflops` that a running rank has: 1 on a GPU. On a CPU, each rank gets a whole number of
+    cores, at least one."""
     if cluster.device != "cpu":
         return 1.0
     cores = cluster.devices_per_node or 1
@@ -101,8 +106,7 @@ def rank_share(cluster: ClusterConfig, world: int) -> float:
 
 
 def waiting_for_cores(cluster: ClusterConfig, world: int) -> float:
-    """Return the slowdown of a rank when all ranks of a CPU run, relative to running alone; 1 with enough cores for
-    all."""
+    """Return the slowdown of a rank by time-slicing if a CPU has more ranks than cores; otherwise 1."""
     if cluster.device != "cpu":
         return 1.0
     turns = ranks_on_node(cluster, world) / (cluster.devices_per_node or 1)
@@ -111,7 +115,7 @@ def waiting_for_cores(cluster: ClusterConfig, world: int) -> float:
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks of one axis: their number, the number on each node, and the number of nodes."""
+    """Placement of one axis' ranks: their number, the number on each node, and the number of nodes."""
 
     ranks: int
     inside: int
@@ -120,14 +124,14 @@ class Group:
 
 @dataclass(frozen=True)
 class Links:
-    """Links between the ranks of a layout."""
+    """Timing of collectives and messages between the ranks of a layout."""
 
     cluster: ClusterConfig
     layout: Layout
-    groups: dict[str, Group] = field(default_factory=dict)  # those that have been asked for
+    groups: dict[str, Group] = field(default_factory=dict)  # cache of `group`, by axis
 
     def group(self, axis: str) -> Group:
-        """Return the placement of an axis' ranks, or of the world's, on nodes."""
+        """Return the placement on nodes of the ranks along an axis, or of all ranks for WORLD."""
         if axis not in self.groups:
             self.groups[axis] = self._group(axis)
         return self.groups[axis]
@@ -139,24 +143,23 @@ class Links:
         return Group(ranks, inside, -(-ranks // inside))
 
     def seconds(self, transfer: Transfer) -> float:
-        """Return the seconds of all collectives of a transfer, in sequence; 0 for a receive, which is timed at its
-        sender."""
+        """Return the seconds of all collectives of a transfer in sequence; 0 for a receive, as its send is timed."""
         if transfer.ranks < 2 or transfer.kind == "recv":
             return 0.0
         return transfer.count * self.once(transfer.kind, transfer.payload, self.group(transfer.axis))
 
     def once(self, kind: str, payload: float, group: Group) -> float:
-        """Return the seconds of one collective, or of one message to the next rank of the group."""
+        """Return the seconds of one collective, or of one message to the group's next rank, of `payload` bytes."""
         inside, between = self.cluster.intra, self.cluster.inter
-        if kind not in TURNS:  # a message, or a pipelined broadcast: the whole tensor over the slowest link
+        if kind not in TURNS:  # a message or a pipelined broadcast sends the whole tensor over the slowest link
             link = between if group.nodes > 1 else inside
             return payload / self._speed(link) + link.latency
         speed = self._speed(inside) if group.inside > 1 else math.inf
         if group.nodes > 1:
-            # Each rank of the group on a node sends through the network link of its own device.
+            # The ring is split over the network links of all ranks that the group has on a node.
             speed = min(speed, self._speed(between) * group.inside)
         share = (group.ranks - 1) / group.ranks
-        # All-reduces over many nodes run along trees, whose depth is logarithmic.
+        # All-reduces over many nodes use trees, whose depth is logarithmic in the number of nodes.
         hops = group.nodes - 1 if kind != "all_reduce" else min(group.nodes - 1, math.ceil(math.log2(group.nodes)))
         latency = (group.inside - 1) * inside.latency + hops * between.latency
         return TURNS[kind] * (payload * share / speed + latency)

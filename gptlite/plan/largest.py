@@ -1,5 +1,4 @@
-"""Search for the largest model that fits: the most layers of a preset's width, by layout, on a cluster or this
-machine."""
+"""Search for the largest model that fits a cluster: for each layout, the most layers at the width of a preset."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ MOST_LAYERS = 1 << 16
 
 @dataclass(frozen=True)
 class Largest:
-    """The deepest model that fits a layout: the bytes of its fullest rank, and their limit."""
+    """The deepest model that fits a layout. `memory` is that of its fullest rank, `room` the limit in bytes."""
 
     work: Workload
     memory: RankBytes
@@ -39,24 +38,24 @@ class Largest:
 
     @property
     def override(self) -> str:
-        """The override that gives a preset this many layers."""
+        """Override that sets the number of layers of the preset."""
         return f"model.{spec_of(self.work.model).blocks_key}={self.layers}"
 
 
 def largest_models(config: Config, log: Log = print) -> tuple[ClusterConfig, list[Largest]]:
-    """Return the deepest model of each combination of degrees and ZeRO stage, the largest first.
+    """Return the cluster, and the deepest model of each combination of degrees and ZeRO stage, the largest first.
 
-    Values that `config.run.overrides` gives of `parallelism` and data.micro_batch_size are kept. The rest is chosen to
-    need the least memory: full recomputation, micro-batches of one sequence. Raises ConfigError if no layout fits one
-    layer, or if the model's blocks differ.
+    Keys of `parallelism` and data.micro_batch_size that `config.run.overrides` sets are kept. The other keys take the
+    values that need the least memory: full recomputation and micro-batches of one sequence. Raises ConfigError if no
+    layout fits one layer, or if the model's blocks differ.
     """
     config = with_planned_vocabulary(config, log)[0]
     if not repeats(config.model):
         raise ConfigError(
-            f"largest=true varies the number of equal blocks, and the blocks of the {spec_of(config.model).name} model "
-            "differ; leave it out"
+            f"largest=true needs equal blocks, and those of {spec_of(config.model).label(config.model)} differ; "
+            "give another model, such as model=gpt2, or leave out largest=true"
         )
-    # The preset's depth is unknown yet: start with enough layers for a pipeline of any length.
+    # Start with enough layers for a pipeline of any length; `deepest` then finds the depth of each layout.
     config = replace(config, model=with_blocks(config.model, MOST_LAYERS))
     cluster = this_machine(config.cluster, log, given=given_keys(config, "cluster"))
     found: dict[tuple[str, ...], Largest] = {}
@@ -70,20 +69,23 @@ def largest_models(config: Config, log: Log = print) -> tuple[ClusterConfig, lis
                 continue
             work = replace(space.work, parallelism=parallelism, layout=layout)
             best = None if space.refuses(parallelism, work.micro_batch_size) else deepest(work, here)
-            # Layouts that differ only in sequence parallelism share a row: the deeper model is kept.
+            # Layouts that differ only in sequence parallelism share a row; the deeper model is kept.
             key = (str(world), layout.describe(replace(parallelism, sequence=False)))
             if best and (key not in found or best.layers > found[key].layers):
                 found[key] = best
     if not found:
         raise ConfigError(
             f"no layout of cluster={cluster.name} fits one layer of {spec_of(config.model).label(config.model)}; "
-            "try a smaller data.sequence_length, or more memory"
+            "try a smaller data.sequence_length, or a cluster with more memory"
         )
     return cluster, sorted(found.values(), key=lambda each: (-each.layers, each.memory.total))
 
 
 def deepest(work: Workload, cluster: ClusterConfig) -> Largest | None:
-    """Return the model with the most layers that fits a layout. A bisection: memory grows with each layer."""
+    """Return the model with the most layers that fits a layout, None if no model fits.
+
+    The depth is found by bisection, as memory grows with each layer.
+    """
     world = work.layout.world_size
     depths = range(num_stages(work.parallelism), MOST_LAYERS)
 

@@ -1,4 +1,4 @@
-"""This machine as a cluster: its measured figures, or assumed ones."""
+"""Description of this machine as a cluster, measured by a calibration or assumed from its hardware."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from gptlite.plan.config import ClusterConfig, LinkConfig
 from gptlite.precision import cpu_flags, cpu_name
 
 CALIBRATION = Path("~/.cache/gptlite/cluster.yaml")  # written by `gptlite plan calibrate`, read by cluster=local
-# Assumed for a CPU without a calibration: a recent core. LOCAL_LINK is a copy between two processes of one machine.
+# Assumed rates of a recent CPU core, if there is no calibration.
 CORE_FP32_TFLOPS, CORE_GB_PER_SECOND = 0.06, 8.0
-CORE_BF16_TFLOPS = {"amx_bf16": 1.0, "avx512_bf16": 0.4}  # by instruction set, the best first
+CORE_BF16_TFLOPS = {"amx_bf16": 1.0, "avx512_bf16": 0.4}  # by instruction set, fastest first
 MAY_BE_ZERO = ("reserved_gib", "matmul_half_size", "kernel_seconds", "overlap", "latency", "dollars_per_device_hour")
-LOCAL_LINK = LinkConfig(gb_per_second=2.0, latency=1e-4)
+LOCAL_LINK = LinkConfig(gb_per_second=2.0, latency=1e-4)  # a copy between two processes of one machine
 
 
 def this_machine(
@@ -28,25 +28,31 @@ def this_machine(
     calibration: Path = CALIBRATION,
     given: Collection[str] = (),
 ) -> ClusterConfig:
-    """Return a cluster with a known device and known numbers of devices; only cluster=local is completed from this
-    machine.
+    """Return a cluster whose numbers of nodes and devices are set; for cluster=local, with this machine's figures.
 
-    Figures come from `calibration`. Values in `cluster` override them if they differ from ClusterConfig's defaults, or
-    if their keys (memory_gib, intra.latency) are in `given`. Without a calibration, `log` receives a hint how to make
-    one. Raises ConfigError for a file that cannot be read and for numbers out of range.
+    These figures are read from the file `calibration`. Values in `cluster` override them if they differ from
+    ClusterConfig's defaults, or if their keys (such as memory_gib or intra.latency) are in `given`. Without a
+    calibration, figures are assumed, and `log` receives the command that calibrates. Raises ConfigError for an
+    unreadable file and for numbers out of range.
     """
     if cluster.device not in ("auto", "cpu", "cuda"):
-        raise ConfigError(f"cluster.device={cluster.device} is none of auto, cpu, cuda")
+        raise ConfigError(f"cluster.device={cluster.device} must be auto, cpu or cuda")
     _check_numbers("cluster", asdict(cluster))
     if cluster.name != "local":
-        return replace(cluster, nodes=cluster.nodes or 1, devices_per_node=cluster.devices_per_node or cpu_cores())
+        if cluster.device == "auto":
+            raise ConfigError("cluster.device=auto is only for cluster=local; give cpu or cuda")
+        return replace(
+            cluster, nodes=cluster.nodes or 1, devices_per_node=cluster.devices_per_node or _devices(cluster.device)
+        )
     measured = read_calibration(calibration.expanduser())
     if measured is None:
-        log(f"cluster=local has not been measured; for better predictions: {command('plan')} calibrate (a minute)")
+        log(
+            f"cluster=local has not been measured; for better predictions, run {command('plan')} calibrate (one minute)"
+        )
         measured = assumed()
         if not measured.peak_tflops:
             raise ConfigError(
-                f"no figures are known for {fingerprint()}; measure it once with {command('plan')} calibrate"
+                f"the peak FLOP/s of {fingerprint()} is unknown; measure this machine with {command('plan')} calibrate"
             )
     return replace(
         _cluster(_with_given(asdict(measured), asdict(cluster), asdict(ClusterConfig()), given)),
@@ -57,8 +63,19 @@ def this_machine(
     )
 
 
+def _devices(kind: str) -> int:
+    """Return the number of this machine's cores or GPUs. Raises ConfigError without a GPU."""
+    if kind == "cpu":
+        return cpu_cores()
+    import torch
+
+    if not (gpus := torch.cuda.device_count()):
+        raise ConfigError("cluster.devices_per_node=null: this machine has no GPU to count; give the GPUs of a node")
+    return gpus
+
+
 def _check_numbers(key: str, values: dict[str, Any]) -> None:
-    """Raise ConfigError unless all numbers are above 0, or for keys in MAY_BE_ZERO at least 0."""
+    """Raise ConfigError unless all numbers are above 0, or at least 0 for the keys in MAY_BE_ZERO."""
     for name, value in values.items():
         if isinstance(value, dict):
             _check_numbers(f"{key}.{name}", value)
@@ -67,8 +84,8 @@ def _check_numbers(key: str, values: dict[str, Any]) -> None:
 
 
 def _with_given(measured: Any, wanted: Any, plain: Any, given: Collection[str], key: str = "") -> Any:
-    """Return the measured values, overridden by values of `wanted` that differ from `plain` or whose keys are in
-    `given`."""
+    """Return the measured values, replaced by those of `wanted` that differ from the defaults in `plain` or whose keys
+    are in `given`. Nested dicts are merged."""
     if isinstance(wanted, dict):
         found, fresh = measured or {}, plain or {}
         return found | {
@@ -79,13 +96,16 @@ def _with_given(measured: Any, wanted: Any, plain: Any, given: Collection[str], 
 
 
 def _cluster(values: dict[str, Any]) -> ClusterConfig:
-    """Return a cluster from the dict that `asdict` made of it."""
+    """Return a cluster from the dict that `asdict` returned for it."""
     links: dict[str, Any] = {key: LinkConfig(**values[key]) for key in ("intra", "inter")}
     return ClusterConfig(**values | links)
 
 
 def read_calibration(file: Path) -> ClusterConfig | None:
-    """Return the cluster that `write_calibration` wrote; None if there is no file, or if another machine wrote it."""
+    """Return the cluster that `write_calibration` wrote; None if the file does not exist or is of another machine.
+
+    Raises ConfigError if the file cannot be read.
+    """
     from yaml import YAMLError, safe_load
 
     if not file.exists():
@@ -95,7 +115,7 @@ def read_calibration(file: Path) -> ClusterConfig | None:
         machine = raw.pop("machine")
         found = _cluster(raw)
     except (OSError, YAMLError, TypeError, KeyError, AttributeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file}: {error}; delete it, or run {command('plan')} calibrate again") from error
+        raise ConfigError(f"{file}: {error}; delete the file, or run {command('plan')} calibrate again") from error
     return found if machine == fingerprint() else None
 
 
@@ -110,7 +130,7 @@ def write_calibration(file: Path, cluster: ClusterConfig) -> None:
 
 
 def fingerprint() -> str:
-    """Return the identification of this machine in a calibration: its processor, cores and GPUs."""
+    """Return a description of this machine's processor, cores and GPUs, which identifies it in a calibration."""
     import torch
 
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
@@ -118,7 +138,8 @@ def fingerprint() -> str:
 
 
 def assumed() -> ClusterConfig:
-    """Return this machine as a cluster without measurements, from its hardware information."""
+    """Return this machine as a cluster, with figures assumed from its hardware. `peak_tflops` is empty for an unknown
+    GPU."""
     import torch
 
     if gpus := torch.cuda.device_count():
@@ -155,7 +176,7 @@ def cpu_cores() -> int:
 
 
 def gpu_peaks() -> dict[str, float]:
-    """Return the TFLOP/s by dtype of this machine's first GPU; empty for an unknown one."""
+    """Return the peak TFLOP/s by dtype of this machine's first GPU; empty if the GPU is unknown."""
     import torch
 
     from gptlite.metrics.devices import peak_flops

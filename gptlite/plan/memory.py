@@ -1,9 +1,9 @@
-"""Bytes that a rank needs in a training step, predicted without running it.
+"""Predicted memory of a rank in a training step, without running it.
 
-Model state is counted as gptlite.parallelism.memory counts it, and peaks inside the step's last backward pass or at the
-update. All else (activations and temporary memory of ops, collectives and FSDP2) is accumulated over the rank's passes
-in order. A pass of a stage is its profile replayed, with FSDP2's gathers and reductions in between, as a tape: a list
-of bytes in order, allocated if positive, freed if negative.
+Model state is counted as in gptlite.parallelism.memory. It peaks at the start of a backward pass or at the update. All
+other memory (activations and temporary memory of ops, collectives and FSDP2) is accumulated over the rank's passes in
+order. A pass of a stage is represented by a tape: a list of bytes in order, allocated if positive, freed if negative.
+Its entries come from the stage's profile, and from FSDP2's gathers and reductions in between.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from gptlite.plan.traffic import buffers_bytes, message_bytes
 from gptlite.plan.walk import Turn, turns
 from gptlite.plan.workload import MASTER, RankBytes, Workload
 
-Passes = dict[tuple[str, bool, bool], tuple[int, int]]
+Passes = dict[tuple[str, bool, bool], tuple[int, int]]  # result of `passes_of`
 
 
 def most(work: Workload) -> tuple[int, RankBytes]:
     """Return the pipeline rank that needs the most memory, and its bytes.
 
-    Of ranks with the same layers the first has the most micro-batches in flight, so only it is estimated; with a
-    V-shaped schedule all are.
+    With a V-shaped schedule, all ranks are estimated. Otherwise, among ranks of equal blocks only the first is, because
+    it has the most micro-batches in flight.
     """
     v_shape = rule(work.parallelism).v_shape
     ranks = range(work.layout.size("pp")) if v_shape else cut(work).first.values()
@@ -42,9 +42,10 @@ def most(work: Workload) -> tuple[int, RankBytes]:
 
 
 def estimate(work: Workload, pp_rank: int, tp_rank: int = 0) -> RankBytes:
-    """Return a pipeline rank's bytes, each category at its peak. `tp_rank` matters if the vocabulary is cut unevenly.
+    """Return a pipeline rank's bytes, each category at its peak.
 
-    The estimate is for the first data rank, whose shards are the longest.
+    `tp_rank` matters if the tensor axis does not divide the vocabulary. The estimate is for the first data rank, whose
+    shards are the longest.
     """
     held, host = stages(work, pp_rank, tp_rank), 0
     parameters, gradients, activations = _walked(work, held, pp_rank, tp_rank)
@@ -57,8 +58,8 @@ def estimate(work: Workload, pp_rank: int, tp_rank: int = 0) -> RankBytes:
 
 
 def _walked(work: Workload, held: list[Stage], pp_rank: int, tp_rank: int) -> tuple[int, int, int]:
-    """Return parameters and gradients at the instant when their sum peaks, at the start of a backward pass or at the
-    update, and the peak of all else. All are accumulated over the rank's passes in order."""
+    """Return the bytes of parameters and of gradients when their sum peaks, and the peak of all other memory. The sum
+    peaks at the start of a backward pass or at the update."""
     numbers = {stage.number for stage in held}
     passes, states = [passes_of(work, stage, tp_rank) for stage in held], [ModelState(work, stage) for stage in held]
     different, order = turns(work.parallelism, pp_rank, work.micro_batches)
@@ -74,15 +75,15 @@ def _walked(work: Workload, held: list[Stage], pp_rank: int, tp_rank: int) -> tu
     elements = 0 if work.on_host else sum(stage.sharded(work.layout.size("dp_shard")) for stage in held)
     inside = work.stored * elements + int(unsharded[at]), int(reduced[at])
     parameters, gradients = max(inside, (work.stored * elements, MASTER * elements), key=sum)
-    # The sums of tied parameters' gradients, where two ranks have a copy.
+    # Buffers that sum the gradients of tied parameters of which two ranks have a copy.
     tied = [2 * copy.shard(work.layout.size("dp_shard")) * MASTER for copy in copies(held)]
     top = max(0, int((before + peaks).max()), *tied)
     return parameters, gradients, top + _buffers(work, held)
 
 
 class ModelState:
-    """Changes of a stage's model state beside its shards, in bytes: `gathered` parameters and the gradients that are
-    accumulated, `reduced` of some micro-batches and `done` of all."""
+    """Bytes of a stage's model state other than parameter shards and optimizer state: `gathered` parameters, and the
+    accumulated gradients, `reduced` before the last micro-batch and `done` after it."""
 
     def __init__(self, work: Workload, stage: Stage) -> None:
         shards, zero = work.layout.size("dp_shard"), work.parallelism.zero
@@ -93,11 +94,12 @@ class ModelState:
         self.reduced, self.frees, self.first = self.done, zero == 3, stage.first
         if zero < 2:
             self.reduced = work.reduce_item * stage.sharded(1)
-        elif work.layout.size("dp_replicate") > 1:  # sums of a part of the ranks, in the dtype they are made in
+        elif work.layout.size("dp_replicate") > 1:  # sums over the shard axis only, in the reduction dtype
             self.reduced = size * work.reduce_item // MASTER
 
     def changes(self, turn: Turn) -> tuple[int, int, int]:
-        """Return the parameters that a pass gathers, those that it frees at its end, and its change of gradients."""
+        """Return the bytes of parameters that a pass gathers and that it frees at its end, and its change of the
+        gradients' bytes."""
         if self.frees:  # the second half of a backward pass only frees what a forward pass has gathered
             half = turn.kind == "W" and not self.first
             gathers, frees = turn.fresh and not half, turn.kind != "F" and not (half and turn.fresh)
@@ -109,7 +111,7 @@ class ModelState:
 
 
 def _optimizer(work: Workload, held: list[Stage]) -> int:
-    """Return the bytes of the optimizer's state; if the state is in files, those of its buffers and step counts."""
+    """Return the bytes of the optimizer state. If the state is on disk, return those of its buffers and step counts."""
     if work.parallelism.offload is Offload.nvme:
         parameters = [parameter for stage in held for parameter in stage.parameters()]
         return buffers_bytes(work, parameters) + MASTER * len(parameters) * work.optimizer.counts
@@ -122,10 +124,10 @@ def _optimizer(work: Workload, held: list[Stage]) -> int:
 
 
 def _messages(work: Workload, kind: str, number: int, mine: set[int]) -> int:
-    """Return how many bytes more than recorded remain after a pass, or fewer, because its output is sent on.
+    """Return the bytes to add to those recorded as left after a pass, because its output is sent to another stage.
 
-    Schedules with several stages per rank wait for their sends at the end of a step. A stage that follows one of the
-    same rank uses that stage's output as the receive buffer that `_buffers` counts.
+    Schedules with several stages per rank hold sent tensors to the end of the step, when they wait for their sends. If
+    two consecutive stages are on the same rank, the first one's output is the receive buffer that `_buffers` counts.
     """
     if work.layout.size("pp") == 1:
         return 0
@@ -134,32 +136,30 @@ def _messages(work: Workload, kind: str, number: int, mine: set[int]) -> int:
         return {"F": -after, "B": after, "W": after}.get(kind, 0)
     if work.parallelism.schedule in ("gpipe", "1f1b") or kind in "FI":
         return 0
-    # A split backward pass keeps its input's gradient in any case.
+    # `_buffers` counts the input's gradient of a split backward pass, which is always kept.
     return after + before * (kind == "B" and number - 1 not in mine)
 
 
 def _buffers(work: Workload, held: list[Stage]) -> int:
-    """Return the bytes of a pipeline's receive buffers, a tensor per micro-batch, and of the step's inputs and
-    targets."""
+    """Return the bytes of a pipeline's receive buffers, one tensor per micro-batch, and of the step's inputs and
+    targets. 0 without a pipeline."""
     ranks, count = work.layout.size("pp"), work.micro_batches
     if ranks == 1:
         return 0
     numbers, split = {stage.number for stage in held}, splits_backward(work.parallelism)
     ends = [message_bytes(work, each) for number in numbers for each in (number, number + 1)]
     kept = count * sum(ends)
-    if split:  # keeps its inputs' gradients to the end of the step, also for a stage that follows another rank's
+    if split:  # a stage that receives from another rank keeps its inputs' gradients to the end of the step
         kept += count * sum(message_bytes(work, number) for number in numbers if number - 1 not in numbers)
     if work.parallelism.schedule == "1f1b" and count > ranks - held[0].number:
-        kept += sum(ends)  # in its steady phase an output and a gradient, though they have been sent
+        kept += sum(ends)  # the steady phase holds an output and a gradient that have been sent
     return kept + count * (work.target_bytes + work.input_bytes * (0 in numbers))
 
 
 class Taken(NamedTuple):
-    """Memory of a pass, or of half a backward one: its peak above the level before it, and the change it leaves.
-
-    `reducing`: the peak after its first gradient reduction begins, when buffers of an earlier reduction have been
-    freed.
-    """
+    """Bytes of a pass, or of half a backward pass: `most`, its peak above the level before it; `left`, its change of
+    the level; `reducing`, the peak after the first gradient reduction begins, when an earlier reduction's buffer has
+    been freed, or None if the pass reduces no gradients."""
 
     most: int
     left: int
@@ -167,13 +167,13 @@ class Taken(NamedTuple):
 
 
 def highest(tape: list[int]) -> int:
-    """Return the peak of a tape."""
+    """Return the peak of a tape above its start."""
     return max(accumulate(tape, initial=0))
 
 
 def repeated(tape: list[int], times: int) -> list[int]:
-    """Return a tape several times over. Each repetition changes the level equally, so the first and the last have the
-    peak."""
+    """Return a tape with the total change and the peak of `times` repetitions. Each repetition changes the level
+    equally, so the first or the last one has the peak, and one entry replaces the others."""
     return [*tape, sum(tape) * (times - 2), *tape] if times > 1 else tape * times
 
 
@@ -189,8 +189,8 @@ def _key(work: Workload, stage: Stage, tp_rank: int) -> tuple[object, ...]:
 
 @cached(_key)
 def passes_of(work: Workload, stage: Stage, tp_rank: int) -> Passes:
-    """Return the peak of each pass of a stage above the level before it, and the change it leaves, keyed by
-    the kind, `first` and `last` of `walk.Turn`."""
+    """Return, for each pass of a stage, its peak above the level before it and its change of the level. Keys are the
+    kind, `first` and `last` of `walk.Turn`."""
     memory, split = _Stage(work, stage, tp_rank), splits_backward(work.parallelism)
     first, later, kept = memory.forward_passes()
     found = {("F", True, False): (first, kept), ("F", False, False): (later, kept)}
@@ -200,7 +200,7 @@ def passes_of(work: Workload, stage: Stage, tp_rank: int) -> Passes:
         if split and not stage.first:
             inputs, weights = memory.halves(reduces, kept)
             found["I", False, False] = inputs.most, inputs.left
-        else:  # the first stage needs no gradient of its input, so its second half does the whole backward pass
+        else:  # the first stage needs no gradient of its input, so its W half is the whole backward pass
             weights = memory.backward(reduces, kept)
         for is_first in (False, True):
             peak, change = weights.most, weights.left
@@ -212,8 +212,8 @@ def passes_of(work: Workload, stage: Stage, tp_rank: int) -> Passes:
 
 
 class _Reduction(NamedTuple):
-    """Gradients that FSDP2 reduces together: their bytes unsharded and as a pass makes them, and the number of
-    shards."""
+    """Gradients that FSDP2 reduces together: `size`, their unsharded bytes in the reduction dtype; `gradients`, their
+    bytes in the dtype in which a pass computes them; and the number of shards."""
 
     size: int
     gradients: int
@@ -221,9 +221,12 @@ class _Reduction(NamedTuple):
 
 
 class _Bucket(NamedTuple):
-    """Blocks that FSDP2 gathers and reduces together, and the number of equal buckets in a row. In bytes: the bucket
-    gathered, `ahead`: what is prefetched during its backward pass, and `without`: the bucket gathered without the
-    experts that ranks share. 0 if FSDP2 does not handle them. `reductions`: of such experts, then of the rest."""
+    """Blocks that FSDP2 gathers and reduces together; `times` is the number of equal buckets in a row.
+
+    In bytes, 0 without gathers: `gathered`, the gathered bucket; `ahead`, the parameters prefetched during its backward
+    pass; `without`, the gathered bucket without experts that are distributed over ranks. `reductions`: first that of
+    distributed experts, if any, then that of the other parameters.
+    """
 
     kinds: tuple[int, ...]
     times: int
@@ -234,19 +237,18 @@ class _Bucket(NamedTuple):
 
     @property
     def gradients(self) -> int:
-        """Bytes of the gradients as a pass makes them."""
+        """Bytes of the gradients in the dtype in which a pass computes them."""
         return sum(each.gradients for each in self.reductions)
 
 
 class _Stage:
-    """A stage with its profile, the buffers that FSDP2 holds for it, and the handling of the gradients that a pass
-    makes.
+    """A stage with its profile, FSDP2's buffers, and the handling of gradients.
 
-    In bytes: `others` are the gradients of the parameters outside blocks, unsharded; 0 if FSDP2 does not handle them.
-    `buckets` are those of FSDP2 in forward order. `frees`: gathered buckets are freed after each pass. `often`: each
-    pass reduces its gradients. `added`: gradients are allocated beside earlier ones, while the first ones are model
-    state from the start. `holds`: FSDP2 holds a block's gradients until it reduces them; otherwise each is added to the
-    accumulated one and freed.
+    `others`: bytes of the unsharded gradients of the parameters outside blocks; 0 without FSDP2. `buckets`: FSDP2's
+    buckets in forward order. `frees`: gathered buckets are freed after each pass. `often`: each pass reduces its
+    gradients. `added`: gradients are allocated in addition to accumulated ones; otherwise they count as model state.
+    `holds`: FSDP2 holds a block's gradients until it reduces them; otherwise each gradient is added to the accumulated
+    gradient and freed.
     """
 
     def __init__(self, work: Workload, stage: Stage, tp_rank: int) -> None:
@@ -264,7 +266,7 @@ class _Stage:
         for kinds, times in stage.buckets(config.bucket_layers):
             whole = stage.bucket(kinds, self.shards) * sharded
             gathered = whole * work.gather_item * comes_and_goes
-            # While the experts that ranks share are gathered, what is prefetched is without those.
+            # While a bucket's distributed experts are gathered, the prefetched bucket does not include its experts.
             without = stage.bucket(kinds, self.shards, experts=False) * work.gather_item * (gathered > 0)
             before = next((each.without for each in reversed(self.buckets) if each.gathered), without)
             parameters = tuple(each for kind in kinds for each in stage.kinds[kind])
@@ -284,7 +286,7 @@ class _Stage:
 
     @property
     def carried(self) -> int:
-        """Bytes of a pass's last reduction, whose buffer is held until the stage's next one begins."""
+        """Bytes of a pass's last reduction, whose buffer is held until the stage's next reduction begins."""
         split = splits_backward(self.work.parallelism)
         sizes = [last.size for each in self.buckets for last in each.reductions[-1:] if last.size]
         if not sizes or (self.others and not split):
@@ -292,13 +294,13 @@ class _Stage:
         return sizes[-1 if split else 0]
 
     def tape(self, segment: Segment, given: bool = True) -> list[int]:
-        """Return a segment's bytes, with the gradients as in every pass but the first."""
+        """Return the tape of a segment, with gradients as in every pass but the first. `given`: see Segment.tape."""
         return segment.tape(self.added, self.holds, given)
 
     def reduction(self, size: int, grads: int, shards: int) -> list[int]:
-        """Return the tape of a _Reduction to shards, which are model state; the input is held until the next reduction.
+        """Return the tape of a reduction with the fields of _Reduction; its input is held until the next reduction.
 
-        The result is accumulated into the shards themselves, or into separate ones of the reduction dtype.
+        The resulting shards are model state. If the reduction dtype is not fp32, temporary shards of it come first.
         """
         received = size - size // shards if self.work.device == "cpu" else 0
         if self.work.reduce_item < MASTER:
@@ -306,7 +308,7 @@ class _Stage:
         return [size, -grads, received, -received] if size else []
 
     def blocks(self, kinds: Iterable[int], backward: bool, added: bool, given: bool) -> list[int]:
-        """Return the tape of a bucket's pass. `given`: see Segment.tape, of its first block."""
+        """Return the tape of a bucket's pass. `given`: see Segment.tape, for the bucket's first block."""
         segments, tape = self.profile.blocks_back if backward else self.profile.blocks, list[int]()
         for kind in kinds:
             tape += segments[kind].tape(added, self.holds, given)
@@ -314,7 +316,7 @@ class _Stage:
         return tape
 
     def at_once(self) -> list[int]:
-        """Return the tape of all reductions in sequence, as done when no hook of the backward pass starts them."""
+        """Return the tape of all reductions in sequence, as at the end of a split backward pass, without hooks."""
         tape, before = self.reduction(self.others, 0, self.shards), self.others
         for bucket in self.buckets:
             for each in bucket.reductions * bucket.times:
@@ -324,20 +326,20 @@ class _Stage:
         return tape
 
     def forward_passes(self) -> tuple[int, int, int]:
-        """Return the peak of a step's first forward pass, the peak of any other, and the bytes that they leave."""
+        """Return the peak of a step's first forward pass, the peak of any other forward pass, and the bytes left."""
         later = self.forward(self.frees, self.added)
         first = later
         if self.gathered and not self.frees:
-            # Parameters that stay gathered are gathered in the first pass. Its gradients are the first ones, and so
-            # count as model state.
+            # Parameters that stay gathered are gathered in the first pass. Its gradients count as model state, because
+            # there are no earlier ones.
             first = self.forward(True, self.holds)
         return highest(first), highest(later), sum(later)
 
     def forward(self, gathers: bool, added: bool) -> list[int]:
-        """Return the tape of a forward pass. `gathers`: it gathers buckets, and holds the buffer of each until the next
-        gather or the backward pass."""
+        """Return the tape of a forward pass. `gathers`: the pass gathers buckets, and holds each bucket's buffer until
+        the next gather or the backward pass."""
         stage, profile, given = self.stage, self.profile, self.stage.first
-        before = self.others_gathered * gathers * (not self.gathered)  # with blocks, until the first of them
+        before = self.others_gathered * gathers * (not self.gathered)  # with buckets, the first one's gather frees it
         tape = [before, *(profile.begin.tape(added, self.holds) if stage.first else ())]
         for bucket in self.buckets:
             for count in (1, bucket.times - 1):
@@ -347,9 +349,10 @@ class _Stage:
         return [*tape, *(profile.end.tape(added, self.holds) if stage.last else ()), -before]
 
     def backward(self, reduces: bool, kept: int) -> Taken:
-        """Return the memory of a whole backward pass, after a forward pass that has left `kept` bytes."""
+        """Return the memory of a whole backward pass after a forward pass that left `kept` bytes. `reduces`: the pass
+        reduces gradients."""
         stage, profile, split = self.stage, self.profile, splits_backward(self.work.parallelism)
-        whole = self.gathered * self.frees * split  # a split pass has the whole stage gathered
+        whole = self.gathered * self.frees * split  # before a split pass, the whole stage is gathered
         tape = [*(self.tape(profile.end_back) if stage.last else ()), whole]
         begun, before, given = 0, 0, stage.last
         for bucket in reversed(self.buckets):
@@ -373,8 +376,8 @@ class _Stage:
         return _taken(tape, -kept, begun if reduces else None)
 
     def halves(self, reduces: bool, kept: int) -> tuple[Taken, Taken]:
-        """Return the memory of both halves of a pass: the input's gradient, and the weights' gradients computed from
-        what the first half left. Gradients are reduced at the end of the second half."""
+        """Return the memory of the I and the W half of a backward pass after a forward pass that left `kept` bytes.
+        `reduces`: gradients are reduced at the end of the W half."""
         end, found = self.stage.last, halves_of(self.work, self.stage.blocks)
         gathered, copied = self.gathered * self.frees, self.buckets[-1].gathered * self.frees
         tape = [gathered, *(self.tape(found.inputs_end) if end else ())]

@@ -1,6 +1,7 @@
 """Parameters that a pipeline rank holds, grouped as FSDP2 gathers and reduces them.
 
-Shapes come from the model itself, built on the meta device; its sharding plan tells which parameters are cut.
+Shapes come from the model itself, built on the meta device; its sharding plan determines which parameters are cut
+over the tensor axis.
 """
 
 from __future__ import annotations
@@ -24,16 +25,16 @@ from gptlite.plan.workload import Workload
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-BLOCKS = 2  # depth at which a model of equal blocks is built for shapes: the last block stands for all others
-Runs = tuple[tuple[int, int], ...]  # blocks of a stage in order: the kind of some consecutive ones, and their number
-Alike = tuple[tuple[Runs, ...], bool, bool]  # blocks of a rank's stages, and if the model's beginning or end is in them
+BLOCKS = 2  # number of blocks of a model that is built for shapes, if its blocks are equal; the last represents all
+Runs = tuple[tuple[int, int], ...]  # blocks of a stage in order: kind and number of each run of equal blocks
+Alike = tuple[tuple[Runs, ...], bool, bool]  # runs of a rank's stages; True if they have the model's beginning, its end
 
 
 class Parameter(NamedTuple):
     """One parameter on a tensor rank: `rows` (its first dim, which FSDP2 cuts) of `width` elements each.
 
     `cut`: sharded over the tensor axis, else replicated. `tied`: shared with another parameter of the whole model.
-    `among`: the expert degree for the rank's own experts, else 1; so many fewer ranks shard them.
+    `among`: the expert degree for parameters of experts, else 1. FSDP2 shards them over that many times fewer ranks.
     """
 
     rows: int
@@ -48,17 +49,17 @@ class Parameter(NamedTuple):
         return self.rows * self.width
 
     def shard(self, shards: int) -> int:
-        """Return the elements of the longest of `shards` over all data ranks; FSDP2 pads the others to it."""
+        """Return the elements of the longest shard if `shards` ranks shard the model; FSDP2 pads all shards to it."""
         return -(-self.rows // expert_shards(shards, self.among)) * self.width
 
     def gathered(self, shards: int) -> int:
-        """Return the elements of all of its shards."""
+        """Return the elements of all shards, padding included."""
         return expert_shards(shards, self.among) * self.shard(shards)
 
 
 class Group(NamedTuple):
-    """Groups of parameters that FSDP2 gathers and reduces together: elements of a group's shard, number of such groups,
-    True if they are in blocks, and the `among` of the parameters."""
+    """Equal groups of parameters, each of which FSDP2 gathers and reduces together. Fields: elements of a group's
+    shard, number of equal groups, True if they are in blocks, and the `among` of the parameters."""
 
     elements: int
     number: int
@@ -70,10 +71,11 @@ class Group(NamedTuple):
 class Inventory:
     """Parameters of a model on one tensor-parallel rank.
 
-    `kinds` has those of a block of each kind: one if all blocks are equal (see `repeats`), else as many as blocks.
-    `others` has those outside the blocks, keyed by (first, last): whether the pipeline stage is the first, and whether
-    it is the last. `matrices` has the whole matrices (rows, columns, number of such) of a block of each kind, fused
-    ones apart. `loads` has the values that the ranks sum in a step to balance the experts of a block of each kind.
+    `kinds` has the parameters of one block of each kind. There is one kind if all blocks are equal (see `repeats`),
+    else one per block. `others` has the parameters outside the blocks, keyed by (first, last): whether the pipeline
+    stage is the first, and whether it is the last. `matrices` has the unsharded matrices of one block of each kind, as
+    (rows, columns, number of equal matrices), with fused matrices separated. `loads` has the number of values that the
+    ranks sum in a step to balance the experts, for one block of each kind.
     """
 
     kinds: tuple[tuple[Parameter, ...], ...]
@@ -86,8 +88,9 @@ class Inventory:
 class Stage:
     """One part of the model: its blocks, and its parameters outside them.
 
-    `kinds` has the parameters of each kind of block. `others` are gathered and reduced together, blocks in buckets. A
-    part that is both first and last holds a tied parameter once. `loads`: see Inventory, of all blocks.
+    `kinds` has the parameters of each kind of block of the model. FSDP2 gathers and reduces `others` together, and
+    blocks in buckets. A part that is both first and last holds a tied parameter once. `loads`: see Inventory, summed
+    over the stage's blocks.
     """
 
     number: int
@@ -110,13 +113,13 @@ class Stage:
 
     @property
     def units(self) -> int:
-        """Number of parts whose split backward passes are recorded separately: blocks that differ are one."""
+        """Number of units whose split backward passes are profiled: blocks, or the whole stage if blocks differ."""
         return self.layers if self.blocks is None else 1
 
     def buckets(self, size: int) -> list[tuple[tuple[int, ...], int]]:
-        """Return FSDP2's buckets of `size` blocks in forward order, the last with what remains: the kinds of blocks in
-        a bucket, and the number of such buckets in a row."""
-        if len(self.runs) == 1:  # of any length
+        """Return FSDP2's buckets of `size` blocks in forward order: the kinds of the blocks in a bucket, and the number
+        of equal buckets in a row. The last bucket may be smaller."""
+        if len(self.runs) == 1:  # avoid lists as long as the run
             ((kind, count),) = self.runs
             found = [((kind,) * size, count // size), ((kind,) * (count % size), int(count % size > 0))]
             return [each for each in found if each[1]]
@@ -125,12 +128,12 @@ class Stage:
         return [(chunk, len(list(equal))) for chunk, equal in groupby(chunks)]
 
     def bucket(self, kinds: Iterable[int], shards: int, *, experts: bool = True) -> int:
-        """Return the elements of a gathered bucket, with or without the experts that ranks share."""
+        """Return the elements of a gathered bucket, with or without experts that are distributed over ranks."""
         held = (self.kinds[kind] if experts else shared(self.kinds[kind], False) for kind in kinds)
         return sum(gathered_elements(each, shards) for each in held)
 
     def groups(self, bucket_layers: int, shards: int) -> list[Group]:
-        """Return FSDP2's groups, in order: the experts of each block, the other parameters, the buckets."""
+        """Return FSDP2's groups: distributed experts of each block, parameters outside blocks, buckets of blocks."""
 
         def elements(kinds: Iterable[int], experts: bool) -> int:
             return sum(shard_elements(shared(self.kinds[kind], experts), shards) for kind in kinds)
@@ -146,7 +149,7 @@ class Stage:
         return [*self.others, *(each for kind, count in self.runs for each in self.kinds[kind] * count)]
 
     def sharded(self, shards: int) -> int:
-        """Return the elements of the longest shard of all parameters."""
+        """Return the elements of the longest shard of each parameter, summed over all parameters."""
         blocks = sum(count * shard_elements(self.kinds[kind], shards) for kind, count in self.runs)
         return shard_elements(self.others, shards) + blocks
 
@@ -166,7 +169,7 @@ def stages(work: Workload, pp_rank: int, tp_rank: int = 0) -> list[Stage]:
 
 
 def all_loads(work: Workload) -> int:
-    """Return the number of values that describe the loads of all of a model's experts in a step."""
+    """Return the number of values that ranks sum in a step to balance all experts of a model."""
     return _loads(runs(work.model, range(num_blocks(work.model))), inventory(work.model, 1))
 
 
@@ -175,7 +178,7 @@ def _loads(blocks: Runs, held: Inventory) -> int:
 
 
 def copies(held: list[Stage]) -> list[Parameter]:
-    """Return the tied parameters of a rank's stages that another rank has a copy of."""
+    """Return the tied parameters of a rank's stages of which another rank has a copy."""
     ends = [stage for stage in held if stage.first or stage.last]
     # A rank with both ends of the model, or with neither, shares no tied parameter with another.
     whole = len(ends) != 1 or ends[0].first == ends[0].last
@@ -184,7 +187,7 @@ def copies(held: list[Stage]) -> list[Parameter]:
 
 @cached(lambda model, tensor, tp_rank=0, expert=1: (Same(model), tensor, tp_rank, expert))
 def inventory(model: ModelConfig, tensor: int, tp_rank: int = 0, expert: int = 1) -> Inventory:
-    """Return the parameters of a model of any depth, on a rank of the tensor axis and one of the expert axis."""
+    """Return the parameters of a model on a rank of the tensor axis. `tensor` and `expert`: degrees of the two axes."""
     from gptlite.models.experts import Experts, routers
     from gptlite.models.model import Model
     from gptlite.models.parallelize import layers_to_cut
@@ -199,14 +202,14 @@ def inventory(model: ModelConfig, tensor: int, tp_rank: int = 0, expert: int = 1
 
     def local(name: str, parameter: Tensor) -> Parameter:
         shape, dim = [*parameter.shape, 1], dims.get(name)
-        if dim is not None:  # cut as by torch.chunk: the last ranks may have less
+        if dim is not None:  # cut as by torch.chunk: the last ranks may get a smaller part
             longest = -(-shape[dim] // tensor)
             shape[dim] = max(0, min(longest, shape[dim] - tp_rank * longest))
         among = expert if id(parameter) in experts else 1
         return Parameter(shape[0] // among, prod(shape[1:]), dim is not None, name in tied, among)
 
     def listed(part: nn.Module, blocks: Iterable[nn.Module], inside: bool = True) -> tuple[Parameter, ...]:
-        """Return the parameters of a part that are in the given blocks, or those that are not."""
+        """Return the parameters of a part that are `inside` the given blocks, or those outside them."""
         held = {id(each) for block in blocks for each in block.parameters()}
         return tuple(local(name, each) for name, each in part.named_parameters() if (id(each) in held) == inside)
 
@@ -226,7 +229,7 @@ def inventory(model: ModelConfig, tensor: int, tp_rank: int = 0, expert: int = 1
 
 
 def _matrices(structure: Matrices, block: Mapping[str, Tensor]) -> tuple[tuple[int, int, int], ...]:
-    """Return the (rows, columns, number) of a block's matrices that are maps between hidden activations."""
+    """Return (rows, columns, number) of a block's matrices that map hidden activations to hidden activations."""
     found: list[tuple[int, int, int]] = []
     for name, each in block.items():
         if (each.ndim == 2 and not name.endswith(structure.edges)) or (
@@ -239,7 +242,7 @@ def _matrices(structure: Matrices, block: Mapping[str, Tensor]) -> tuple[tuple[i
 
 
 def repeats(model: Any) -> bool:
-    """Return True if a model's blocks are equal, and a key of its configuration is their number."""
+    """Return True if a model's blocks are equal and a key of its configuration sets their number."""
     spec = spec_of(model)
     if type(spec).num_blocks is ModelSpec.num_blocks or (number := spec.num_blocks(model)) is None:
         return False
@@ -247,18 +250,19 @@ def repeats(model: Any) -> bool:
 
 
 def runs(model: Any, blocks: range) -> Runs:
-    """Return consecutive blocks of a model by kind: equal blocks are of kind 0, others of a kind each."""
+    """Return runs of consecutive blocks: one run of kind 0 if a model's blocks are equal, else one per block, whose
+    kind is the block's number."""
     return ((0, len(blocks)),) if repeats(model) else tuple((number, 1) for number in blocks)
 
 
 def with_blocks(model: Any, blocks: int) -> Any:
-    """Return a model's configuration with that many blocks; unchanged if its blocks differ."""
+    """Return a model's configuration with that many blocks, or unchanged if its blocks differ."""
     return replace(model, **{spec_of(model).blocks_key: blocks}) if repeats(model) else model
 
 
 @cached(lambda model, expert=1: (Same(model), expert))
 def num_parameters(model: ModelConfig, expert: int = 1) -> int:
-    """Return the number of parameters of the whole model, or of a part with 1 / `expert` of its experts."""
+    """Return the number of parameters of a model. If `expert` is above 1, 1 / `expert` of its experts are counted."""
     held = inventory(model, 1, 0, expert)
     return Stage(0, runs(model, range(num_blocks(model))), held.kinds, held.others[True, True], True, True).sharded(1)
 
@@ -283,7 +287,7 @@ class Cut:
 def cut(work: Workload) -> Cut:
     """Return the partition of a workload's model over its pipeline."""
     config, spec = work.parallelism, spec_of(work.model)
-    costs = spec.flops(work.model, spec.max_length(work.model) or 1) or (1, 0)  # as Model.stage_blocks has it
+    costs = spec.flops(work.model, spec.max_length(work.model) or 1) or (1, 0)  # as in Model.stage_blocks
     layers = tuple(split_layers(num_blocks(work.model), num_stages(config), *costs))
     held = tuple(tuple(stages_of_rank(config, rank)) for rank in range(config.pipeline))
     blocks = [runs(work.model, each) for each in layers]
@@ -292,8 +296,8 @@ def cut(work: Workload) -> Cut:
 
 
 def expert_shards(shards: int, among: int) -> int:
-    """Return the number of data ranks that shard parameters of which `among` ranks hold different ones, if `shards`
-    shard all others."""
+    """Return the number of data ranks that shard a parameter with this `among`, if `shards` ranks shard parameters that
+    are not of experts."""
     return max(1, shards // among)
 
 
@@ -311,5 +315,5 @@ def gathered_elements(parameters: tuple[Parameter, ...], shards: int) -> int:
 
 @lru_cache
 def shared(parameters: tuple[Parameter, ...], experts: bool) -> tuple[Parameter, ...]:
-    """Return the parameters of experts that ranks share, or the others."""
+    """Return the parameters of experts that are distributed over ranks, or all others."""
     return tuple(each for each in parameters if (each.among > 1) == experts)

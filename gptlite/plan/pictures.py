@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-Parts = Mapping[str, Sequence[float]]  # the lengths of each layout's bar, by part
+Parts = Mapping[str, Sequence[float]]  # by part of a bar, its length for each layout
 BLUE, GREEN, YELLOW, RED, GREY = "#2460a7", "#6f9f58", "#e0b64c", "#d1602a", "#d9dde3"
 TIME = {"compute": BLUE, "communication": RED, "bubble": GREY, "optimizer": GREEN}
 MEMORY = {"parameters": BLUE, "gradients": GREEN, "optimizer": YELLOW, "activations": RED}
@@ -30,16 +30,18 @@ PASSES = {
     "I": ("backward: inputs", GREEN),
     "W": ("backward: weights", YELLOW),
 }
-EQUAL = "#f1ead6"  # shade of the planner's error
+EQUAL = "#f1ead6"  # background of step times within the planner's error of the fastest
 NAME_WIDTH, TITLE_WIDTH = 44, 110  # characters
-SHOWN_RANKS = 32  # of a pipeline; bars of more ranks are too thin to see
-NUMBERED = 1 / 110  # of a step: the shortest pass that carries its micro-batch's number
+SHOWN_RANKS = 32  # most pipeline ranks in a timeline; bars of more ranks are too thin to see
+NUMBERED = 1 / 110  # share of a step; shorter passes are too narrow for the number of their micro-batch
 
 
 @dataclass(frozen=True)
 class Bars:
-    """A layout's pair of bars: `lengths` of the left one by part, with a label at its end; memory of the fullest rank,
-    with its limit in bytes."""
+    """A layout's bars in the two charts of `draw_layouts`.
+
+    Left: `lengths` by part, with `label` at the end. Right: memory of the fullest rank, with its limit in bytes.
+    """
 
     name: str
     lengths: Mapping[str, float]
@@ -56,8 +58,11 @@ def draw_layouts(
     shaded: tuple[float, float] | None = None,
     notes: Sequence[str] = (),
 ) -> None:
-    """Draw two bar charts of layouts: lengths, in the unit that `label` names, and memory. `notes` are printed
-    below."""
+    """Draw two bar charts of layouts, lengths and memory, to the PNG file `out`.
+
+    `label` is the axis label of the lengths, with their unit. `shaded` is a range of lengths to highlight. `notes` are
+    lines of text below the charts.
+    """
     with _picture(out, title, 13, 2.8 + 0.48 * len(layouts), notes) as figure:
         left, right = figure.subplots(1, 2, sharey=True, width_ratios=(1.35, 1))
         lengths = {part: [each.lengths[part] for each in layouts] for part in layouts[0].lengths}
@@ -72,13 +77,14 @@ def draw_layouts(
         left.invert_yaxis()
         taken = {part: [getattr(each.memory, part) / GIB for each in layouts] for part in MEMORY}
         _bars(right, taken, MEMORY, "GiB on the fullest rank, predicted; dashed: the limit")
+        # A step line, since layouts can have different limits.
         edges = [row - 0.5 for row in range(len(layouts) + 1)]
         limits, dashed = [each.limit / GIB for each in layouts], (0, (4, 3))
         right.stairs(limits, edges, orientation="horizontal", baseline=None, color=INK, linestyle=dashed)
 
 
 def draw_timeline(timeline: Timeline, title: str, out: Path) -> None:
-    """Draw each pipeline rank's passes over a step."""
+    """Draw each pipeline rank's passes over a step to the PNG file `out`."""
     shown = min(timeline.ranks, SHOWN_RANKS)
     with _picture(out, title, 11, 1.5 + 0.3 * shown) as figure:
         axes = figure.subplots()
@@ -88,7 +94,7 @@ def draw_timeline(timeline: Timeline, title: str, out: Path) -> None:
             for rank in range(shown):
                 spans = [(each.start, each.end - each.start) for each in timeline.of_rank(rank) if each.kind == kind]
                 axes.broken_barh(spans, (rank - 0.4, 0.8), color=color, edgecolor="white", linewidth=0.3, label=label)
-                label = None
+                label = None  # one legend entry per kind
         for event in timeline.events:
             if event.rank < shown and event.end - event.start > NUMBERED * timeline.seconds:
                 place = (event.start + event.end) / 2, event.rank
@@ -98,20 +104,20 @@ def draw_timeline(timeline: Timeline, title: str, out: Path) -> None:
         axes.set_ylim(shown - 0.5, -0.5)
         axes.set_yticks(range(0, shown, max(1, shown // 16)))
         axes.set_ylabel("pipeline rank")
-        axes.set_xlabel(f"seconds; the last rank waits {timeline.bubble(timeline.ranks - 1):.0%} of them")
+        axes.set_xlabel(f"seconds; the last rank is idle for {timeline.bubble(timeline.ranks - 1):.0%} of the step")
         axes.grid(False)
 
 
 def make_folder(folder: Path) -> None:
-    """Create the folder for pictures. Raises ConfigError if that fails."""
+    """Create an output folder. Raises ConfigError if that fails."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"out={folder}: {error}; give another folder") from None
+        raise ConfigError(f"out={folder}: cannot create the folder: {error}; give another folder") from None
 
 
 def _bars(axes: Axes, lengths: Parts, colors: Mapping[str, str], label: str) -> list[float]:
-    """Draw stacked bars, with a legend for more than one part; return their ends."""
+    """Draw stacked bars, with a legend for more than one part, and return their total lengths."""
     ends = [0.0] * len(next(iter(lengths.values())))
     for part, widths in lengths.items():
         axes.barh(range(len(ends)), widths, left=ends, color=colors.get(part, BLUE), label=part, height=0.66)
@@ -127,7 +133,7 @@ def _bars(axes: Axes, lengths: Parts, colors: Mapping[str, str], label: str) -> 
 
 @contextmanager
 def _picture(out: Path, title: str, width: float, height: float, notes: Sequence[str] = ()) -> Iterator[Figure]:
-    """Yield a figure in the project's style, and save it as the PNG `out` at the end of the block."""
+    """Yield a figure in the project's style, and save it to the PNG file `out` at the end of the block."""
     import matplotlib
     from matplotlib.figure import Figure
 

@@ -1,5 +1,4 @@
-"""Planning of a configuration: the layout search of `parallelism=auto` and `gptlite plan`, and its result as
-overrides."""
+"""Layout search for a configuration, used by `parallelism=auto` and `gptlite plan`, and its result as overrides."""
 
 from __future__ import annotations
 
@@ -29,8 +28,8 @@ from gptlite.plan.workload import Sample, Workload
 from gptlite.precision import SCALED, Policy, Precision, Reduce
 from gptlite.progress import Log
 
-MOST_NODES = 4096  # limit of the search for a number of nodes that fits the model
-# Fields that the search chooses, in the order of a candidate's overrides; the others remain the user's.
+MOST_NODES = 4096  # largest number of nodes that is tried if a model does not fit
+# Fields of ParallelismConfig that the search chooses, in the order of a candidate's overrides.
 CHOSEN = (
     *("tensor", "sequence", "context", "expert", "pipeline", "schedule", "virtual_stages", "data", "dp_replicate"),
     *("zero", "activation_checkpointing", "offload", "offload_path"),
@@ -39,8 +38,10 @@ CHOSEN = (
 
 @dataclass(frozen=True)
 class Plan:
-    """Result of a search on a cluster, and the configuration it was made for. `assumed`: the reason why the vocabulary
-    size is a guess, empty if it is known."""
+    """Result of a search for layouts of a configuration on a cluster.
+
+    `assumed`: the reason why the vocabulary size is a guess, empty if it is known.
+    """
 
     config: Config
     cluster: ClusterConfig
@@ -54,10 +55,11 @@ class Plan:
 
 
 def make_plan(config: Config, world: int | None = None, log: Log = print, wanted: int = WANTED) -> Plan:
-    """Return the plan of a configuration on its `cluster`, or on `world` ranks of it, with `wanted` kinds of layouts.
+    """Return the plan of a configuration on its `cluster`, or on `world` ranks of it.
 
-    Values that `config.run.overrides` gives of `parallelism` and `data.micro_batch_size` are kept. Raises ConfigError
-    if no layout is legal, or if none fits; the latter error tells the missing memory and a fix.
+    The search ends after `wanted` combinations of degrees and ZeRO stage that fit. Keys of `parallelism` and
+    `data.micro_batch_size` that `config.run.overrides` sets are kept. Raises ConfigError if no layout is legal, or if
+    no layout fits; the latter message has the missing memory and a fix.
     """
     sized, assumed = with_planned_vocabulary(config, log)
     cluster = this_machine(config.cluster, log, given=given_keys(config, "cluster"))
@@ -77,11 +79,11 @@ def make_plan(config: Config, world: int | None = None, log: Log = print, wanted
 
 
 def chosen(config: Config, world: int | None = None, log: Log = print) -> Config:
-    """Return the configuration with the best layout of its plan. Raises ConfigError as `make_plan` does."""
+    """Return the configuration with the best layout of its plan, which is logged. Raises ConfigError as `make_plan`."""
     plan = make_plan(config, world, log, wanted=1)
     best = plan.best
     log(
-        f"parallelism=auto: {best.words}; {best.prediction.step_seconds:.3g} s a step predicted, the fastest of "
+        f"parallelism=auto: {best.words}; predicted {best.prediction.step_seconds:.3g} s per step, the fastest of "
         f"{plan.found.tried} layouts ({command('plan')} shows them)"
         f"{assumed_words(best.work.model, plan.assumed)}"
     )
@@ -89,15 +91,15 @@ def chosen(config: Config, world: int | None = None, log: Log = print) -> Config
 
 
 def apply(config: Config, candidate: Candidate) -> Config:
-    """Return the configuration with a candidate's layout and micro-batch."""
+    """Return the configuration with a candidate's layout and micro-batch size."""
     work = candidate.work
     layout = replace(work.parallelism, auto=False)
     return replace(config, parallelism=layout, data=replace(config.data, micro_batch_size=work.micro_batch_size))
 
 
 def overrides(work: Workload) -> list[str]:
-    """Return the overrides that select a layout: its differences from ParallelismConfig's defaults, and the
-    micro-batch."""
+    """Return the overrides that select a layout: its differences from ParallelismConfig's defaults, and the micro-batch
+    size."""
     values = {key: getattr(work.parallelism, key) for key in CHOSEN}
     words = [
         f"parallelism.{key}={override_value(value)}"
@@ -108,8 +110,10 @@ def overrides(work: Workload) -> list[str]:
 
 
 def train_overrides(given: Iterable[str], work: Workload, *more: str) -> list[str]:
-    """Return the overrides of a training command: `given` with those of the layout and `more` replacing the same keys,
-    and without the planner's own keys."""
+    """Return the overrides of a training command: `given`, then those of the layout and `more`.
+
+    Overrides in `given` of the same keys are dropped, as are the preset of `parallelism` and the keys of `cluster`.
+    """
     decided = [*overrides(work), *more]
     keys = {each.partition("=")[0] for each in decided}
     kept = [each for each in given if each.partition("=")[0].lstrip("+") not in keys]
@@ -117,7 +121,7 @@ def train_overrides(given: Iterable[str], work: Workload, *more: str) -> list[st
 
 
 def limited(cluster: ClusterConfig, config: Config, world: int) -> ClusterConfig:
-    """Return the cluster with its memory reduced to `trainer.host_memory_limit`, which applies to ranks on CPUs."""
+    """Return the cluster with its memory limited to `trainer.host_memory_limit` per rank, if its devices are CPUs."""
     limit = config.trainer.host_memory_limit
     if limit is None or cluster.device != "cpu":
         return cluster
@@ -131,8 +135,8 @@ def rank_limit(config: Config, cluster: ClusterConfig, work: Workload) -> float:
 
 
 def thrifty_space(config: Config, cluster: ClusterConfig, **least: object) -> Space:
-    """Return the search space of layouts with the least memory, within the command line's choices: full recomputation,
-    micro-batches of one sequence, one copy of the model, and the values of `parallelism` in `least`."""
+    """Return the search space of layouts with the least memory: full recomputation, 1F1B, micro-batches of one
+    sequence, one replica of the model, and the values of `parallelism` in `least`. The command line overrides them."""
     fixed = fixed_keys(config)
     least = {"activation_checkpointing": ActivationCheckpointing.full, "schedule": "1f1b", **least}
     values = {key: value for key, value in least.items() if key not in fixed}
@@ -143,7 +147,7 @@ def thrifty_space(config: Config, cluster: ClusterConfig, **least: object) -> Sp
 
 
 def space_of(config: Config, cluster: ClusterConfig, fixed: frozenset[str]) -> Space:
-    """Return the search space of a configuration: every key but the `fixed` ones."""
+    """Return the search space of a configuration, in which every key except the `fixed` ones varies."""
     config = with_planned_vocabulary(config)[0]
     work = Workload(
         model=config.model,
@@ -179,7 +183,7 @@ def space_of(config: Config, cluster: ClusterConfig, fixed: frozenset[str]) -> S
 
 
 def workload_of(config: Config, layout: Layout, cluster: ClusterConfig) -> Workload:
-    """Return the workload of a configuration's own layout, to predict a run without a search."""
+    """Return the workload of a configuration with the given layout, to predict a run without a search."""
     space = space_of(config, cluster, frozenset())
     micro = config.data.micro_batch_size
     if micro is None:
@@ -189,7 +193,7 @@ def workload_of(config: Config, layout: Layout, cluster: ClusterConfig) -> Workl
 
 
 def running(work: Workload, config: Config, policy: Policy) -> Workload:
-    """Return a workload with the dtype that a run's policy has chosen for `precision=auto`."""
+    """Return the workload with the compute dtype of a run's policy, if `precision=auto` left the choice to the run."""
     if config.precision.dtype is not Precision.auto:
         return work
     return replace(work, dtype="fp32" if policy.compute_dtype.itemsize == 4 else "bf16")
@@ -197,7 +201,7 @@ def running(work: Workload, config: Config, policy: Policy) -> Workload:
 
 @cached(Same)
 def planned_sample(data: Any) -> Sample:
-    """Return the first sample of a dataset, without its values. Raises ConfigError if the dataset cannot be opened."""
+    """Return the shapes of a dataset's first sample. Raises ConfigError if the dataset cannot be opened."""
     from torch.utils._pytree import tree_leaves, tree_map
 
     from gptlite.data.samples import open_samples
@@ -208,36 +212,36 @@ def planned_sample(data: Any) -> Sample:
 
 
 def fixed_keys(config: Config) -> frozenset[str]:
-    """Return the fields of `parallelism`, and micro_batch_size, that the command line gives; the search keeps them."""
+    """Return the fields of `parallelism`, and micro_batch_size, that the command line sets; the search keeps them."""
     own = {item.name for item in fields(ParallelismConfig)}
     keys = given_keys(config, "parallelism") & own
     if config.data.micro_batch_size is not None:
         keys.add("micro_batch_size")
     mentioned = any(each.lstrip("+").startswith("parallelism") for each in config.run.overrides)
-    if mentioned and not config.parallelism.auto:  # a preset fixes all fields
+    if mentioned and not config.parallelism.auto:  # a preset fixes all fields except `data`
         keys |= own - {"data"}
     return frozenset(keys)
 
 
 def given_keys(config: Config, section: str) -> set[str]:
-    """Return the keys of a section that the command line gives, without the section's name."""
+    """Return the keys of a section that the command line sets, without the section's name."""
     given = (each.partition("=")[0].lstrip("+") for each in config.run.overrides)
     return {key.removeprefix(f"{section}.") for key in given if key.startswith(f"{section}.")}
 
 
 def planned_dtype(config: Config, cluster: ClusterConfig) -> str:
-    """Return the dtype of a run's products on the cluster: `precision=auto` is bf16 if the cluster has a peak of it."""
+    """Return the compute dtype of a run; with `precision=auto`, bf16 if the cluster has a peak for it, else fp32."""
     if config.precision.dtype in SCALED:
         return "fp16"
     if config.precision.dtype is Precision.fp8:
-        return "bf16"  # the dtype of all but the products, so the time of fp8 products is overestimated
+        return "bf16"  # only matrix products run in fp8; their time is overestimated
     if config.precision.dtype is not Precision.auto:
         return config.precision.dtype.value
     return "bf16" if "bf16" in cluster.peak_tflops else "fp32"
 
 
 def planned_attention(ops: OpsConfig, model: ModelConfig, device: str) -> Attention:
-    """Return the attention that `ops=auto` would select on the device, given a compiler."""
+    """Return the attention implementation that `ops` selects on the device, assuming that a C++ compiler is present."""
     if ops.attention is not Attention.auto:
         return ops.attention
     _, _, drops = spec_of(model).attention(model) or (0, 0, False)
@@ -248,8 +252,10 @@ def planned_attention(ops: OpsConfig, model: ModelConfig, device: str) -> Attent
 
 
 def with_planned_vocabulary(config: Config, log: Log = print) -> tuple[Config, str]:
-    """Return the configuration with a vocabulary size, the data's if the model has none, and the reason if it is a
-    guess, else an empty string."""
+    """Return the configuration with a vocabulary size, and the reason if this size is a guess, else an empty string.
+
+    If the model has no vocabulary size, that of the data is used.
+    """
     if config.data.unit != "tokens" or vocabulary_of(config.model) is not None:
         return config, ""
     found = find_vocabulary(config.data, log)
@@ -257,17 +263,17 @@ def with_planned_vocabulary(config: Config, log: Log = print) -> tuple[Config, s
 
 
 def assumed_words(model: ModelConfig, assumed: str) -> str:
-    """Return the suffix of a prediction whose vocabulary is a guess."""
+    """Return a message's suffix about an assumed vocabulary size, empty if `assumed` is."""
     return f"; vocabulary of {vocabulary_of(model)} assumed: {assumed}" if assumed else ""
 
 
 def vocabulary_of(model: ModelConfig) -> int | None:
-    """Return the number of a model's token ids, None if it is unknown."""
+    """Return a model's vocabulary size, None if it is unknown."""
     return spec_of(model).vocab_size(model)
 
 
 def too_small(config: Config, cluster: ClusterConfig, found: Found) -> str:
-    """Return the error message for a model that no layout fits: the missing memory, and a fix."""
+    """Return the error message if no layout of a model fits, with the missing memory and a fix."""
     assert found.smallest is not None
     memory, work = found.smallest
     nodes, smaller = enough_nodes(config, cluster), f"a smaller model{' or data.sequence_length' * (not work.sample)}"
@@ -275,14 +281,16 @@ def too_small(config: Config, cluster: ClusterConfig, found: Found) -> str:
         f"{spec_of(config.model).label(config.model)} does not fit cluster={cluster.name} "
         f"cluster.nodes={cluster.nodes or 1}: of {found.tried} layouts the smallest "
         f"({work.layout.describe(work.parallelism)}) takes {memory.total / GIB:.1f} GiB on a rank, "
-        f"{(memory.total - rank_limit(config, cluster, work)) / GIB:.1f} more than available; try "
+        f"{(memory.total - rank_limit(config, cluster, work)) / GIB:.1f} GiB more than available; try "
         f"{f'cluster.nodes={nodes}' if nodes else smaller}"
     )
 
 
 def enough_nodes(config: Config, cluster: ClusterConfig) -> int | None:
-    """Return the smallest number of nodes, doubled from the cluster's, on which a layout fits; None if there is none.
-    Only layouts with the least memory are tried."""
+    """Return the number of nodes on which a layout fits; None on CPUs, or if it would exceed MOST_NODES.
+
+    The cluster's number is doubled until one of the layouts with the least memory fits.
+    """
     nodes = cluster.nodes or 1
     while cluster.device == "cuda" and (nodes := nodes * 2) <= MOST_NODES:
         larger = replace(cluster, nodes=nodes)
@@ -294,8 +302,10 @@ def enough_nodes(config: Config, cluster: ClusterConfig) -> int | None:
 
 
 def cluster_worlds(cluster: ClusterConfig, config: Config) -> list[int]:
-    """Return the world sizes to plan for: all devices. A CPU's cores can also serve fewer ranks, so its divisors count
-    too."""
+    """Return the world sizes to plan for: the number of devices.
+
+    On CPUs its divisors are included, since a rank can use several cores, unless cluster.devices_per_node is given.
+    """
     devices = (cluster.nodes or 1) * (cluster.devices_per_node or 1)
     if cluster.device == "cpu" and config.cluster.devices_per_node is None:
         return divisors(devices)

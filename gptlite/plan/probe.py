@@ -1,9 +1,9 @@
 """Recording of a model's profile: one micro-batch, forward and backward, with fake tensors and simulated ranks.
 
-The model's own code runs, sharded over the tensor and the context axis as in a run. A model of equal blocks has two of
-them, of which the last stands for all others; else every block is recorded. ZeRO is left out, as FSDP2's gathers and
-reductions follow from sizes (`memory.py`); under FSDP2 parameters have the dtype in which it gathers them. See
-`simulate.py` for the devices of tensors.
+The model's own code runs, sharded over the tensor, the context and the expert axis as in a run. A model of equal blocks
+is built with two blocks, and the last one represents all; otherwise every block is recorded. ZeRO is left out, because
+`memory.py` computes FSDP2's gathers and reductions from sizes. Under FSDP2, parameters have the dtype in which it
+gathers them. `simulate.py` describes the devices of tensors.
 """
 
 from __future__ import annotations
@@ -43,9 +43,10 @@ from gptlite.trainer.build import build_parts
 
 @dataclass(frozen=True)
 class _Part:
-    """A part of the model being recorded. `marks` are the indices in the watch's log at which segments begin, by name.
-    The sets hold numbers of storages: of parameters' gradients, of blocks' inputs, of the gradients given to blocks,
-    and of storages that are not counted."""
+    """A part of the model being recorded. `marks` maps names of segments to the indices in the watch's log at which
+    segments begin. The sets hold numbers of storages: `gradients` of the parameters' gradients, `entered` of the
+    blocks' inputs, `upstream` of the gradients of the blocks' outputs, and `unseen` of storages that are not counted.
+    """
 
     work: Workload
     model: Model
@@ -58,30 +59,30 @@ class _Part:
     unseen: set[int] = field(default_factory=set)
 
     def mark(self, name: str) -> None:
-        """Begin a segment, unless one of that name has begun."""
+        """Begin a segment, unless a segment of that name has begun already."""
         self.marks.setdefault(name, len(self.watch.log))
 
     def order(self, names: Iterable[str]) -> None:
-        """Bring marks into the order of `names`: one that was not reached, or only later, moves to the next one."""
+        """Bring marks into the order of `names`: a mark that is missing, or after the next mark, moves to the next."""
         place = len(self.watch.log)
         for name in reversed(list(names)):
             place = self.marks[name] = min(place, self.marks.get(name, place))
 
     def numbers(self, values: Any) -> set[int]:
-        """Return the storages of the tensors among `values`."""
+        """Return the storage numbers of the tensors among `values`."""
         tensors = (local_tensor(each) for each in tree_leaves(values) if isinstance(each, Tensor))
         return set(self.watch.held(tensors))
 
     def accumulated(self, parameter: nn.Parameter) -> None:
-        """Record that a parameter's gradient is complete, as freed: one that is added to an earlier gradient is freed
-        then."""
+        """Record a parameter's complete gradient as freed, because a gradient that is added to an earlier one is freed
+        at this point."""
         assert parameter.grad is not None
         held = self.watch.held([local_tensor(parameter.grad)])
         self.gradients.update(held)
         self.watch.log += [Change(number, -size) for number, size in held.items()]
 
     def segment(self, first: str, until: str, entered: bool = False) -> Segment:
-        """Return the segment between two marks. `entered`: it is a block's forward pass."""
+        """Return the segment between two marks. `entered`: True for a block's forward pass."""
         log = self.watch.log[self._place(first) : self._place(until)]
         given = self.entered if entered else self.upstream
         changes = (each for each in log if isinstance(each, Change) and each.number not in self.unseen)
@@ -92,8 +93,8 @@ class _Part:
         )
 
     def _place(self, name: str) -> int:
-        """Return the index at which a segment begins. A gradient that is complete before any op belongs to the segment
-        before, and so does memory freed before the first op of the model's end."""
+        """Return the index at which a segment begins. Gradients freed before its first op belong to the previous
+        segment, and so does any memory freed before the first op of the model's end."""
         log, place = self.watch.log, self.marks[name]
         while place < len(log) and isinstance(change := log[place], Change) and change.size < 0:
             if name != "end" and change.number not in self.gradients:
@@ -102,6 +103,7 @@ class _Part:
         return place
 
     def _role(self, change: Change, given: set[int]) -> str:
+        """Return the role of an event. `given`: storages that the segment received from its neighbour."""
         if change.number in self.gradients:
             return GRADIENT if change.size > 0 else ADDED
         return UPSTREAM if change.size < 0 and change.number in given else PLAIN
@@ -113,8 +115,8 @@ class _Part:
         return tensor
 
     def activations(self, block: int) -> Tensor:
-        """Return the input of a part that begins with a block, or the gradient of the output of one that ends before
-        it, which counts as a pipeline's buffer."""
+        """Return zeros in the shape of a block's input, for the input of a part or the gradient of its output. They are
+        not counted, because the estimate counts them as buffers of the pipeline."""
         return self.zeros(*block_input(self.work, block), dtype=self.model.dtype)
 
     def micro_batch(self) -> tuple[Any, Any]:
@@ -134,7 +136,7 @@ class _Part:
 
 
 def record(work: Workload, tp_rank: int = 0) -> Profile:
-    """Return the profile of a workload's model at its own micro-batch size."""
+    """Return the profile of a workload's model, recorded at the workload's micro-batch size."""
     with _recorded(work, tp_rank, BLOCKS) as part:
         numbers = [f"{number}" for number in _mark_blocks(part)]
         loss = part.forward(*part.micro_batch())
@@ -151,8 +153,8 @@ def record(work: Workload, tp_rank: int = 0) -> Profile:
 
 
 def record_halves(work: Workload, blocks: range | None) -> Halves:
-    """Return the profiles of split backward passes: of a part with only blocks, and of one with the model's end. If
-    blocks differ, return those of the part with `blocks`."""
+    """Return the profiles of split backward passes. `blocks`: the blocks of the recorded part if the model's blocks
+    differ. With None, two parts are recorded: one with only blocks, and one with the model's end."""
     if blocks is not None:
         inputs, weights = _record_half(work, blocks, end=blocks.stop == num_blocks(work.model))
         return Halves(inputs, Segment(), weights, weights, parts=1)
@@ -162,8 +164,11 @@ def record_halves(work: Workload, blocks: range | None) -> Halves:
 
 
 def _record_half(work: Workload, blocks: range, end: bool) -> tuple[Segment, Segment]:
-    """Return the half for the input's gradient, of a block or of the `end`, and the other half, of the whole part. If
-    blocks differ, both are of the whole part."""
+    """Return both halves of a backward pass: I for the input's gradient and W for the weights' gradients.
+
+    I is that of one block, or of the model's end if `end` is True; W is that of the whole part. If blocks differ, both
+    are of the whole part.
+    """
     with _recorded(work, 0, PARTS + 2) as part:
         part.model.spec.keep(part.module, part.model.config, blocks)
         names = [f"{number} back" for number in _mark_blocks(part)]
@@ -175,7 +180,7 @@ def _record_half(work: Workload, blocks: range, end: bool) -> tuple[Segment, Seg
         weights = list(part.module.parameters())
         found, groups = stage_backward_input([out], gradient, [x], iter(weights))
         part.mark("W")
-        part.unseen.update(part.numbers(found[0]))  # counted as a buffer of the pipeline, held to the end of the step
+        part.unseen.update(part.numbers(found[0]))  # the estimate counts it as a buffer of the pipeline
         for some in [groups] if repeats(work.model) else [[group] for group in groups]:
             before = [weight.grad for weight in weights]
             stage_backward_weight(iter(weights), some)
@@ -193,9 +198,9 @@ def _record_half(work: Workload, blocks: range, end: bool) -> tuple[Segment, Seg
 @contextmanager
 def _recorded(work: Workload, tp_rank: int, blocks: int) -> Iterator[_Part]:
     """Yield the model with that many blocks, sharded over the tensor, the context and the expert axis. Raises
-    ConfigError if the model cannot run without values."""
+    ConfigError if the model cannot run on tensors without values."""
     tensor, context, policy = work.layout.size("tp"), work.layout.context, policy_of(work)
-    # Two data ranks stand for any number: what they sum inside the model is as large.
+    # Two data ranks represent any larger number: the tensors that they sum inside the model have the same sizes.
     data = 2 if work.layout.data_size > 1 and not spec_of(work.model).casts else 1
     expert = work.layout.size(EXPERT)
     layout = Layout((1, 1, lcm(data * context, expert), tensor), (context, expert))
@@ -209,7 +214,7 @@ def _recorded(work: Workload, tp_rank: int, blocks: int) -> Iterator[_Part]:
             if isinstance(each, SyncedBatchNorm):
                 each.mesh = mesh
         _own_parameters(model, module, policy if work.sharded else None)
-        if work.layout.size("pp") == 1:  # in a pipeline both ends have a copy instead
+        if work.layout.size("pp") == 1:  # in a pipeline both ends have a copy instead of a tied parameter
             model.tie(module)
         with _tensors(model, module, work.device) as device:
             for parameter in () if work.sharded else module.parameters():
@@ -226,7 +231,7 @@ def _recorded(work: Workload, tp_rank: int, blocks: int) -> Iterator[_Part]:
                 if model.spec.casts:
                     raise
                 raise ConfigError(
-                    f"the {model.spec.name} model cannot be planned: a pass without values raises "
+                    f"the {model.spec.name} model cannot be planned: a pass on tensors without values raises "
                     f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}; give the layout "
                     "(parallelism=zero2, ...) instead of parallelism=auto"
                 ) from error
@@ -234,8 +239,8 @@ def _recorded(work: Workload, tp_rank: int, blocks: int) -> Iterator[_Part]:
 
 @contextmanager
 def _tensors(model: Model, module: nn.Module, device: str) -> Iterator[torch.device]:
-    """Yield the device on which tensors are created: meta, which is fast, or fake CPU tensors under autocast, which
-    needs a device's casting rules."""
+    """Yield the device on which tensors are created: meta, which is fast, or under autocast a CPU with fake tensors,
+    because autocast needs a device's casting rules."""
     if model.autocast is None:
         with as_on(device, "meta"), flash_attention_only():
             yield torch.device("meta")
@@ -246,14 +251,15 @@ def _tensors(model: Model, module: nn.Module, device: str) -> Iterator[torch.dev
 
 
 def _alone(config: ParallelismConfig) -> ParallelismConfig:
-    """Return the parallelism of a single part, with split backward passes if the pipeline's schedule has them."""
+    """Return the parallelism of a single part, with split backward passes if the pipeline's schedule splits them."""
     split = splits_backward(config)
     pipeline = {"pipeline": 2 if split else 1, "schedule": config.schedule if split else "1f1b"}
     return replace(config, zero=0, dp_replicate=1, offload=Offload.none, **pipeline)
 
 
 def _own_parameters(model: Model, module: nn.Module, gathers: Policy | None) -> None:
-    """Replace each parameter by an independent one, in the dtype in which FSDP2 gathers it, if it does."""
+    """Replace each parameter by an independent one. `gathers`: the policy from which to take the dtype in which FSDP2
+    gathers parameters; None without FSDP2."""
     dtype = None
     if gathers is not None:
         dtype = gathers.gather_dtype if model.autocast is None else gathers.parameter_dtype
@@ -284,7 +290,7 @@ def _mark_blocks(part: _Part) -> list[int]:
 def _enter(part: _Part, name: str, before: int | None, block: nn.Module, args: Any) -> None:
     part.mark(name)
     part.entered.update(part.numbers(args))
-    if before is not None:  # gradients are reduced here, and ops between the blocks run after it
+    if before is not None:  # FSDP2 reduces gradients here, before ops between the blocks
         _at_gradients(args, lambda _: part.mark(f"{before} back"))
 
 
@@ -297,7 +303,7 @@ def _leave(part: _Part, name: str, block: nn.Module, args: Any, out: Any) -> Non
 
 
 def _at_gradients(values: Any, then: Callable[[Tensor], None]) -> None:
-    """Call `then` with the gradient of each tensor among `values`, at the time it is used."""
+    """Call `then` with the gradient of each tensor among `values` when the backward pass has computed it."""
     for each in tree_leaves(values):
         if isinstance(each, Tensor) and each.requires_grad:
             each.register_hook(then)

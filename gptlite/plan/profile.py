@@ -1,9 +1,9 @@
 """Profile of a model's parts in a micro-batch: memory allocated and freed, ops, communication.
 
-A profile has a segment for the beginning of the model, each kind of block and the end, forward and backward. It is
-recorded by running the model's own code with fake tensors (`probe.py`), at two micro-batch sizes. Other sizes are
-interpolated, as bytes and shapes grow linearly. If the two differ in more than sizes (a loss in more chunks), the
-requested size is recorded itself. No torch here.
+A profile has forward and backward segments of the beginning of the model, each kind of block and the model's end. It is
+recorded by running the model's code with fake tensors (`probe.py`), at two micro-batch sizes. Larger sizes are
+extrapolated, as bytes and shapes grow linearly. If the two profiles differ in more than sizes, e.g. in the number of a
+loss's chunks, the requested size is recorded instead. Does not import torch.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from gptlite.plan.workload import SETTLED, Transfer, Workload
 
 PLAIN, GRADIENT, ADDED, UPSTREAM = "plain", "gradient", "added", "upstream"
 MATMUL, ATTENTION, MOVE = "matmul", "attention", "move"
-SIZES = (2, 4)  # recorded micro-batch sizes, in sequences; with a single sequence some ops copy less
-PARTS = 2  # blocks of the parts whose split backward passes are recorded
-SHORTEST = 512  # positions: a shorter sequence may be below a kernel's chunk size, and then bytes are not linear
+SIZES = (2, 4)  # recorded micro-batch sizes, in sequences; not 1, for which some ops copy less
+PARTS = 2  # number of blocks of a part whose split backward pass is recorded
+SHORTEST = 512  # positions; bytes of a shorter sequence may not be linear, as it can be below a kernel's chunk size
 
 
 class Event(NamedTuple):
     """Bytes allocated, or freed if negative.
 
-    role: `gradient` at the allocation of a parameter's gradient, `added` after its accumulation into earlier ones,
-    `upstream` at the release of the gradient that the segment received, else `plain`.
+    role: `gradient` for the allocation of a parameter's gradient, `added` for its release after accumulation into
+    earlier ones, `upstream` for the release of the tensor that the segment received, else `plain`.
     """
 
     size: float
@@ -40,8 +40,8 @@ class Event(NamedTuple):
 
 
 class Op(NamedTuple):
-    """An op that computes. kind: `matmul`, of products [rows, inner] x [inner, columns]; `attention`, in one kernel; or
-    `move`, which only reads and writes. `kept`: selective recomputation keeps its result."""
+    """A compute op. kind: `matmul`, of products [rows, inner] x [inner, columns]; fused `attention`; or `move`, without
+    arithmetic. `kept`: selective recomputation keeps the op's result."""
 
     kind: str
     moved: float  # bytes read and written
@@ -54,16 +54,19 @@ class Op(NamedTuple):
 
 @dataclass(frozen=True)
 class Segment:
-    """Memory events, ops and communication between two points of a pass, in order."""
+    """Memory events, ops and collectives between two points of a pass, in order."""
 
     events: tuple[Event, ...] = ()
     ops: tuple[Op, ...] = ()
     sent: tuple[Transfer, ...] = ()
 
     def tape(self, added: bool, held: bool, given: bool = True) -> list[int]:
-        """Return the bytes in order. `added`: gradients are allocated beside earlier ones, else the new ones are model
-        state. `held`: they are held until they are reduced. `given`: the segment's input (a gradient, a block's input)
-        belongs to this rank and is not a buffer of its pipeline."""
+        """Return the bytes of the events in order.
+
+        `added`: gradients are allocated in addition to earlier ones; if False, they count as model state and are left
+        out. `held`: these additional gradients are held until they are reduced. `given`: the tensor that the segment
+        received (a gradient or a block's input) is freed in it; False if it is a pipeline buffer.
+        """
         dropped = {UPSTREAM} if not given else set()
         if not added:
             dropped |= {GRADIENT, ADDED}
@@ -73,15 +76,18 @@ class Segment:
 
     @cached_property
     def left(self) -> int:
-        """Bytes that remain at the end, without gradients."""
+        """Bytes allocated in the segment that are not freed at its end, without gradients."""
         return sum(self.tape(added=False, held=False))
 
 
 @dataclass(frozen=True)
 class Halves:
-    """Profiles of split backward passes. `inputs`: the half for the input's gradient of a block, and `inputs_end` of
-    the model's end. `weights`: the other half of a part of PARTS blocks, and `weights_end` of a part that also has the
-    model's end. If blocks differ, a stage counts as one block: `parts` is 1, and the model's end belongs to it."""
+    """Profiles of the halves of split backward passes.
+
+    The half for the input's gradient is that of one block in `inputs`, and that of the model's end in `inputs_end`. The
+    half for the weights' gradients is that of PARTS blocks in `weights`, and of PARTS blocks and the model's end in
+    `weights_end`. If blocks differ, a stage counts as one block: `parts` is 1, and the block includes the model's end.
+    """
 
     inputs: Segment
     inputs_end: Segment
@@ -90,7 +96,8 @@ class Halves:
     parts: int = PARTS
 
     def sent(self, blocks: int, end: bool) -> Counter[Transfer]:
-        """Return the collectives of the backward pass of a part with that many blocks, per micro-batch."""
+        """Return the collectives per micro-batch of the backward pass of `blocks` blocks and, if `end`, the model's
+        end."""
         weights = Counter(self.weights.sent)
         found = Counter(self.inputs_end.sent) + (Counter(self.weights_end.sent) - weights) if end else Counter()
         for sent in self.inputs.sent:
@@ -102,8 +109,8 @@ class Halves:
 
 @dataclass(frozen=True)
 class Profile:
-    """Segments of a model, of its blocks one per kind; `begin_back`, `blocks_back` and `end_back` are of the backward
-    pass."""
+    """Segments of a model's forward pass, and of its backward pass in the fields that end in `back`. `blocks` has one
+    segment per kind of block."""
 
     begin: Segment
     blocks: tuple[Segment, ...]
@@ -114,19 +121,19 @@ class Profile:
 
     @cached_property
     def pairs(self) -> list[tuple[Segment, Segment]]:
-        """Forward and backward segments: of the beginning, of each kind of block, of the end."""
+        """Pairs of a forward and a backward segment, for the beginning, each kind of block and the end."""
         forward, backward = (self.begin, *self.blocks, self.end), (self.begin_back, *self.blocks_back, self.end_back)
         return list(zip(forward, backward, strict=True))
 
     @cached_property
     def sums_data(self) -> bool:
-        """True if data ranks communicate inside the model, for the statistics of a batch norm."""
+        """True if data ranks communicate inside the model, e.g. for the statistics of a synchronized batch norm."""
         return any(sent.axis in DATA_AXES for pair in self.pairs for each in pair for sent in each.sent)
 
 
 def between(small: Any, large: Any, sequences: int) -> Any:
-    """Return the Profile or Halves interpolated to `sequences`, from those of SIZES; None if they differ in more than
-    sizes."""
+    """Return the Profile or Halves for micro-batches of `sequences`, extrapolated from those for SIZES; None if these
+    differ in more than sizes."""
     try:
         return _between(small, large, (sequences - SIZES[0]) / (SIZES[1] - SIZES[0]))
     except ValueError:
@@ -134,7 +141,7 @@ def between(small: Any, large: Any, sequences: int) -> Any:
 
 
 def _between(one: Any, two: Any, share: float) -> Any:
-    """Interpolate each float between two records. Raises ValueError if anything else differs."""
+    """Return one + (two - one) * share for each float of two records. Raises ValueError if anything else differs."""
     if isinstance(one, float):
         return one + (two - one) * share
     if isinstance(one, tuple):
@@ -148,7 +155,7 @@ def _between(one: Any, two: Any, share: float) -> Any:
 
 
 def _key(work: Workload, tp_rank: int = 0) -> tuple[object, ...]:
-    """Return the fields that a profile depends on."""
+    """Return the cache key of a profile: the fields that it depends on."""
     config, layout = work.parallelism, work.layout
     degrees = layout.size("tp"), layout.context, layout.size(EXPERT), layout.size("pp") == 1, work.sharded
     how = config.sequence, config.activation_checkpointing, splits_backward(config), layout.data_size > 1
@@ -157,7 +164,7 @@ def _key(work: Workload, tp_rank: int = 0) -> tuple[object, ...]:
 
 @cached(_key)
 def profile_of(work: Workload, tp_rank: int = 0) -> Profile:
-    """Return the profile of a workload's model on a rank of the tensor axis."""
+    """Return the profile of a workload's model on the tensor rank `tp_rank`."""
     from gptlite.plan.probe import record
 
     return _scaled(work, lambda smaller: profile_of(smaller, tp_rank)) or record(work, tp_rank)
@@ -165,7 +172,7 @@ def profile_of(work: Workload, tp_rank: int = 0) -> Profile:
 
 @cached(lambda work, blocks=None: (_key(work), blocks))
 def halves_of(work: Workload, blocks: range | None = None) -> Halves:
-    """Return the profiles of a pipeline's parts with split backward passes; if blocks differ, of the stage with
+    """Return the profiles of split backward passes in a pipeline; if blocks differ, those of the stage with
     `blocks`."""
     from gptlite.plan.probe import record_halves
 
@@ -173,7 +180,7 @@ def halves_of(work: Workload, blocks: range | None = None) -> Halves:
 
 
 def _scaled(work: Workload, of: Callable[[Workload], Any]) -> Any:
-    """Interpolate from two smaller micro-batches for a large one; None if it has to be recorded."""
+    """Return the result of `of`, extrapolated from the micro-batch sizes SIZES; None if the size has to be recorded."""
     if work.micro_batch_size <= SIZES[-1] or (work.sample is None and work.rank_length < SHORTEST):
         return None
     small, large = (of(replace(work, micro_batch_size=size)) for size in SIZES)
@@ -190,9 +197,9 @@ def _scaled(work: Workload, of: Callable[[Workload], Any]) -> Any:
     )
 )
 def plain_profile(work: Workload) -> Profile:
-    """Return the profile of a pipeline's part under FSDP2, without recomputation and with whole backward passes.
+    """Return the profile under FSDP2 in a pipeline, without recomputation and split backward passes.
 
-    Other layouts differ little enough from it that their time can be derived from it.
+    The time of other layouts is derived from this profile, since the differences are small.
     """
     config = replace(
         work.parallelism, activation_checkpointing=ActivationCheckpointing.none, schedule="1f1b", pipeline=2

@@ -1,4 +1,4 @@
-"""Output of `gptlite plan`: tables, pictures and command lines."""
+"""Output of `gptlite plan`: tables, charts and command lines."""
 
 from __future__ import annotations
 
@@ -30,8 +30,9 @@ from gptlite.plan.workload import Workload
 
 EQUAL = "="  # marks a layout within the planner's error of the fastest
 HEADINGS = ("#", "", "s/step", "{}/s", "MFU", "comm", "bubble", "GiB/rank", "micro", "recompute")
-RIGHT = "# s/step tok/s samples/s MFU comm bubble GiB/rank micro"
-INDENT = "    "  # of the layout's description below its figures
+LARGEST_HEADINGS = ("#", "layers", "parameters", "memory/rank", "limit")
+RIGHT = "# s/step tok/s samples/s MFU comm bubble GiB/rank micro layers parameters memory/rank limit"  # right-aligned
+INDENT = "    "  # of a layout's description below its figures
 
 
 def report(plan: Plan, top: int, tokens: float | None = None) -> str:
@@ -43,9 +44,9 @@ def report(plan: Plan, top: int, tokens: float | None = None) -> str:
                   f"{f', vocabulary of {vocabulary_of(work.model)}{guessed}' * (work.sample is None)}"),
         ("cluster", _cluster_words(plan.cluster)),
         ("batch", _batch_words(work)),
-        ("looked at", f"{found.tried:,} layouts; of the fastest {len(found.ranked):,} fit"),
+        ("searched", f"{found.tried:,} layouts; {len(found.ranked):,} of the fastest fit"),
         *[("", f"{count:,}: {kind}, e.g. {found.examples[kind]}") for kind, count in found.pruned.items()],
-        *[("", f"{found.slower:,}: slower, memory not computed")] * bool(found.slower),
+        *[("", f"{found.slower:,}: slower, so their memory was not computed")] * bool(found.slower),
         ("equal", f"{_equal_words(plan)}{f'; {EQUAL} marks them' * (len(equals(found)) > 1)}"),
         ("memory", _memory_words(plan)),
         *[("offload", _offload_words(plan))] * (work.parallelism.offload is not Offload.none),
@@ -54,31 +55,45 @@ def report(plan: Plan, top: int, tokens: float | None = None) -> str:
         lines.append(("training", _training_words(plan, tokens)))
     last = train_command(plan.config, plan.cluster, work)
     text = [banner(lines, title="plan"), *_table(plan, top), "", "train the best with", last]
+    if roomy := _roomy(plan):
+        words = f"or, as fast within the error and with {_spare(plan, roomy):.0%} of the memory to spare,"
+        text += ["", f"{words} train", train_command(plan.config, plan.cluster, roomy.work)]
     return "\n".join(text)
+
+
+def _spare(plan: Plan, each: Candidate) -> float:
+    """Return the share of a rank's memory that a layout is predicted to leave free."""
+    return 1 - each.prediction.memory.total / rank_limit(plan.config, plan.cluster, each.work)
+
+
+def _roomy(plan: Plan) -> Candidate | None:
+    """Return the fastest layout equal to the best that fits whatever the prediction's error, if the best may not."""
+    if _spare(plan, plan.best) >= MEMORY_ERROR:
+        return None
+    return next((each for each in equals(plan.found) if _spare(plan, each) >= MEMORY_ERROR), None)
 
 
 def report_largest(config: Config, cluster: ClusterConfig, found: Sequence[Largest], top: int) -> str:
     """Return the banner, the table of the `top` largest models and the command that trains the largest."""
     work, limit = found[0].work, config.trainer.host_memory_limit
-    held = f"{limit:g} GiB a rank (trainer.host_memory_limit)" if limit else f"{cluster.memory_gib:.3g} GiB"
+    held = f"{limit:g} GiB per rank (trainer.host_memory_limit)" if limit else f"{cluster.memory_gib:.3g} GiB"
     lines = [
         ("model", f"{_label(work)}: {spec_of(work.model).words(work.model)}"),
         ("cluster", f"{_cluster_words(cluster, held)}, {cluster.reserved_gib:g} GiB of it for libraries"),
         ("batch", f"{_batch_words(work)}; recomputation {work.parallelism.activation_checkpointing.value}"),
     ]
-    headings = ("#", "layout", "layers", "parameters", "memory/rank", "of")
     rows = [
-        (str(number), model.work.layout.describe(model.work.parallelism), str(model.layers),
-         format_count(num_parameters(model.work.model)), format_bytes(model.memory.total), format_bytes(model.room))
+        (str(number), str(model.layers), format_count(num_parameters(model.work.model)),
+         format_bytes(model.memory.total), format_bytes(model.room))
         for number, model in enumerate(found[:top], 1)
     ]  # fmt: skip
-    text = table(headings, rows, right="# layers parameters memory/rank of", indent="")
+    text = _with_layouts(LARGEST_HEADINGS, rows, [model.work for model in found[:top]])
     last = train_command(config, cluster, work, found[0].override)
     return "\n".join([banner(lines, title="largest model"), *text, "", "train the largest with", last])
 
 
 def train_command(config: Config, cluster: ClusterConfig, work: Workload, *more: str) -> str:
-    """Return the command line that trains a layout, with the overrides `more`."""
+    """Return the command line that trains a layout, with the overrides `more`; on several nodes, for torchrun."""
     nodes, start = cluster.nodes or 1, command("train")
     if nodes > 1:
         each = f"--nnodes={nodes} --nproc-per-node={cluster.devices_per_node or 1}"
@@ -87,27 +102,30 @@ def train_command(config: Config, cluster: ClusterConfig, work: Workload, *more:
 
 
 def simulated(plan: Plan) -> str:
-    """Return the exact memory and communication of the best layout's fullest rank, simulated with fake tensors."""
+    """Return a banner with the exact memory and communication of the best layout's fullest rank, from a simulation with
+    fake tensors."""
     from gptlite.plan.simulate import simulate
 
     work, pp_rank = plan.best.work, plan.best.prediction.memory_rank
     rank = pp_rank * (work.layout.world_size // work.layout.size("pp"))
-    print(f"simulating rank {rank}: seconds, or a minute for a hundred layers", flush=True)
+    print(f"simulating rank {rank}: this takes seconds, about a minute for 100 layers", flush=True)
     result, sent = simulate(work, rank), defaultdict[str, float](float)
     for transfer in result.transfers:
         sent[transfer.axis] += transfer.wire_bytes
     parts = ", ".join(f"{key} {format_bytes(value)}" for key, value in asdict(result.peak).items())
     lines = [
         ("memory", f"{format_bytes(result.peak.total)} at most: {parts}"),
-        ("sent a step", ", ".join(f"{axis} {format_bytes(size)}" for axis, size in sent.items()) or "nothing"),
-        ("work", f"{format_count(result.flops)} FLOP a step"),
+        ("sent/step", ", ".join(f"{axis} {format_bytes(size)}" for axis, size in sent.items()) or "nothing"),
+        ("work", f"{format_count(result.flops)} FLOP per step"),
     ]
     return banner(lines, title=f"rank {rank}, simulated")
 
 
 def write(plan: Plan, folder: Path, top: int) -> list[Path]:
-    """Write plan.png, timeline.png if the best has a pipeline, and plan.json. Raises ConfigError for an unusable
-    folder."""
+    """Write plan.png, plan.json and, if the best layout has a pipeline, timeline.png. Returns their paths.
+
+    Raises ConfigError if the folder cannot be created.
+    """
     make_folder(folder)
     ranked, equal, work = distinct(plan.found, top), equal_seconds(plan.found), plan.best.work
     title = f"{_label(work)} on {_cluster_words(plan.cluster)}"
@@ -115,9 +133,9 @@ def write(plan: Plan, folder: Path, top: int) -> list[Path]:
         folder / "plan.png",
         title,
         [_bars(each, rank_limit(plan.config, plan.cluster, each.work)) for each in ranked],
-        label="seconds a step, predicted; shaded: equal to the first within the planner's error",
+        label="predicted seconds per step; shaded: equal to the fastest within the planner's error",
         shaded=(ranked[0].prediction.step_seconds, equal),
-        notes=[_equal_words(plan), f"memory of the first: {_memory_words(plan)}"],
+        notes=[_equal_words(plan), f"memory of the fastest: {_memory_words(plan)}"],
     )
     files = [folder / "plan.png"]
     if work.parallelism.pipeline > 1:
@@ -148,12 +166,13 @@ def write(plan: Plan, folder: Path, top: int) -> list[Path]:
 
 
 def write_largest(cluster: ClusterConfig, found: Sequence[Largest], folder: Path, top: int) -> Path:
-    """Draw the table's rows as largest.png. Raises ConfigError for an unusable folder."""
+    """Draw the `top` largest models as largest.png, and return its path. Raises ConfigError if the folder cannot be
+    created."""
     make_folder(folder)
     shown, nodes = found[:top], cluster.nodes or 1
     draw_layouts(
         folder / "largest.png",
-        f"The most layers of {_label(found[0].work)}'s width that fit {cluster.name}, {nodes} node{'s' * (nodes > 1)}",
+        f"Most layers at the width of {_label(found[0].work)} that fit {cluster.name}, {nodes} node{'s' * (nodes > 1)}",
         [
             Bars(
                 each.work.layout.describe(each.work.parallelism),
@@ -164,13 +183,13 @@ def write_largest(cluster: ClusterConfig, found: Sequence[Largest], folder: Path
             )
             for each in shown
         ],
-        label="layers, the most that fit",
+        label="most layers that fit",
     )
     return folder / "largest.png"
 
 
 def _bars(layout: Candidate, limit: float) -> Bars:
-    """Return the chart's row of a layout."""
+    """Return the bars of a layout in the chart of a plan."""
     each = layout.prediction
     lengths = {part: getattr(each, f"{part}_seconds") for part in TIME}
     label = f"{each.tokens_per_second:,.0f} {_unit(layout.work)}/s{'' if each.mfu is None else f', MFU {each.mfu:.0%}'}"
@@ -178,15 +197,21 @@ def _bars(layout: Candidate, limit: float) -> Bars:
 
 
 def _table(plan: Plan, top: int) -> Iterator[str]:
-    """Yield two or more lines per layout: its figures, then its description."""
+    """Yield the lines of the table of the `top` layouts."""
     ranked, equal = distinct(plan.found, top), equal_seconds(plan.found)
     rows = [_row(number, each, each.prediction.step_seconds <= equal) for number, each in enumerate(ranked, 1)]
     headings = tuple(each.format(_unit(plan.best.work)) for each in HEADINGS)
+    return _with_layouts(headings, rows, [each.work for each in ranked])
+
+
+def _with_layouts(headings: Sequence[str], rows: Sequence[Sequence[str]], works: Sequence[Workload]) -> Iterator[str]:
+    """Yield a table's header, then for each row its figures and below them the description of its layout, which would
+    make a column too wide for a terminal."""
     header, *figures = table(headings, rows, right=RIGHT, indent="")
     yield header
-    for line, each in zip(figures, ranked, strict=True):
-        words = each.work.layout.describe(each.work.parallelism)
+    for line, work in zip(figures, works, strict=True):
         yield line
+        words = work.layout.describe(work.parallelism)
         yield textwrap.fill(words, WIDTH, initial_indent=INDENT, subsequent_indent=INDENT, break_on_hyphens=False)
 
 
@@ -207,11 +232,12 @@ def _row(number: int, each: Candidate, equal: bool) -> tuple[str, ...]:
 
 
 def _equal_words(plan: Plan) -> str:
-    """Return the number of layouts that are equal to the fastest within the planner's error, as text."""
+    """Return the description of how many layouts are equal to the fastest within the planner's error."""
     alike = equals(plan.found)
     kinds = len(distinct(replace(plan.found, ranked=alike), len(alike)))
     if len(alike) == 1:
         return f"none: all others are slower by more than the planner's error of {ERROR:.0%}"
+    # If all layouts that fit are equal, so may be slower ones whose memory was not computed.
     more = "at least " * (len(alike) == len(plan.found.ranked) and plan.found.slower > 0)
     return (
         f"{more}{len(alike):,} layouts, of {kinds} combinations of degrees and ZeRO stage, are equal within the "
@@ -220,11 +246,11 @@ def _equal_words(plan: Plan) -> str:
 
 
 def _memory_words(plan: Plan) -> str:
-    """Return the best layout's memory and its limit, as text."""
+    """Return the description of the best layout's memory and its limit."""
     total, limit = plan.best.prediction.memory.total, rank_limit(plan.config, plan.cluster, plan.best.work)
-    spare = 1 - total / limit
+    spare = _spare(plan, plan.best)
     words = f"{total / GIB:.1f} GiB predicted of {limit / GIB:.1f} on the fullest rank, {spare:.1%} to spare"
-    return f"{words}: less than the {MEMORY_ERROR:.0%} that a prediction may be off" if spare < MEMORY_ERROR else words
+    return f"{words}: less than the prediction's error of {MEMORY_ERROR:.0%}" if spare < MEMORY_ERROR else words
 
 
 def _label(work: Workload) -> str:
@@ -241,7 +267,7 @@ def _batch_words(work: Workload) -> str:
 
 
 def _unit(work: Workload) -> str:
-    """Return the unit of throughput, for a table."""
+    """Return the unit of throughput in tables: tok or samples."""
     return work.unit.removesuffix("ens")
 
 
@@ -253,13 +279,13 @@ def _cluster_words(cluster: ClusterConfig, memory: str = "") -> str:
 
 
 def _offload_words(plan: Plan) -> str:
-    """Return the kind, size and place of the best layout's offload, as text."""
+    """Return the description of the best layout's offload: its kind, size and place."""
     parallelism, best = plan.best.work.parallelism, plan.best.prediction
     state = file_bytes(plan.best.work, best.memory_rank)
-    kept = [f"{format_bytes(best.memory.host)} of its host's memory for a rank of the best"] * bool(best.memory.host)
-    kept += [f"{format_bytes(state)} in {parallelism.offload_path}"] * bool(state)
-    given = "" if "offload" in fixed_keys(plan.config) else ", as nothing fits without it"
-    return f"{parallelism.offload.value}{given}: {', '.join(kept) or 'in the memory of this machine'}"
+    kept = [f"{format_bytes(best.memory.host)} of host memory per rank"] * bool(best.memory.host)
+    kept += [f"{format_bytes(state)} per rank in {parallelism.offload_path}"] * bool(state)
+    given = "" if "offload" in fixed_keys(plan.config) else ", since no layout fits without it"
+    return f"{parallelism.offload.value}{given}: {', '.join(kept) or 'in host memory'}"
 
 
 def _training_words(plan: Plan, tokens: float) -> str:
@@ -269,4 +295,4 @@ def _training_words(plan: Plan, tokens: float) -> str:
     if each is None:
         return words
     price = plan.cluster.dollars_per_device_hour
-    return f"{words}, ${each * tokens / 1e9:,.0f} at ${price:g} a GPU hour"
+    return f"{words}, ${each * tokens / 1e9:,.0f} at ${price:g} per GPU hour"

@@ -1,5 +1,5 @@
-"""Exhaustive search over the layouts of a model on a number of devices: legal ones that fit, by predicted speed, and
-the reasons against the others."""
+"""Exhaustive search over the layouts of a model on a number of devices. It ranks the legal layouts that fit by
+predicted speed, and counts the reasons against the others."""
 
 from __future__ import annotations
 
@@ -26,28 +26,30 @@ from gptlite.plan.parameters import num_blocks
 from gptlite.plan.workload import Prediction, RankBytes, Workload
 from gptlite.progress import Log, Progress
 
-REPORT_SECONDS = 5.0  # a search that takes longer says what follows it
-MICRO_BATCHES = tuple(2**power for power in range(5))  # sequences
-MICRO_SAMPLES = tuple(2**power for power in range(11))  # a sample may be far smaller than a sequence
-WANTED = 30  # default number of kinds of layouts that fit
-ASKED = 300  # layouts whose memory is computed exactly when none fits, to report the smallest
-SHORTEST_CHUNK = 1024  # positions of a context chunk: below it another axis divides the work with less traffic
+REPORT_SECONDS = 5.0  # if predicting all layouts takes longer, a line reports that the next phase begins
+MICRO_BATCHES = tuple(2**power for power in range(5))  # micro-batch sizes to try, in sequences
+MICRO_SAMPLES = tuple(2**power for power in range(11))  # in samples, which may be far smaller than a sequence
+WANTED = 30  # default of Space.wanted
+ASKED = 300  # if no layout fits: number of layouts whose memory is computed exactly to report the smallest
+SHORTEST_CHUNK = 1024  # positions of a context chunk: with shorter chunks, other axes need less traffic
 UNKNOWN = (0, RankBytes(0, 0, 0, 0))  # placeholder for the memory of a layout that has only been timed
-UNEVEN_STAGES = (2, 3, 4)  # per rank, tried even if they do not divide its layers: the head costs as much as some
-# Of a predicted step, with constants from data sheets, against runs of other code bases: llm.c, FlashAttention and
-# Megatron-LM on H100s are within 6% (docs/planner_published.md, "Unseen"; tests/plan/test_published.py, which names an
-# exception). One constant was chosen with these runs in view, hence the margin.
+# Stages per rank that are tried even if they do not divide its layers: the head costs as much as several layers.
+UNEVEN_STAGES = (2, 3, 4)
+# Relative error of a predicted step. With constants from data sheets, predictions are within 6% of published runs of
+# llm.c, FlashAttention and Megatron-LM on H100s (docs/planner_published.md, "Unseen"; tests/plan/test_published.py
+# names an exception). One constant was chosen with knowledge of these runs, hence the margin.
 ERROR = 0.08
 Refuses = Callable[[ParallelismConfig, int], str]
 
 
 @dataclass(frozen=True)
 class Space:
-    """Search space of layouts. `work` has the model, the batch and the dtype, and the values of the keys in `fixed`:
-    fields of ParallelismConfig and `micro_batch_size` that the search does not change.
+    """Search space of layouts. A layout is a ParallelismConfig with a micro-batch size.
 
-    `refuses` returns the reason why a layout and a micro-batch cannot be configured, or an empty string. `wanted`: the
-    number of kinds of layouts that fit, a kind being degrees and a ZeRO stage; slower layouts are left out after that.
+    `work` has the model, the batch, the dtype, and the values of the keys in `fixed`. These are fields of
+    ParallelismConfig, or `micro_batch_size`, that the search does not change. `refuses` returns the reason why a layout
+    cannot be configured, or an empty string. `wanted`: number of kinds of layouts that fit after which slower layouts
+    are left out; a kind is a combination of degrees and ZeRO stage.
     """
 
     work: Workload
@@ -76,12 +78,12 @@ class Candidate:
 
 @dataclass
 class Found:
-    """Result of a search. `ranked`: the layouts that fit, fastest first, as many as were wanted. `pruned`: number of
-    layouts by kind of reason.
+    """Result of a search. `ranked`: the layouts that fit, fastest first (see `Space.wanted`). `pruned`: number of
+    layouts left out, by kind of reason. `examples`: one message per kind of reason.
 
-    `tried`: number of all layouts. `slower`: number whose memory was not computed, since enough faster ones fit.
-    `examples`: one message per kind of reason. `smallest`: if none fits, the smallest memory of a fullest rank, and its
-    layout.
+    `tried`: number of all layouts. `slower`: number of layouts whose memory was not computed, since enough faster ones
+    fit. `smallest`: the layout with the smallest memory on its fullest rank, and that memory, for the case that no
+    layout fits.
     """
 
     ranked: list[Candidate] = field(default_factory=list)
@@ -111,7 +113,7 @@ class Found:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Disable garbage collection in the block: it would traverse all layouts kept, again and again, and find no
+    """Disable garbage collection in the block, because it would repeatedly traverse all kept layouts and find no
     garbage."""
     enabled = gc.isenabled()
     gc.disable()
@@ -124,14 +126,14 @@ def _no_collection() -> Iterator[None]:
 
 @_no_collection()
 def search(space: Space, cluster: ClusterConfig, world: int, log: Log = lambda line: None) -> Found:
-    """Return the layouts on `world` ranks by predicted speed, without those that do not fit, until `space.wanted` kinds
-    do.
+    """Return the fastest layouts on `world` ranks that fit, ordered by predicted speed (`Space.wanted` limits their
+    number).
 
     If none fits in device memory and offload is not fixed, the search is repeated with offload to the hosts' memory, if
-    its size is known, and then with the optimizer's state on disk, if a path is known. Offload costs time, so it does
-    not compete with layouts that fit without it.
+    its size is known, and then with the optimizer state on disk, if a path is known. Offload costs time, so it is not
+    tried if a layout fits without it.
 
-    `log` receives a line now and then. Raises ConfigError if no layout is legal, whatever the memory.
+    `log` receives progress lines. Raises ConfigError if no layout is legal, whether it fits or not.
     """
     found = _searched(space, cluster, world, log)
     base = space.work.parallelism
@@ -150,6 +152,7 @@ def search(space: Space, cluster: ClusterConfig, world: int, log: Log = lambda l
 
 
 def _searched(space: Space, cluster: ClusterConfig, world: int, log: Log) -> Found:
+    """Search once, with the offload of `space`. Layouts are timed first, as their exact memory takes longer."""
     found, timed, costs = Found(), list[Candidate](), Costs(cluster)
     least, thriftiest = math.inf, list[Workload]()
     for work, reason in workloads(space, cluster, world, log):
@@ -160,7 +163,8 @@ def _searched(space: Space, cluster: ClusterConfig, world: int, log: Log) -> Fou
         bound = least_bytes(work)
         if bound < least:
             least, thriftiest = bound, []
-        if bound == least:  # the bound is a mean over ranks: actual peaks of such layouts differ by up to ten times
+        # The bound is a mean over ranks; the exact peaks of layouts with equal bounds differ by up to ten times.
+        if bound == least:
             thriftiest.append(work)
         if too_much := least_too_large(work, bound, cluster, world):
             found.prune("does not fit", too_much)
@@ -179,8 +183,8 @@ def _searched(space: Space, cluster: ClusterConfig, world: int, log: Log) -> Fou
 
 
 def _keep_fitting(found: Found, timed: list[Candidate], cluster: ClusterConfig, world: int, wanted: int) -> None:
-    """Move the fastest layouts that fit into `found`: all that are equal to the fastest, then more until there are
-    `wanted` kinds."""
+    """Add the fastest layouts that fit to `found`: all that are equal to the fastest within ERROR, then the fastest of
+    each further kind until there are `wanted` kinds. `timed` is sorted by speed."""
     kinds, equal = set[tuple[int, ...]](), math.inf
     thriftiest: dict[object, Workload] = {}
     for work in (each.work for each in timed):
@@ -188,12 +192,12 @@ def _keep_fitting(found: Found, timed: list[Candidate], cluster: ClusterConfig, 
     refused: dict[object, list[tuple[tuple[int, ...], str]]] = {}
 
     def check_memory(work: Workload) -> tuple[int, RankBytes, str]:
-        """Return the fullest rank, its bytes, and the reason if they do not fit.
+        """Return the fullest rank, its bytes, and the reason why they do not fit, or an empty string.
 
-        A layout is refused without computing its memory if a thriftier one of its family did not fit.
+        If a thriftier layout of the same family does not fit, return that layout's reason without computing the memory.
         """
         family, mine = _family(work), _thrift(work)
-        if family not in refused:  # try the thriftiest first: if it does not fit, none of the family does
+        if family not in refused:  # if the thriftiest layout does not fit, no layout of the family does
             refused[family] = []
             check_memory(thriftiest[family])
         for least, reason in refused[family]:
@@ -208,7 +212,7 @@ def _keep_fitting(found: Found, timed: list[Candidate], cluster: ClusterConfig, 
 
     for each in timed:
         seconds = each.prediction.step_seconds
-        # More layouts of a known kind are kept only if they are equal to the fastest.
+        # A second layout of a kind is kept only if it is equal to the fastest.
         if seconds > equal and (len(kinds) >= wanted or _kind(each) in kinds):
             found.slower += 1
             continue
@@ -217,26 +221,26 @@ def _keep_fitting(found: Found, timed: list[Candidate], cluster: ClusterConfig, 
             found.prune("does not fit", too_much)
             continue
         kinds.add(_kind(each))
-        equal = min(equal, seconds * (1 + ERROR))  # set by the first that fits, as `timed` is sorted
+        equal = min(equal, seconds * (1 + ERROR))  # set by the first layout that fits, as `timed` is sorted
         found.ranked.append(replace(each, prediction=replace(each.prediction, memory=memory, memory_rank=rank)))
 
 
 def _family(work: Workload) -> tuple[object, ...]:
-    """Return a layout's fields without those that change memory monotonically: micro-batch and recomputation."""
+    """Return a layout's fields without those that change memory monotonically: micro-batch size and recomputation."""
     config = work.parallelism
     how = config.schedule, config.virtual_stages, config.zero, config.sequence, config.offload
     return work.layout, *how
 
 
 def _thrift(work: Workload) -> tuple[int, ...]:
-    """Return a sort key that estimates the memory of a layout, the least first."""
+    """Return a sort key of layouts, from least to most memory within a family."""
     modes = (ActivationCheckpointing.full, ActivationCheckpointing.selective)
     mode = work.parallelism.activation_checkpointing
     return work.micro_batch_size, modes.index(mode) if mode in modes else len(modes), -work.parallelism.zero
 
 
 def equal_seconds(found: Found) -> float:
-    """Return the longest step time that is equal to the fastest within the prediction's error."""
+    """Return the longest step time that counts as equal to the fastest, within the prediction's error."""
     return found.ranked[0].prediction.step_seconds * (1 + ERROR)
 
 
@@ -246,7 +250,7 @@ def equals(found: Found) -> list[Candidate]:
 
 
 def distinct(found: Found, count: int) -> list[Candidate]:
-    """Return the fastest candidate of each combination of degrees and ZeRO stage, at most `count`."""
+    """Return the fastest candidate of each kind (combination of degrees and ZeRO stage), at most `count`."""
     seen: dict[tuple[int, ...], Candidate] = {}
     for each in found.ranked:
         seen.setdefault(_kind(each), each)
@@ -265,13 +269,15 @@ def _speed(each: Candidate) -> tuple[float, int]:
 def workloads(
     space: Space, cluster: ClusterConfig, world: int, log: Log = lambda line: None
 ) -> Iterator[tuple[Workload, str]]:
-    """Yield every layout, with the reason why it cannot run, empty if it can."""
+    """Yield every layout, with the reason why it cannot run, or an empty string if it can."""
     every = list(layouts(space, cluster, world))
     label, started = f"plan for {world} ranks", time.monotonic()
-    progress = Progress(label, len(every), log, unit="layouts")
+    # Progress counts combinations. Each has one layout per micro-batch size, so there are more layouts.
+    unit = "combinations of degrees and options"
+    progress = Progress(label, len(every), log, unit=unit)
     for number, parallelism in enumerate(every):
-        if number == 1:  # the first layout includes the profile of the model
-            progress = Progress(label, len(every), log, done=1, unit="layouts")
+        if number == 1:  # restart the clock for the ETA: the first combination included the profile of the model
+            progress = Progress(label, len(every), log, done=1, unit=unit)
         progress.add(number > 0)
         try:
             layout = resolve(parallelism, world)
@@ -283,7 +289,7 @@ def workloads(
         sizes = [size for size in tried if each and each % size == 0]
         if "micro_batch_size" in space.fixed:
             sizes = [space.work.micro_batch_size]
-        for micro in sizes or [1]:  # without a valid size, the check of the configuration gives the reason
+        for micro in sizes or [1]:  # if no size is valid, `refuses` returns the reason for size 1
             reason = space.refuses(parallelism, micro)
             work = replace(space.work, parallelism=parallelism, layout=layout, micro_batch_size=micro)
             yield work, reason
@@ -296,7 +302,7 @@ def layouts(space: Space, cluster: ClusterConfig, world: int) -> Iterator[Parall
     base, model = space.work.parallelism, space.work.model
     node = cluster.devices_per_node or world
     sizes, spec = list((spec_of(model).tensor_sizes(model) or {"": 1}).values()), spec_of(model)
-    # The tensor axis stays within a node: it communicates in every layer.
+    # The tensor axis stays within a node, because it communicates in every layer.
     heads = [d for d in divisors(min(sizes)) if not any(size % d for size in sizes) and d <= max(node, 1)]
     depths = [d for d in divisors(world) if d <= (spec.num_blocks(model) or 1)]
     axes = space.values("tensor", heads), space.values("pipeline", depths), _contexts(space, world)
@@ -338,9 +344,9 @@ def _ways(degrees: ParallelismConfig, space: Space, node: int) -> Iterator[Paral
 
 
 def _schedules(degrees: ParallelismConfig, space: Space) -> list[tuple[str, int | None]]:
-    """Return schedules, each with its number of stages per rank."""
+    """Return the schedules to try, each with a number of stages per rank; None is the schedule's default."""
     if degrees.pipeline == 1:
-        return [("1f1b", None)]  # nothing to schedule
+        return [("1f1b", None)]  # without a pipeline there is nothing to schedule
     found: list[tuple[str, int | None]] = []
     for name in space.values("schedule", list(SCHEDULES)):
         counts: list[int | None] = [None]
@@ -351,20 +357,20 @@ def _schedules(degrees: ParallelismConfig, space: Space) -> list[tuple[str, int 
 
 
 def _virtual_stages(schedule: ScheduleRule, layers: int, ranks: int) -> list[int]:
-    """Return the numbers of stages per rank to try: those that divide its layers evenly, and small ones that do not.
+    """Return the numbers of stages per rank to try: those that divide a rank's layers, and small ones that may not.
 
-    A single stage per rank is 1F1B again, unless the schedule splits backward passes.
+    One stage per rank is included only if the schedule splits backward passes; otherwise it would be the same as 1F1B.
     """
     most = layers // ranks
     even = divisors(most) if layers % ranks == 0 else []
     counts = {*even, *(count for count in UNEVEN_STAGES if count <= most), *([1] if schedule.splits_backward else [])}
-    # With too few layers for two stages, the check of the configuration gives the reason.
+    # If there are too few layers for two stages, return the default, for which `Space.refuses` returns the reason.
     return sorted(count for count in counts if count > 1 or schedule.splits_backward) or [schedule.virtual]
 
 
 def _zeros(degrees: ParallelismConfig, space: Space, node: int) -> list[tuple[int, int]]:
-    """Return ZeRO stages with their number of copies: shards over all data ranks, or only over those of a node
-    (HSDP)."""
+    """Return the ZeRO stages to try, each with a number of copies: 1 if shards are over all data ranks, more if they
+    are only over those of a node (HSDP)."""
     data = degrees.data or 1
     if data * degrees.context == 1:
         return [(zero, 1) for zero in space.values("zero", [0])]

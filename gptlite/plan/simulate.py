@@ -1,11 +1,10 @@
-"""Simulation of one rank of any world on a CPU: memory, communication and FLOPs of a step.
+"""Simulation of one rank of a world of any size on a CPU: memory, communication and FLOPs of a step.
 
 The engine's own model, layout, optimizer, schedule and step run with fake tensors and simulated ranks, so they behave
 as on a real rank. With many micro-batches only the first ones are run, and the rest is extrapolated: see `simulate`.
 
-The tensors are on a "CPU" in any case, as torch without CUDA has no autograd for other devices. For a workload on GPUs
-the engine's decisions by device are those of a GPU: SDPA's flash kernel, the number of logits at a time, FSDP2's
-collectives.
+The fake tensors are always on the CPU, as torch without CUDA has no autograd for other devices. For a workload on GPUs
+the engine still chooses as on a GPU: SDPA's flash kernel, the number of logits at a time, FSDP2's collectives.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ from gptlite.trainer.signals import Stopping, StopSignal
 from gptlite.trainer.state import TrainState
 from gptlite.trainer.step import Step
 
-State = dict[str, dict[int, int]]  # bytes of storages by their numbers, by category
+State = dict[str, dict[int, int]]  # bytes of model state: for each category, those of each storage by its number
 CPU = torch.device("cpu")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # Methods of torch's pipeline stage that return the messages around a pass, and the phase of that pass.
@@ -69,8 +68,8 @@ MESSAGE_METHODS = {
 
 @dataclass(frozen=True)
 class Simulation:
-    """A step of one rank. `peak`: model state at its peak, and the peak of activations (all else), each at its own
-    instant."""
+    """Simulated step of one rank. `peak` has the model state at its peak, and the peak of activations (all other
+    memory); the two peaks may occur at different times."""
 
     peak: RankBytes
     transfers: list[Transfer]
@@ -78,7 +77,7 @@ class Simulation:
 
     @classmethod
     def of(cls, counts: Counter[str | Transfer]) -> Simulation:
-        """Return the simulation from counts of each transfer, of FLOPs, and of bytes by category."""
+        """Return the simulation from the number of each transfer, the FLOPs, and the bytes of each category."""
         sizes = {key: size for key, size in counts.items() if isinstance(key, str)}
         sent = sorted((key, count) for key, count in counts.items() if isinstance(key, Transfer))
         flops = sizes.pop("flops")
@@ -88,13 +87,13 @@ class Simulation:
 def simulate(work: Workload, rank: int) -> Simulation:
     """Simulate a step of one rank of the workload's world. Call it in a process without a process group.
 
-    With more micro-batches than `enough` needs, two numbers of micro-batches are simulated, and their difference is
-    added for each further one. This is exact: once a pipeline is full, each further micro-batch adds the same
+    If the step has more micro-batches than `enough` returns, two smaller steps are simulated, and their difference is
+    added for each further micro-batch. This is exact: once a pipeline is full, each further micro-batch adds the same
     transfers, FLOPs and bytes (of its activations in GPipe, of its receive buffers in any schedule). Raises ValueError
     for a rank outside the world.
     """
     if not 0 <= rank < work.layout.world_size:
-        raise ValueError(f"rank {rank} of a world of {work.layout.world_size}")
+        raise ValueError(f"rank {rank} is outside the world; the last rank is {work.layout.world_size - 1}")
     few, more = enough(work)
     if more >= work.micro_batches:
         return Simulation.of(counted(work, rank, work.micro_batches))
@@ -105,14 +104,14 @@ def simulate(work: Workload, rank: int) -> Simulation:
 
 
 def enough(work: Workload) -> tuple[int, int]:
-    """Return two numbers of micro-batches whose difference is that of any further micro-batches."""
+    """Return two numbers of micro-batches from which `simulate` can extrapolate a step's counts to more."""
     config, count = work.parallelism, work.micro_batches
     if config.pipeline == 1:
         return 2, 3
-    if not rule(config).even_rounds:  # a V-shaped schedule is full at twice its ranks
+    if not rule(config).even_rounds:  # a V-shaped pipeline is full at two micro-batches per rank
         full = 2 * config.pipeline if rule(config).v_shape else config.pipeline
         return full + 1, full + 2
-    # Interleaved schedules run in rounds; the two numbers must give rounds of the same size, or nothing is saved.
+    # Interleaved schedules run in rounds. If the two numbers do not give rounds of the same size, simulate all.
     rounds = max(1, count // config.pipeline)
     each = count // rounds
     few, more = 2 * each, 3 * each
@@ -121,7 +120,7 @@ def enough(work: Workload) -> tuple[int, int]:
 
 
 def counted(work: Workload, rank: int, micro_batches: int) -> Counter[str | Transfer]:
-    """Return the counts of a step with that many micro-batches: see `Simulation.of`."""
+    """Return the counts of a step with that many micro-batches, as for `Simulation.of`."""
     watch = watched_step(work, rank, micro_batches)
     found = Counter[str | Transfer](each for each in watch.log if isinstance(each, Transfer))
     found["flops"] = sum(int(each.flops) for each in watch.log if isinstance(each, Op))
@@ -130,10 +129,11 @@ def counted(work: Workload, rank: int, micro_batches: int) -> Counter[str | Tran
 
 
 def peak(log: Sequence[Change | Op | Transfer], begin: int, samples: Sequence[State]) -> dict[str, int]:
-    """Return the model state by category at the sample where it peaks, and the peak of all else from `begin` on.
+    """Return bytes by category: model state in the sample where it peaks, and the peak of all other memory.
 
-    The definitions are those of `parallelism.memory_watch`. A storage that is model state in some sample counts as such
-    for its whole life. Raises ValueError without samples.
+    The second peak is that from index `begin` of the log on. The definitions are those of `parallelism.memory_watch`.
+    A storage that is model state in any sample counts as model state from its allocation to its release. Raises
+    ValueError without samples.
     """
     state = {number for sample in samples for sizes in sample.values() for number in sizes}
     sizes = (each.size if isinstance(each, Change) and each.number not in state else 0 for each in log)
@@ -143,9 +143,9 @@ def peak(log: Sequence[Change | Op | Transfer], begin: int, samples: Sequence[St
 
 
 class StepWatch(Watch):
-    """A watch of a step, which begins at index `begin` of the log, after its construction. `samples`: bytes of each
-    storage of model state, by category, at the start of each backward pass and of the update, when gradients of earlier
-    micro-batches exist and parameters are gathered."""
+    """A watch of one step. The log before index `begin` is that of the setup. `samples`: bytes of each storage of model
+    state, by category, at the start of each backward pass and of the update, when gradients of earlier micro-batches
+    exist and parameters are gathered."""
 
     def __init__(self, mesh: Mesh, device: str) -> None:
         super().__init__(mesh, device)
@@ -153,7 +153,7 @@ class StepWatch(Watch):
         self.samples: list[State] = []
 
     def run(self, step: Step, state: TrainState) -> None:
-        """Run the step, with hooks on its passes that record phase, samples and messages."""
+        """Run the step, with hooks on its passes that set the phase and record samples and messages."""
 
         def sample() -> None:
             held = state_tensors(state.parts, state.optimizer)
@@ -167,17 +167,18 @@ class StepWatch(Watch):
         passes.run = self._during("forward", passes.run)  # type: ignore[method-assign]
         for part in state.parts:
             part.register_forward_pre_hook(lambda *_: setattr(self, "phase", "forward"), prepend=True)
-            # Before FSDP2 gathers for the backward pass, and after.
+            # The phase is set before FSDP2 gathers for the backward pass; the sample is taken after that.
             part.register_forward_hook(_at_backward(lambda: setattr(self, "phase", "backward")), prepend=True)
             part.register_forward_hook(_at_backward(sample))
         for stage in [] if isinstance(passes, OnePart) else schedule_stages(passes.schedule):
             self._hook(stage, sample)
         state.optimizer.register_step_pre_hook(updates)
         self.begin = len(self.log)
-        # Between gradients and update a step communicates over the whole world.
+        # Collectives between the gradients and the update are over the whole world.
         step(state, lambda _: setattr(self, "world", True))
 
     def _hook(self, stage: Any, sample: Callable[[], None]) -> None:
+        """Wrap the methods of torch's pipeline stage that run backward passes and return messages."""
         weights = self._during("backward", stage.backward_weight_one_chunk)
 
         def sampled(*args: Any, **options: Any) -> None:
@@ -202,7 +203,7 @@ class StepWatch(Watch):
         return run
 
     def _recording(self, ask: Callable[[int], list[dist.P2POp]]) -> Callable[[int], list[dist.P2POp]]:
-        """Return a function that records the messages that `ask` returns."""
+        """Return a function that calls `ask` and records the messages that it returns."""
 
         def recorded(chunk: int) -> list[dist.P2POp]:
             ops = ask(chunk)
@@ -251,7 +252,7 @@ def watched_step(work: Workload, rank: int, micro_batches: int) -> StepWatch:
 
 
 def _build(work: Workload, mesh: Mesh, model: Model, parts: list[nn.Module], loader: Loader) -> tuple[Step, TrainState]:
-    """Return the step and the state that `pretrain` would build, without data and initial weights."""
+    """Return the step and the state that `pretrain` would build, but without data and initial weights."""
     config, runner, policy = work.parallelism, StageRunner(parts, mesh, work.parallelism), policy_of(work)
     materialize(model, parts, CPU)
     on_device = replace(config, offload=Offload.none)
@@ -271,8 +272,8 @@ def _build(work: Workload, mesh: Mesh, model: Model, parts: list[nn.Module], loa
 
 
 def _loader(work: Workload, micro_batches: int, watch: Watch) -> Loader:
-    """Return a stand-in for the loader, with only what a step uses. On a CPU a thread makes the batches, so they do not
-    count."""
+    """Return a stand-in for the loader, with only the attributes that a step uses. In a run on a CPU a separate thread
+    creates the batches, so their memory is not counted."""
     tensors = (*zero_batch(work), torch.zeros(work.micro_batch_size, dtype=torch.int64))
     watch.leave_out(*tree_leaves(tensors))
 
@@ -288,13 +289,13 @@ def _loader(work: Workload, micro_batches: int, watch: Watch) -> Loader:
 
 
 def assume_loads(parts: Sequence[nn.Module], work: Workload) -> None:
-    """Set the rows that experts assume to receive from other ranks."""
+    """Set the ratio of received to sent rows that experts assume, because the tensors have no values."""
     for experts in (module for part in parts for module in part.modules() if isinstance(module, Experts)):
         experts.imbalance = work.imbalance
 
 
 def zero_batch(work: Workload) -> tuple[Any, Any]:
-    """Return the input and the targets of a micro-batch, of zeros."""
+    """Return the input and the targets of a micro-batch, filled with zeros."""
     rows, sample = work.micro_batch_size, work.sample
     if sample is None:
         return tuple(torch.zeros(rows, work.rank_length, dtype=torch.int64) for _ in range(2))  # type: ignore[return-value]
@@ -302,8 +303,8 @@ def zero_batch(work: Workload) -> tuple[Any, Any]:
 
 
 def ops_of(work: Workload) -> Ops:
-    """Return the ops of a run with the workload's attention: references for `matmul` on a CPU (`ops=reference`), else
-    our kernels."""
+    """Return the ops of a run with the workload's attention: reference ops for `matmul` on a CPU (`ops=reference`),
+    else our kernels."""
     attention = Attention.sdpa if work.attention is Attention.auto else work.attention
     wanted = work.device == "cuda" or attention is not Attention.matmul
     if not wanted:
@@ -327,7 +328,7 @@ def mesh_of(layout: Layout, rank: int) -> Iterator[Mesh]:
 
 @contextmanager
 def as_on(device: str, here: str = "cpu") -> Iterator[None]:
-    """Make ops on tensors of device `here` decide as if they were on `device`."""
+    """Give ops on tensors of device `here` the limits of `device`, e.g. the bytes of logits at a time."""
     limits = cast(tuple[dict[str, Any], ...], (LOGIT_BYTES, SOFTMAX_BYTES, PRODUCTS))
     before = [limit[here] for limit in limits]
     for limit in limits:

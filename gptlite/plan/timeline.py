@@ -1,8 +1,8 @@
 """Timeline of a pipeline: the order of each rank's passes, and their start and end for given durations.
 
 The orders are those of torch.distributed.pipelining's schedules, which the engine runs (see parallelism/pipeline.py for
-the papers). F is a forward pass, B a backward pass, I and W its halves if it is split: the gradients of the inputs,
-which the previous stage needs, and those of the weights. A stage is a part of the model; a rank holds one or more.
+the papers). F is a forward pass and B a backward pass. Some schedules split B: I computes the gradients of the inputs,
+which the previous stage needs, and W those of the weights. A stage is a part of the model; a rank holds one or more.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from gptlite.parallelism.config import ParallelismConfig
 from gptlite.parallelism.layout import num_stages, rule, schedule_refuses, stages_of_rank, stages_per_rank
 
 Turn = tuple[str, int]  # kind, stage
-Pass = tuple[str, int, int]  # and micro-batch
+Pass = tuple[str, int, int]  # kind, stage, micro-batch
 
 
 class Event(NamedTuple):
-    """One pass of a rank, in seconds from the beginning of the step."""
+    """One pass of a rank. `start` and `end` are in seconds from the beginning of the step."""
 
     rank: int
     stage: int
@@ -34,7 +34,7 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """The passes of a step, grouped by rank, each rank's in execution order."""
+    """Passes of a step, grouped by rank and in the execution order of each rank."""
 
     events: list[Event]
     ranks: int
@@ -49,11 +49,11 @@ class Timeline:
         return [event for event in self.events if event.rank == rank]
 
     def busy(self, rank: int) -> float:
-        """Return the seconds in which a rank computes."""
+        """Return the seconds during which a rank computes."""
         return sum(event.end - event.start for event in self.of_rank(rank))
 
     def bubble(self, rank: int) -> float:
-        """Return the share of the step in which a rank is idle."""
+        """Return the share of the step's time during which a rank is idle."""
         return 1 - self.busy(rank) / self.seconds if self.seconds else 0.0
 
 
@@ -69,12 +69,12 @@ def timeline(
 
     `forward` and `backward` are the seconds of one micro-batch in each stage. `message` is the seconds to send one
     activation, or its gradient, to another rank, overlapped with compute on both. `weight_share` is the W half's share
-    of `backward` if it is split. Raises ValueError unless there is one duration per stage, and for a number of
-    micro-batches that the schedule refuses.
+    of `backward` if it is split. Raises ValueError unless there is one duration per stage, and if the schedule cannot
+    run that number of micro-batches.
     """
     stages = num_stages(config)
     if len(forward) != stages or len(backward) != stages:
-        raise ValueError(f"{len(forward)} and {len(backward)} durations for {stages} stages")
+        raise ValueError(f"{len(forward)} forward and {len(backward)} backward durations for {stages} stages")
     orders = [order(config, rank, micro_batches) for rank in range(config.pipeline)]
     owner = {stage: rank for rank in range(config.pipeline) for stage in stages_of_rank(config, rank)}
     hops = [0.0 if owner[stage] == owner[stage + 1] else message for stage in range(stages - 1)]
@@ -89,8 +89,8 @@ def timeline(
 
 
 def order(config: ParallelismConfig, rank: int, micro_batches: int) -> list[Pass]:
-    """Return the passes of a pipeline rank in execution order. Raises ValueError for a number of micro-batches it
-    cannot run."""
+    """Return the passes of a pipeline rank in execution order. Raises ValueError if the schedule cannot run that number
+    of micro-batches."""
     if reason := schedule_refuses(config, micro_batches):
         raise ValueError(reason)
     if config.pipeline == 1:
@@ -111,14 +111,14 @@ def warmup(config: ParallelismConfig, rank: int, micro_batches: int) -> int:
     if config.pipeline == 1 or config.schedule == "gpipe":
         return micro_batches if config.pipeline > 1 else 1
     stages, each = stages_per_rank(config), micro_batches // max(1, micro_batches // config.pipeline)
-    # Each step away from the last rank adds a forward pass, and another one if interleaved backward passes are whole.
+    # Each later rank adds one forward pass, or two if the schedule is interleaved and does not split backward passes.
     distance = 1 if rule(config).splits_backward or config.schedule == "1f1b" else 2
     ahead = (stages - 1) * each + distance * (config.pipeline - 1 - rank)
     return min(ahead + 1, stages * micro_batches)
 
 
 def _numbered(kinds: Iterable[tuple[str, int]], micro_batches: int) -> list[Pass]:
-    """Number the passes: each kind takes a stage's micro-batches in order; passes beyond the last one are dropped."""
+    """Number the micro-batches of each kind of pass and stage in order, and drop passes beyond `micro_batches`."""
     counts: dict[tuple[str, int], int] = defaultdict(int)
     passes = []
     for kind, stage in kinds:
@@ -136,8 +136,8 @@ def _alternate(forward: list[Turn], backward: list[Turn], warmup: int) -> list[T
 
 
 def _interleaved(config: ParallelismConfig, rank: int, micro_batches: int) -> list[Turn]:
-    """Return the turns of an interleaved schedule, in rounds of about as many micro-batches as ranks: a stage runs a
-    whole round before the next stage does."""
+    """Return the turns of an interleaved schedule. It runs in rounds of about as many micro-batches as ranks; each of a
+    rank's stages runs a whole round before the next stage starts it."""
     ranks, mine = config.pipeline, stages_of_rank(config, rank)
     rounds = max(1, micro_batches // ranks)
     each = micro_batches // rounds
@@ -147,6 +147,7 @@ def _interleaved(config: ParallelismConfig, rank: int, micro_batches: int) -> li
     turns = _alternate(forward, [(kind, stage) for stage in back], warmup(config, rank, micro_batches))
     if kind == "B":
         return turns
+    # A W pass follows each I pass but the first `rank` ones; the remaining W passes run at the end.
     weights = iter([("W", stage) for stage in back])
     inputs, filled = 0, []
     for turn in turns:
@@ -158,15 +159,15 @@ def _interleaved(config: ParallelismConfig, rank: int, micro_batches: int) -> li
 
 
 def _v(ranks: int, rank: int, micro_batches: int) -> list[Turn]:
-    """Return the turns of ZBV (Qi et al. 2024, arXiv:2405.15362): a rank holds a stage on the way down and its mirror
-    on the way up."""
+    """Return the turns of ZBV (Qi et al. 2024, arXiv:2405.15362). A rank holds two stages: `down`, on the way from the
+    first rank to the last, and `up`, on the way back."""
     down, up = rank, 2 * ranks - 1 - rank
-    count = max(2 * ranks - 1, micro_batches)  # the minimum of the shape; `_numbered` drops passes beyond the last
+    count = max(2 * ranks - 1, micro_batches)  # the V shape needs this minimum; `_numbered` drops extra passes
     both = {stage: [("I", stage), ("W", stage)] for stage in (down, up)}
     turns = [("F", down)] * (2 * (ranks - rank) - 1)
     turns += [("F", up), ("F", down)] * rank
     turns += [("F", up), *both[up]] * (ranks - rank)
-    left = count - (2 * ranks - 1 - rank)  # forward passes still to come on the way down
+    left = count - (2 * ranks - 1 - rank)  # remaining forward passes of the stage `down`
     turns += [("F", down), *both[down], ("F", up), *both[up]] * left
     turns += [*both[down], ("F", up), *both[up]] * (count - ranks - left)
     turns += [("I", down), ("I", up)] * rank
@@ -175,8 +176,11 @@ def _v(ranks: int, rank: int, micro_batches: int) -> list[Turn]:
 
 
 def _run(orders: list[list[Pass]], seconds: dict[str, list[float]], hops: list[float]) -> list[Event]:
-    """Simulate the ranks: each runs its passes in order, each as soon as its input has arrived."""
-    ends: dict[Pass, float] = {}  # an I pass is stored as B
+    """Simulate the ranks, which start each pass as soon as the previous one has ended and its input has arrived.
+
+    `seconds`: duration of each kind of pass in each stage. `hops`: seconds of a message from each stage to the next.
+    """
+    ends: dict[Pass, float] = {}  # an I pass is stored as B: the previous stage waits for either
     events: list[list[Event]] = [[] for _ in orders]
     clocks, queues = [0.0] * len(orders), [deque(passes) for passes in orders]
     sweep = list(range(len(orders)))
@@ -197,7 +201,7 @@ def _run(orders: list[list[Pass]], seconds: dict[str, list[float]], hops: list[f
                     ends["F" if kind == "F" else "B", stage, number] = end
                 events[rank].append(Event(rank, stage, number, kind, start, end))
                 queues[rank].popleft()
-        sweep.reverse()  # forward passes go up the ranks, backward passes down
+        sweep.reverse()  # inputs of forward passes come from lower ranks, those of backward passes from higher ones
     return list(chain.from_iterable(events))
 
 
@@ -209,13 +213,13 @@ def pipeline_seconds(
     busy: Sequence[float],
     message: float,
 ) -> float:
-    """Return the seconds of all passes of a step in closed form, for a search to which full timelines are too slow.
+    """Return the seconds of all passes of a step in closed form, because full timelines are too slow for a search.
 
-    `forward` and `backward`: of one micro-batch in each stage; `busy`: in all stages of each rank; `message`: of one
-    activation from rank to rank.
+    All durations are in seconds of one micro-batch: `forward` and `backward` of each stage, `busy` of all stages of
+    each rank, `message` of sending one activation to another rank.
 
-    The slowest rank is busy with its passes throughout; the other ranks fill the pipeline before its first pass and
-    drain it after its last.
+    The slowest rank computes without a pause; the other ranks fill the pipeline before its first pass and drain it
+    after its last.
     """
     ranks, stages = config.pipeline, len(forward)
     slowest, hop = max(busy), 2 * message
@@ -232,7 +236,7 @@ def pipeline_seconds(
     busiest = micro_batches * slowest
     if not rule(config).splits_backward:
         return busiest + others + (stages - 1) * hop
-    # A stage's own W passes leave about a third of its work unfilled. The messages' factors match the timelines.
+    # W passes fill about two thirds of the bubble. The factors of `hop` match those of timelines.
     if not rule(config).v_shape:
         return busiest + others / 3 + ((stages + 3 * ranks) / 2 - 2) * hop
     unfilled = max(0, 2 * ranks - 1 - micro_batches) / (ranks - 1)

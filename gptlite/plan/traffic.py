@@ -1,8 +1,8 @@
-"""Communication of a rank in one training step: every collective and message of the engine, and offload's copies.
+"""Communication of one rank in a training step: all collectives, pipeline messages and copies of offload.
 
-Communication inside layers is in the model's profile. For the rest see gptlite.parallelism.zero (FSDP2's gathers and
-reductions, copies to and from the host), gptlite.parallelism.pipeline (messages), trainer.step (sums of a step) and
-gptlite.optimizer.streamed (files).
+Collectives inside layers are read from the model's profile. All others are computed from sizes. The engine makes them
+in gptlite.parallelism.zero (FSDP2's gathers and reductions, copies to and from the host), gptlite.parallelism.pipeline
+(messages), gptlite.trainer.step (sums over a step) and gptlite.optimizer.streamed (files).
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from gptlite.plan.profile import halves_of, profile_of
 from gptlite.plan.walk import gathers
 from gptlite.plan.workload import MASTER, Transfer, Workload
 
-PAGE = 4096  # bytes: parameters are aligned to it in a state file
-SUM = 8  # bytes of a value in the step's all-reduce, float64
-SETTLED = SUM * 7  # loss, squared norm and five values on stopping; then the model's own metrics
+PAGE = 4096  # bytes; each parameter in an optimizer state file begins at a multiple of it
+SUM = 8  # bytes of a value in the all-reduces of metrics and expert loads, float64
+SETTLED = SUM * 7  # bytes of the loss, the squared gradient norm and five stop flags; a model's metrics are added
 VALID = 8  # bytes of the number of valid tokens, int64
 
 
@@ -42,13 +42,13 @@ def transfers(work: Workload, pp_rank: int, tp_rank: int = 0) -> list[Transfer]:
 
 
 def outside_layers(work: Workload, pp_rank: int) -> list[Transfer]:
-    """Return those of `transfers` along the data axes, with gradients reduced once, and those that a step makes
-    once."""
+    """Return the transfers along the data axes, counting one reduction of each gradient, and the transfers that occur
+    once per step."""
     return _together(_outside(work, stages(work, pp_rank), pp_rank, 1))
 
 
 def _together(every: Iterable[Transfer]) -> list[Transfer]:
-    """Merge equal transfers, and drop those that send nothing."""
+    """Merge equal transfers, and drop transfers without payload or with a single rank."""
     counts: dict[tuple[str, str, int, float, str], int] = {}
     for axis, kind, ranks, payload, count, phase in every:
         if ranks > 1 and count and payload:
@@ -66,7 +66,8 @@ def _outside(work: Workload, held: list[Stage], pp_rank: int, times: int) -> Ite
     """Yield the transfers outside the layers, with gradients reduced `times` times."""
     for stage in held:
         yield from _data(work, stage, pp_rank, times)
-        if work.parallelism.sequence:  # gradients of a slice of the sequence, all of a stage's in one all-reduce
+        # Replicated parameters have gradients of one slice of the sequence; one all-reduce sums all of a stage's.
+        if work.parallelism.sequence:
             elements = sum(p.shard(work.layout.size("dp_shard")) for p in stage.parameters() if not p.cut)
             yield Transfer("tp", "all_reduce", work.layout.size("tp"), elements * MASTER, 1, "step")
     for copy in copies(held) if work.layout.size("pp") > 1 else ():
@@ -83,10 +84,10 @@ def _outside(work: Workload, held: list[Stage], pp_rank: int, times: int) -> Ite
 
 
 def _passes(work: Workload, stage: Stage, tp_rank: int) -> Iterator[Transfer]:
-    """Yield the transfers of a stage's passes along the tensor and the context axis, for each micro-batch."""
-    if work.layout.size("tp", "dp_replicate", "dp_shard") == 1:  # the context axis is folded over these
+    """Yield the transfers inside the layers of a stage, over all micro-batches of a step."""
+    if work.layout.size("tp", "dp_replicate", "dp_shard") == 1:  # the folded axes span these ranks
         return
-    # The ranks send as much as they receive in sum, so the mean rank's rows are balanced.
+    # Summed over ranks, as many rows of experts are received as sent, so the mean rank's load is balanced.
     profile, found = profile_of(work.balanced(1.0), tp_rank), Counter[Transfer]()
     split = splits_backward(work.parallelism) and not stage.first
     if split:
@@ -101,15 +102,15 @@ def _passes(work: Workload, stage: Stage, tp_rank: int) -> Iterator[Transfer]:
 
 
 def among(layout: Layout, sent: Transfer) -> list[Transfer]:
-    """Return a profile's collective in a layout: one among data ranks is made along each data axis."""
+    """Return the collectives of a layout for one of a profile: a collective over data ranks is one per data axis."""
     if sent.axis not in DATA_AXES:
         return [sent]
     return [sent._replace(axis=axis, ranks=layout.size(axis)) for axis in DATA_AXES if layout.size(axis) > 1]
 
 
 def _data(work: Workload, stage: Stage, pp_rank: int, reduced: int) -> Iterator[Transfer]:
-    """Yield FSDP2's transfers along the data axes, one for each group of parameters. `reduced`: number of gradient
-    reductions."""
+    """Yield FSDP2's transfers along the data axes for each group of parameters. `reduced`: number of times that each
+    gradient is reduced."""
     if work.layout.fsdp_size == 1:
         return
     shards = work.layout.size("dp_shard")
@@ -124,8 +125,9 @@ def _data(work: Workload, stage: Stage, pp_rank: int, reduced: int) -> Iterator[
         yield Transfer(copy, "all_reduce", work.layout.size(copy), size, number, "backward")
     in_turn = work.layout.size("pp") == 1 or (stage.last and work.parallelism.schedule == "1f1b")
     if in_turn and count > 1 and not stage.others and sum(each.number for each in groups) > 1:
-        # With a backward pass after each forward pass, FSDP2 prefetches at the first bucket's backward pass what ran
-        # before it: the last bucket of the previous micro-batch. The next forward pass uses it.
+        # In the first bucket's backward pass, FSDP2 prefetches the bucket whose forward pass ran before that bucket's:
+        # the last one, in the previous micro-batch, if each backward pass directly follows its forward pass. The next
+        # forward pass does not gather it again, hence the negative count.
         again, whole = count - 1 if work.parallelism.zero == 3 else 1, shards * groups[-1].elements * work.gather_item
         yield Transfer("dp_shard", "all_gather", shards, whole, again, "backward")
         yield Transfer("dp_shard", "all_gather", shards, whole, 1 - again, "forward")
@@ -134,9 +136,9 @@ def _data(work: Workload, stage: Stage, pp_rank: int, reduced: int) -> Iterator[
 def gathered(work: Workload, pp_rank: int, stage: int, block: bool) -> dict[str, int]:
     """Return the number of times that a group of a stage's parameters is gathered in a step, by phase.
 
-    Below ZeRO 3 it is once a step. With ZeRO 3 a block is gathered at each pass and freed after it; the other
-    parameters stay from a forward pass to the end of the next backward pass, which with several micro-batches in flight
-    may belong to an earlier one.
+    Below ZeRO 3, a group is gathered once per step. With ZeRO 3, a block is gathered for each pass and freed after it.
+    The other parameters stay gathered from a forward pass to the end of the next backward pass, which may be that of an
+    earlier micro-batch.
     """
     if work.parallelism.zero < 3:
         return {"forward": 1}
@@ -155,8 +157,8 @@ def _pipeline(work: Workload, stage: Stage, pp_rank: int) -> Iterator[Transfer]:
 
 
 def message_bytes(work: Workload, stage: int) -> int:
-    """Return the bytes per micro-batch that a stage of a pipeline receives from the one before it; 0 for the first
-    stage, and for the number after the last one."""
+    """Return the bytes per micro-batch that a pipeline stage receives from the stage before it; 0 for the first stage,
+    and for the number of stages."""
     layers = cut(work).layers
     if not 0 < stage < len(layers):
         return 0
@@ -164,7 +166,7 @@ def message_bytes(work: Workload, stage: int) -> int:
 
 
 def block_input(work: Workload, block: int) -> tuple[int, ...]:
-    """Return the shape of a micro-batch's activations before a block, or after the last one."""
+    """Return the shape of a micro-batch's activations at the input of a block."""
     slices = work.layout.size("tp") if work.parallelism.sequence else 1
     size, length = work.micro_batch_size, work.rank_length // slices
     return spec_of(work.model).activations(work.model, size, length) or _inputs(work)[block]
@@ -172,7 +174,7 @@ def block_input(work: Workload, block: int) -> tuple[int, ...]:
 
 @cached(lambda work: (work.same, work.micro_batch_size))
 def _inputs(work: Workload) -> list[tuple[int, ...]]:
-    """Return the shape of each block's input, of a model whose blocks differ."""
+    """Return the shape of each block's input, for a model whose blocks differ."""
     import torch
 
     from gptlite.models.plain import input_shapes
@@ -186,8 +188,8 @@ def _inputs(work: Workload) -> list[tuple[int, ...]]:
 
 @dataclass(frozen=True)
 class Moved:
-    """Bytes of one step on a rank: shards copied to the device, gradients copied to the host, state read and
-    written."""
+    """Bytes that offload moves on one rank in a step: shards copied to the device, gradients copied to the host, and
+    optimizer state read from and written to disk."""
 
     to_device: int = 0
     to_host: int = 0
@@ -198,8 +200,8 @@ class Moved:
 def moved(work: Workload, pp_rank: int, tp_rank: int = 0) -> Moved:
     """Return the bytes that offload moves in a step, for the first data rank, whose shards are the longest.
 
-    Shards are copied to the device, before the cast, as often as they are gathered. Gradients are copied back in fp32
-    as often as they are reduced over all data ranks.
+    Each gather copies the shards to the device in the dtype in which they are stored. Each reduction over all data
+    ranks copies the gradients to the host in fp32.
     """
     if work.parallelism.offload is Offload.none:
         return Moved()
@@ -215,7 +217,7 @@ def moved(work: Workload, pp_rank: int, tp_rank: int = 0) -> Moved:
 
 
 def file_bytes(work: Workload, pp_rank: int, tp_rank: int = 0) -> int:
-    """Return the size of a rank's state file; 0 without one."""
+    """Return the bytes of a rank's optimizer state file; 0 without offload to disk."""
     if work.parallelism.offload is not Offload.nvme:
         return 0
     shards = work.layout.size("dp_shard")
@@ -224,7 +226,10 @@ def file_bytes(work: Workload, pp_rank: int, tp_rank: int = 0) -> int:
 
 
 def buffers_bytes(work: Workload, parameters: Iterable[Parameter]) -> int:
-    """Return the bytes of the two buffers that a rank's optimizer state streams through, at most those of the state."""
+    """Return the bytes of the two buffers through which a rank's optimizer state is streamed from and to disk.
+
+    Their size is limited by `offload_buffer_mib` and by the size of the state.
+    """
     rows, shards = work.optimizer.state_elements(), work.layout.size("dp_shard")
     pages = sum(-(-MASTER * parameter.shard(shards) // PAGE) for parameter in parameters)
     most = work.parallelism.offload_buffer_mib * 2**20 // max(1, rows * PAGE)

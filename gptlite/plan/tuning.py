@@ -1,4 +1,4 @@
-"""Measurement of a plan's layouts: each trains for a few steps as train.py would train it, in its own processes."""
+"""Measurement of the best layouts of a plan: each trains for a few steps in separate processes."""
 
 from __future__ import annotations
 
@@ -22,16 +22,19 @@ from gptlite.plan.pictures import make_folder
 from gptlite.plan.planning import Plan, overrides, train_overrides
 from gptlite.plan.search import Candidate, distinct
 
-TRIED = 3  # layouts available for each one to be measured, in case some fail
-STOP_SECONDS = 20.0  # grace period of a run before it is killed
-# Only steps are timed: the first rows are warm-up, the median of the others is the speed.
+TRIED = 3  # candidates per layout to measure, in case some of them fail
+STOP_SECONDS = 20.0  # from SIGTERM to SIGKILL of a run
+# Overrides that leave only training steps to time. The speed is the median of the logged steps after the warm-up.
 BARE = ("trainer.eval_interval=0", "trainer.eval_samples=1", "trainer.sample_tokens=0", "trainer.log_interval=1")
 BARE_SAVING = ("checkpoint.interval=0", "checkpoint.resume=never", "logger=jsonl")
 
 
 @dataclass(frozen=True)
 class Trial:
-    """The measured tokens per second of a candidate, or 0 and the reason."""
+    """Measurement of a candidate: tokens or samples per second, or 0 and the reason of the failure.
+
+    `seconds` is the duration of the whole run, including its startup.
+    """
 
     candidate: Candidate
     tokens_per_second: float
@@ -40,9 +43,10 @@ class Trial:
 
 
 def tune(plan: Plan, preset: Path, k: int, steps: int, limit: float) -> int:
-    """Measure the plan's best `k` layouts, or the next ones if none of them runs; write the best as a preset.
+    """Measure the plan's best `k` layouts, or the next layouts if none of these runs, and write the best as a preset.
 
-    Returns the exit code: 1 if no layout ran. Raises ConfigError if the preset cannot be written.
+    Writes the measurements to a JSON file of the same name. `steps` is the length of a run, `limit` its time limit in
+    seconds. Returns the exit code, 1 if no layout ran. Raises ConfigError if the preset cannot be written.
     """
     make_folder(preset.parent.parent)
     preset.parent.mkdir(exist_ok=True)
@@ -59,13 +63,13 @@ def tune(plan: Plan, preset: Path, k: int, steps: int, limit: float) -> int:
     result = (
         f"{format_count(best.tokens_per_second)} {plan.best.work.unit}/s over {steps} steps"
         if ran
-        else "predicted, never run"
+        else "predicted, not measured"
     )
     micro = f"data.micro_batch_size={candidate.work.micro_batch_size}"
     keys = [each for each in train_overrides(given, candidate.work) if each.startswith("parallelism.")]
     lines = [
         f"# {candidate.words}: {result}, {time.strftime('%Y-%m-%d')}.",
-        f"# With {micro}, on the command line.",
+        f"# Use it with {micro} on the command line.",
         "defaults: [parallelism_schema, _self_]",
         *(each.removeprefix("parallelism.").replace("=", ": ", 1) for each in keys),
     ]
@@ -81,7 +85,7 @@ def tune(plan: Plan, preset: Path, k: int, steps: int, limit: float) -> int:
         for trial in trials
     ]
     write_whole(preset.with_suffix(".json"), json.dumps(rows, indent=2) + "\n")
-    print(f"{'the best' if ran else 'no layout ran; the best by the plan'}: {candidate.words}")
+    print(f"{'the best' if ran else 'no layout ran; the fastest predicted'}: {candidate.words}")
     words = ["--config-dir", str(preset.parent.parent), f"parallelism={preset.stem}", micro]
     kept = [each for each in given if not each.startswith(("parallelism", "cluster", "data.micro_batch_size"))]
     print(f"{command('train')} {shlex.join([*words, *kept])}")
@@ -89,11 +93,11 @@ def tune(plan: Plan, preset: Path, k: int, steps: int, limit: float) -> int:
 
 
 def measured(candidate: Candidate, given: Sequence[str], folder: Path, steps: int, limit: float) -> Trial:
-    """Train one candidate in its own process, for at most `limit` seconds."""
+    """Train one candidate in a separate process, for at most `limit` seconds, with `folder` as the run folder."""
     last = [f"trainer.max_steps={steps}", "trainer.max_epochs=null", f"run.dir={hydra_value(str(folder))}"]
     arguments = [*BARE, *BARE_SAVING, *train_overrides(given, candidate.work), *last]
     started = time.monotonic()
-    # The run must not outlive this process: the kernel kills it when its parent ends.
+    # With `die_with` the kernel kills the run when this process ends, even by SIGKILL.
     start = (
         f"from gptlite.launch.worker import die_with; die_with({os.getpid()}); "
         "from gptlite.commands.train import main; main()"
@@ -108,15 +112,16 @@ def measured(candidate: Candidate, given: Sequence[str], folder: Path, steps: in
         with suppress(OSError, ValueError, KeyError):
             speed = json.loads((folder / "result.json").read_text(encoding="utf-8"))["tokens_per_second"] or 0.0
     except subprocess.TimeoutExpired:
-        reason = f"not done within {limit / 60:g} minutes"
-    finally:  # after Ctrl-C too: the run's ranks must not outlive this process
+        reason = f"not finished within {limit / 60:g} minutes"
+    finally:  # also after Ctrl-C
         if run.poll() is None:
             _end(run)
     return Trial(candidate, 0.0 if reason else speed, reason, time.monotonic() - started)
 
 
 def _in_order(plan: Plan, k: int) -> list[Candidate]:
-    """Return the plan's layouts in the order to try: the distinct ones, and last the one with the least memory."""
+    """Return the layouts to measure in order: the fastest of each combination of degrees and ZeRO stage, and finally
+    the layout with the least memory, which is the most likely to run."""
     order = distinct(plan.found, TRIED * k)
     thriftiest = min(plan.found.ranked, key=lambda each: each.prediction.memory.total)
     return order if thriftiest in order else [*order, thriftiest]
@@ -131,13 +136,14 @@ def _line(number: int, trial: Trial) -> str:
 
 
 def _reason(errors: str, code: int) -> str:
+    """Return the line of a failed run's standard error that explains the failure, or the exit code if it is empty."""
     lines = [line for line in errors.strip().splitlines() if line.strip()]
     first = next((line for line in lines if line.startswith(("error:", "rank "))), lines[-1] if lines else "")
     return (first or f"ended with exit code {code}").removeprefix("error: ")
 
 
 def _end(run: subprocess.Popen[str]) -> None:
-    """End a run with its ranks: by SIGTERM, then by SIGKILL."""
+    """Stop a run and its ranks with SIGTERM, and after STOP_SECONDS with SIGKILL."""
     run.terminate()
     try:
         run.communicate(timeout=STOP_SECONDS)

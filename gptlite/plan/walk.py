@@ -1,6 +1,6 @@
-"""Passes of a pipeline rank as memory and traffic see them: the distinct ones, and the order in which they run.
+"""Distinct passes of a pipeline rank and their order, for the estimates of memory and traffic.
 
-They depend only on the schedule, its stages and the number of micro-batches. Computing an order takes longer than the
+They depend only on the schedule, its stages and the number of micro-batches. Computing the order takes longer than the
 rest of an estimate, so a bounded cache shares it among layouts with the same schedule.
 """
 
@@ -20,11 +20,12 @@ Order = np.ndarray[Any, np.dtype[np.uint16]]
 
 
 class Turn(NamedTuple):
-    """A pass of one of a rank's stages, by its place among them.
+    """A pass of one stage of a rank. `place` is the stage's index among the rank's stages.
 
-    `first`, `last`: it is the step's first forward pass of the stage, or the first or the last that computes gradients
-    of its weights. `fresh`: it does not follow a forward pass of the stage, so parameters that stay from there to the
-    next backward pass have to be gathered.
+    `kind` is F (forward), B (backward), or I or W (the half of a split backward pass for the gradients of the inputs or
+    weights). `first`: the first forward pass of the stage in the step, or the first that computes weight gradients.
+    `last`: the last that computes weight gradients. `fresh`: the stage's previous pass was not a forward pass, so
+    parameters that stay gathered from a forward pass to the next backward pass have to be gathered.
     """
 
     place: int
@@ -35,15 +36,15 @@ class Turn(NamedTuple):
 
 
 def pipeline_key(config: ParallelismConfig, *rest: int) -> tuple[object, ...]:
-    """Return the fields that an order depends on, and `rest`: the rank and the number of micro-batches."""
+    """Return the fields that the order of passes depends on, followed by `rest`: the rank and the micro-batches."""
     return config.schedule, config.pipeline, stages_per_rank(config), *rest
 
 
 @cached(pipeline_key, most=1024)  # an entry takes 1 to 100 kB
 def turns(config: ParallelismConfig, rank: int, micro_batches: int) -> tuple[list[Turn], Order]:
-    """Return the passes of a rank: the distinct ones, and the order of all as indices of these.
+    """Return the distinct passes of a rank, and the order of all passes as indices into them.
 
-    The first stage's I passes are left out: they are empty, as tokens need no gradient.
+    The first stage's I passes are omitted: they are empty, as tokens need no gradient.
     """
     mine = stages_of_rank(config, rank)
     places, before = {stage: place for place, stage in enumerate(mine)}, dict.fromkeys(mine, "B")
@@ -55,12 +56,14 @@ def turns(config: ParallelismConfig, rank: int, micro_batches: int) -> tuple[lis
         turn = places[stage], kind, *ends, before[stage] != "F"
         numbers.append(known.setdefault(turn, len(known)))
         before[stage] = kind
+    # Memory is summed over thousands of passes with NumPy, by these indices.
     return [Turn(*turn) for turn in known], np.array(numbers, np.uint16)
 
 
 @cached(pipeline_key)
 def gathers(config: ParallelismConfig, rank: int, micro_batches: int) -> Counter[tuple[int, bool, str]]:
-    """Return the number of ZeRO-3 gathers of each of a rank's stages, by its place, True for its blocks, and phase."""
+    """Return the number of ZeRO-3 gathers on a rank. A key is the stage's place, True for its blocks or False for its
+    other parameters, and the phase."""
     found = Counter[tuple[int, bool, str]]()
     different, numbers = turns(config, rank, micro_batches)
     for turn, times in zip(different, np.bincount(numbers).tolist(), strict=True):

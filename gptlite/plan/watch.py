@@ -1,11 +1,12 @@
 """Recording of one rank's allocations, communication and ops at torch's dispatcher, with the cost of each op.
 
-Memory is counted by storages: when a storage is first seen, resized, or no longer referenced. Temporary memory inside
-an op is not seen, except for the workspaces of our kernels and the copies of gloo and of oneDNN's convolutions.
+Memory is counted by storage: a change is recorded when a storage is first seen, resized, or no longer referenced.
+Temporary memory inside an op is not recorded, except for the workspaces of our kernels and the copies made by gloo and
+by oneDNN's convolutions.
 
 An op's cost follows from the shapes of its arguments. A multiplication with an addition counts as two FLOPs. Causal
-attention computes half of its scores. A convolution is the product of its filters and of the patches under them. Other
-ops cost their bytes, and the FLOPs that torch.utils.flop_counter has for them.
+attention computes half of its scores. A convolution counts as the product of its filters and the patches under them.
+Other ops cost their bytes, and the FLOPs that torch.utils.flop_counter has for them.
 """
 
 from __future__ import annotations
@@ -45,14 +46,14 @@ KINDS = {
 MESSAGES = ("send", "recv")
 WITH_INPUT = ("all_gather", "reduce_scatter", "all_to_all")  # take an output and an input, then the group
 GLOO_COPIES = ("all_gather", "reduce_scatter")  # gloo runs them in its own buffers, as large as the whole tensor
-ANSWER = 1  # result of every `.item()`: pipeline stages check that they agree, and 1 means yes
+ANSWER = 1  # result of every `.item()`, as tensors have no values; 1 passes the pipeline stages' consistency check
 NOTHING = {  # ops that compute nothing
     *("detach", "empty", "empty_like", "new_empty", "new_empty_strided", "empty_strided", "lift_fresh", "device"),
     *("_local_scalar_dense", "resize_", "set_", "_unsafe_view", "_reshape_alias"),
 }
 LOOKUPS = {"embedding", "index", "gather", "index_select"}  # read as much of their first argument as they write
 WRITES = {"copy_", "zero_", "fill_"}  # overwrite their first argument without reading it
-SILENT = ("c10d", "_c10d_functional", "prim")
+SILENT = ("c10d", "_c10d_functional", "prim")  # namespaces whose ops have no cost; collectives are transfers instead
 # Index of the left factor among the arguments; the right one follows it.
 PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1, "_scaled_mm": 0, "weight_gradient": 0, "grouped_product": 0}
 SCORES = {  # index of the queries; the keys follow them, or are packed with them
@@ -64,13 +65,13 @@ SCORES = {  # index of the queries; the keys follow them, or are packed with the
     "attention_packed_backward": 3,
 }
 FILTERS = {"convolution": 1, "convolution_backward": 2}  # index of the weight
-ROWS = 256  # limit of partial sums for each of three columns, see gptlite_rows_workspace in kernels/cpu/workspace.cpp
+ROWS = 256  # most parts of the rows that our kernels sum separately, see kernels/cpu/workspace.cpp
 # Our ops that sum over rows: index of the argument with the rows.
 ROWS_OF = {"layer_norm_backward": 1, "residual_norm_backward": 2, "bias_activation_backward": 1, "rope_backward": 0}
 
 
 class Change(NamedTuple):
-    """Bytes that a storage allocates, or frees if negative. Storages are numbered."""
+    """Bytes (`size`) that the storage with a `number` allocates, or frees if negative."""
 
     number: int
     size: int
@@ -79,8 +80,9 @@ class Change(NamedTuple):
 class Watch(TorchDispatchMode):
     """A dispatch mode that records this rank's memory changes, ops and transfers in `log`, in order.
 
-    phase: forward, backward or step, the phase of recorded transfers. world: transfers are counted as of all ranks,
-    even if an axis has as many. counted: the device whose tensors are counted, standing for `device`.
+    `phase`: phase that recorded transfers get: forward, backward or step. `world`: if True, they are attributed to the
+    world, even if an axis spans all ranks. `device`: type of the device that is simulated. `counted`: type of the
+    device of the tensors whose memory is counted.
     """
 
     def __init__(self, mesh: Mesh, device: str, counted: str = "cpu") -> None:
@@ -88,7 +90,7 @@ class Watch(TorchDispatchMode):
         self.log: list[Change | Op | Transfer] = []
         self.phase, self.world = "step", False
         self._counted = counted
-        # Axes over the same ranks may share a group, which counts as the first of them.
+        # Axes over the same ranks may share a group, whose transfers are attributed to the first such axis.
         groups = reversed((mesh.groups() | mesh.expert_groups()).items())
         self._axes = {group.group_name: axis for axis, group in groups}
         self._experts = mesh.folded_groups[EXPERT].group_name if mesh.size(EXPERT) > 1 else None
@@ -132,17 +134,17 @@ class Watch(TorchDispatchMode):
         return out
 
     def leave_out(self, *tensors: Tensor) -> None:
-        """Exclude the memory of tensors from the count."""
+        """Exclude the memory of some tensors from the count."""
         for tensor in tensors:
             self._known(tensor.untyped_storage(), 0)
 
     def held(self, tensors: Iterable[Tensor]) -> dict[int, int]:
-        """Return the bytes of the storages of local tensors, by number, of those that count and hold memory."""
+        """Return the bytes of the storages of local tensors, keyed by number, without excluded or empty storages."""
         found = (self._storages.get(tensor.untyped_storage()._cdata) for tensor in tensors)
         return {entry[0]: entry[1] for entry in found if entry is not None and entry[1]}
 
     def sent(self, group: dist.ProcessGroup, kind: str, payload: int) -> None:
-        """Record one transfer of this phase."""
+        """Record one transfer of the current phase. `payload` is in bytes."""
         axis = "world" if self.world else self._axes.get(group.group_name, "world")
         if kind == "all_to_all" and group.group_name == self._experts:
             axis = EXPERT
@@ -151,10 +153,10 @@ class Watch(TorchDispatchMode):
             self.log.append(Transfer(axis, kind, ranks, float(payload), 1, self.phase))
 
     def _transferred(self, name: str, args: Any) -> int:
-        """Record a collective, and return the temporary memory that it needs."""
+        """Record a collective, and return the bytes of its temporary memory."""
         kind = KINDS.get(name)
         if kind is None or (kind in MESSAGES and self.phase != "step"):
-            return 0  # messages of a pass are recorded by the pipeline's stage or the collective that sends them
+            return 0  # messages of a pass are recorded where a pipeline stage or a pairwise collective sends them
         whole = args[1] if kind in ("reduce_scatter", "all_to_all") else args[0]
         payload = sum(tensor.nbytes for tensor in (whole if isinstance(whole, list) else [whole]))
         # The process group follows the tensors.
@@ -162,6 +164,7 @@ class Watch(TorchDispatchMode):
         return payload if kind in self._copied else 0
 
     def _known(self, storage: torch.UntypedStorage, size: int) -> None:
+        """Number a storage, and record its bytes; 0 excludes it from the count."""
         address, number = storage._cdata, self._count
         self._count += 1
         self._storages[address] = number, size, weakref.ref(storage, partial(self._freed, address))
@@ -200,6 +203,7 @@ def op_of(func: Any, args: Any, out: Any) -> Op | None:
         if name not in FILTERS:
             return Op(ATTENTION, moved, flops, kept=kept)
         columns, *inner = args[FILTERS[name]].shape
+        # Number of products: a backward pass may compute the gradients of the input, of the filters, or both.
         sums = (out[0] is not None) + (out[1] is not None) if "backward" in name else 1
         return Op(
             MATMUL, moved, flops, flops / (2.0 * sums * columns * prod(inner)), float(prod(inner)), float(columns)
@@ -208,9 +212,11 @@ def op_of(func: Any, args: Any, out: Any) -> Op | None:
 
 
 def moment_bytes(func: Any, args: Any, out: Any, on_cpu: bool) -> int:
-    """Return the temporary bytes of a dispatched op beside its results: the workspaces of our kernels, and on a CPU
-    those of a convolution, whose operands and result oneDNN has in layouts of its own; it sums 16-bit gradients of
-    filters in fp32."""
+    """Return the bytes that a dispatched op allocates and frees besides its results.
+
+    These are the workspaces of our kernels and, on a CPU, of convolutions: oneDNN copies operands and results to other
+    layouts, and sums 16-bit gradients of filters in fp32.
+    """
     if on_cpu and func._opname in FILTERS:
         backward = func._opname == "convolution_backward"
         result = args[2] if backward else out
@@ -219,20 +225,20 @@ def moment_bytes(func: Any, args: Any, out: Any, on_cpu: bool) -> int:
     if func.namespace != "gptlite" or func._opname not in ROWS_OF:
         return 0
     *leading, width = args[ROWS_OF[func._opname]].shape
-    return 4 * 3 * min(prod(leading), ROWS) * width
+    return 4 * 3 * min(prod(leading), ROWS) * width  # up to three fp32 sums of each column in each part
 
 
 def _product(name: str, a: Tensor, b: Tensor) -> tuple[int, int, int, int]:
-    """Return batch, rows, inner dim and columns of a [*, m, k] b [*, k, n]; of a weight's gradient, a [*, m], b [*,
-    n]."""
+    """Return batch, rows, inner dim and columns of the product of a [*, m, k] and b [*, k, n], or of the product of
+    a [*, m] and b [*, n] that gives a weight's gradient."""
     if name == "weight_gradient":
         return 1, a.shape[-1], prod(a.shape[:-1]), b.shape[-1]
     return prod(a.shape[:-2]), a.shape[-2], a.shape[-1], b.shape[-1]
 
 
 def _attention(name: str, args: Any) -> int:
-    """Return the FLOPs of attention: two products forward, five backward, which computes the scores again. Ours is
-    causal."""
+    """Return the FLOPs of attention: two products forward, and five backward, which computes the scores again. Our
+    attention ops are always causal."""
     q, *others = args[SCORES[name] :]
     if "packed" in name:  # [B, S, H, 3, D]
         product = 2 * prod(q.shape) // 3 * q.shape[1]
@@ -251,11 +257,11 @@ def _moved(func: Any, args: Any, out: Any) -> int:
     new = [value for each, value in zip(schema.returns, results, strict=False) if each.alias_info is None]
     written, read = sum(_bytes([*mutated, *new])), _bytes(args)
     if name in WRITES or name in LOOKUPS:
-        read = read[1:]  # a write reads nothing of its target, a lookup only the rows that it copies
+        read = read[1:]  # a write does not read its target, and a lookup reads only the rows that it copies
     return written + sum(read) + (written if name in LOOKUPS else 0)
 
 
 def _bytes(values: Any) -> list[int]:
-    """Return the bytes of each tensor among `values`; repetitions of an expanded tensor count once."""
+    """Return the bytes of each tensor among `values`; the repeated elements of an expanded tensor count once."""
     tensors = [each for each in tree_leaves(values) if isinstance(each, Tensor)]
     return [min(prod(each.shape) * each.element_size(), each.untyped_storage().nbytes()) for each in tensors]

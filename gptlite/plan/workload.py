@@ -18,16 +18,16 @@ from gptlite.plan.cache import Same
 
 MASTER = 4  # bytes of an fp32 number
 INDEX = 8  # bytes of a token id, int64
-# Rows of a rank's experts over the mean: at the fullest, for memory, and once loads are settled, for time. moe-lite's
-# first 400 steps, 95th percentile of layers and steps: 1.2 with two ranks, 1.6 with four, 2.2 with eight of an expert
-# each; at their end 1.03 to 1.1 (docs/moe.md).
+# Rows of a rank's experts over the mean of all ranks: early in training, for memory, and after loads have settled, for
+# time. Measured in the first 400 steps of moe-lite, as the 95th percentile over layers and steps: 1.2 with two ranks,
+# 1.6 with four, 2.2 with eight ranks of one expert each; at the end of these steps 1.03 to 1.1 (docs/moe.md).
 FULLEST, SETTLED = 1.5, 1.1
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Input and target of one sample, as batches of one on the meta device, their bytes, and `words` that tell
-    samples of other shapes apart."""
+    """Input and target of one sample, as batches of one on the meta device, and their bytes. `words` describes them,
+    to compare samples of different shapes."""
 
     x: Any = field(compare=False)
     target: Any = field(compare=False)
@@ -38,13 +38,13 @@ class Sample:
 
 @dataclass(frozen=True)
 class Workload:
-    """One step of a run. The model's vocabulary size is known; batch sizes are in sequences, or in samples of one
-    position.
+    """Model, layout and batch of a training step, from which memory, traffic and time are predicted.
 
-    dtype: fp32, bf16 or fp16, of compute. attention: the path that a run's `ops` would select. device: cuda or cpu.
-    master_weights: parameters are fp32 between steps, not bf16. amp: Apex's level o1 or o2, or empty. half_sums:
-    gradients are summed over data ranks in the compute dtype, not in fp32. sample: None for a model that reads tokens.
-    imbalance: with expert parallelism, the rows of a rank's experts over the mean of all ranks.
+    The vocabulary size in `model` is set. Batch sizes are in sequences, or in samples, which have one position. dtype:
+    the compute dtype, fp32, bf16 or fp16. attention: the implementation that a run's `ops` would select. device: cuda
+    or cpu. master_weights: parameters are fp32 between steps, not bf16. amp: Apex's level o1 or o2, or empty.
+    half_sums: gradients are summed over data ranks in the compute dtype, not in fp32. sample: None for a model that
+    reads tokens. imbalance: with expert parallelism, the rows of a rank's experts over the mean of all ranks.
     """
 
     model: ModelConfig
@@ -65,7 +65,7 @@ class Workload:
 
     @cached_property
     def same(self) -> tuple[object, ...]:
-        """Fields that the layouts of a search share, as part of a cache key."""
+        """Fields that all layouts of a search share, as part of a cache key."""
         numbers = self.dtype, self.attention, self.device, self.master_weights, self.amp, self.imbalance
         return Same(self.model), self.sequence_length, self.sample, *numbers
 
@@ -75,7 +75,7 @@ class Workload:
 
     @property
     def stored(self) -> int:
-        """Bytes of a parameter between steps."""
+        """Bytes of a parameter element between steps."""
         return 4 if self.master_weights else 2
 
     @property
@@ -85,8 +85,11 @@ class Workload:
 
     @cached_property
     def gather_item(self) -> int:
-        """Bytes of a number that FSDP2 gathers. Apex's levels keep some parameters in fp32. Under autocast products
-        cast their operands, so parameters are gathered in the dtype in which they are stored."""
+        """Bytes of a parameter element that FSDP2 gathers.
+
+        Apex's levels keep some parameters in fp32. Under autocast, matrix products cast their operands, so parameters
+        are gathered in the dtype in which they are stored.
+        """
         if not spec_of(self.model).casts and self.dtype != "fp32":
             return self.stored
         return 4 if self.amp else self.itemsize
@@ -98,7 +101,7 @@ class Workload:
 
     @property
     def stream_item(self) -> int:
-        """Bytes of a number between layers."""
+        """Bytes of an activation element between layers."""
         return 4 if self.amp == "o1" else self.itemsize
 
     @cached_property
@@ -108,12 +111,12 @@ class Workload:
 
     @property
     def rank_length(self) -> int:
-        """Positions of each sequence on a rank, with sequences sharded over the context axis."""
+        """Positions of each sequence on a rank; context-parallel ranks divide the sequences."""
         return self.sequence_length // self.layout.context
 
     @property
     def rank_tokens(self) -> int:
-        """Tokens per micro-batch on one rank; context-parallel ranks divide the sequences."""
+        """Tokens per micro-batch on one rank."""
         return self.micro_batch_size * self.rank_length
 
     @property
@@ -128,12 +131,12 @@ class Workload:
 
     @cached_property
     def sharded(self) -> bool:
-        """True if FSDP2 holds the parameters: with several data ranks, or to offload."""
+        """True if FSDP2 manages the parameters: with several data or context ranks, or with offload."""
         return self.layout.fsdp_size > 1 or self.parallelism.offload is not Offload.none
 
     @property
     def on_host(self) -> bool:
-        """True if offloaded tensors are in a memory other than the device's."""
+        """True if tensors are offloaded to memory other than the device's."""
         return self.parallelism.offload is not Offload.none and self.device != "cpu"
 
     @property
@@ -149,8 +152,8 @@ class Workload:
 
 @dataclass(frozen=True)
 class RankBytes:
-    """Peak bytes on one rank's device during a step, by category; `host`: bytes offloaded to its machine's memory, not
-    part of the total."""
+    """Peak bytes on one rank's device during a step, by category. `host`: bytes offloaded to the host's memory, which
+    are not part of the total."""
 
     parameters: int
     gradients: int
@@ -164,17 +167,17 @@ class RankBytes:
         return self.parameters + self.gradients + self.optimizer + self.activations
 
 
-# Ring passes over (n-1)/n of a collective's tensor.
+# Number of times that a ring algorithm sends (n-1)/n of a collective's tensor.
 TURNS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}
 
 
 class Transfer(NamedTuple):
-    """One kind of collective that a rank takes part in, `count` times a step.
+    """A collective or message of a rank, repeated `count` times per step.
 
     axis: tp, cp, pp, dp_shard, dp_replicate or world. kind: all_reduce, all_gather, reduce_scatter, all_to_all, send,
-    recv or broadcast. payload: bytes of the whole tensor before (reduce) or after (gather) it, of this rank's parts for
-    all ranks (all_to_all), or of the message; a float in a profile, which is interpolated. phase: forward, backward or
-    step, which determines what it can overlap with.
+    recv or broadcast. payload: bytes of the whole tensor before a reduction or after a gather, of this rank's parts for
+    all ranks (all_to_all), or of the message; a float in a profile, where sizes are extrapolated. phase: forward,
+    backward or step, on which the overlap with compute depends.
     """
 
     axis: str
@@ -186,8 +189,10 @@ class Transfer(NamedTuple):
 
     @property
     def wire_bytes(self) -> float:
-        """Bytes that this rank sends for all of them, by a ring or pairwise: 2 (n-1)/n of an all-reduce's tensor,
-        (n-1)/n of another collective's, a whole message."""
+        """Bytes that this rank sends in all `count` repetitions, by a ring algorithm or pairwise.
+
+        In each, 2 (n-1)/n of the tensor for an all-reduce, (n-1)/n for other collectives, and the whole message.
+        """
         share = TURNS.get(self.kind, 0)
         each = self.payload if not share else share * (self.ranks - 1) * self.payload // self.ranks
         return 0 if self.kind == "recv" else each * self.count
@@ -195,8 +200,11 @@ class Transfer(NamedTuple):
 
 @dataclass(frozen=True)
 class Prediction:
-    """A predicted step, in seconds of the slowest rank. `bubble` is idle time in the pipeline, `communication` the part
-    that does not overlap with compute. `memory` is of the fullest rank, `memory_rank` its pipeline rank."""
+    """A predicted step, in seconds of the slowest rank.
+
+    `bubble_seconds` is idle time in the pipeline, `communication_seconds` the part that does not overlap with compute.
+    `memory` is that of the fullest rank, `memory_rank` its pipeline rank.
+    """
 
     step_seconds: float
     compute_seconds: float

@@ -29,8 +29,8 @@ def taken(config: Config, world: int) -> int:
 
 def suggested(lines: list[str]) -> list[list[str]]:
     """The overrides of each way."""
-    (line,) = [line for line in lines if line.startswith("overrides that would have fitted: ")]
-    ways = line.removeprefix("overrides that would have fitted: ").split("; ")
+    (line,) = [line for line in lines if line.startswith("overrides that are predicted to fit: ")]
+    ways = line.removeprefix("overrides that are predicted to fit: ").split("; ")
     return [way[: way.index(" (")].split() for way in ways]
 
 
@@ -42,7 +42,7 @@ def test_three_ways_that_fit_the_mildest_first(monkeypatch, extra, world, share)
     if assumed().device != "cpu":
         monkeypatch.setattr("gptlite.plan.advice.assumed", lambda: replace(assumed(), device="cpu"))
     lines = memory_advice(load([*RUN, *extra, limit]), world)
-    assert "by the plan rank 0 takes" in lines[0]
+    assert lines[0].startswith("predicted memory of pipeline rank 0: ")
     ways = suggested(lines)
     assert len(ways) == 3
     assert ways[:2] == [["data.micro_batch_size=16"], ["parallelism.activation_checkpointing=full"]]
@@ -61,7 +61,7 @@ def test_no_way_has_an_override_that_is_not_needed() -> None:
 
 def test_where_nothing_fits_the_least_is_said() -> None:
     lines = memory_advice(load([*RUN, "trainer.host_memory_limit=0.51"]), 1)
-    assert lines[1].startswith("no override tried would have fitted; the least: ")
+    assert lines[1].startswith("no override that was tried is predicted to fit; the least memory: ")
     assert "data.micro_batch_size=1" in lines[1]
 
 

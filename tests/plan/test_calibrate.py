@@ -123,6 +123,12 @@ def test_what_is_given_of_this_machine_counts_beside_what_was_measured(tmp_path)
         ({"peak_tflops": {"fp32": 0.0}}, "cluster.peak_tflops.fp32=0 must be above 0"),
         ({"inter": LinkConfig(latency=-1e-6)}, "cluster.inter.latency=-1e-06 must be at least 0"),
         ({"memory_gib": float("nan")}, "cluster.memory_gib=nan must be above 0"),
+        ({"device": "auto"}, "cluster.device=auto is only for cluster=local"),
+        pytest.param(
+            {"devices_per_node": None},
+            "cluster.devices_per_node=null: this machine has no GPU",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="has GPUs"),
+        ),
     ],
 )
 def test_numbers_that_cannot_be_are_refused(given, message):

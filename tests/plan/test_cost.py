@@ -320,7 +320,7 @@ def test_ranks_that_share_a_core_fill_each_others_bubbles():
 
 def test_an_unknown_dtype_is_refused_with_the_key():
     with pytest.raises(
-        ConfigError, match=r"cluster.peak_tflops has no fp16 \(it has bf16\); give \+cluster.peak_tflops.fp16="
+        ConfigError, match=r"cluster.peak_tflops has no value for fp16 \(it has bf16\); give \+cluster.peak_tflops"
     ):
         predict(work(1, dtype="fp16"), REAL)
 

@@ -1,6 +1,7 @@
 """A report says how sure it is: which layouts are equal, what memory is to spare; and it fits 80 columns."""
 
 import json
+import re
 import time
 
 import pytest
@@ -62,9 +63,21 @@ def test_memory_to_spare_is_that_of_the_pick(plan):
     words = words_of(plan)
     there = f"{total / 2**30:.1f} GiB predicted of {limit / 2**30:.1f} on the fullest rank"
     assert f"{there}, {1 - total / limit:.1%} to spare" in words
-    assert ("may be off" in words) == (total > 0.95 * limit)
+    assert ("prediction's error" in words) == (total > 0.95 * limit)
     tight = planned(f"cluster.memory_gib={1.02 * total / 2**30 + 2}")
-    assert "to spare: less than the 5% that a prediction may be off" in words_of(tight)
+    assert "to spare: less than the prediction's error of 5%" in words_of(tight)
+
+
+def test_a_tight_pick_is_joined_by_an_equal_one_with_memory_to_spare(plan):
+    total = plan.best.prediction.memory.total
+    least = min(each.prediction.memory.total for each in equals(plan.found))
+    assert least < 0.9 * total
+    assert "or, as fast within the error" not in report(plan, 5)
+    tight = report(planned(f"cluster.memory_gib={1.02 * total / 2**30 + 2}"), 5)
+    first, second = (line for line in tight.splitlines() if "train.py" in line)
+    assert first != second
+    spare = int(re.search(r"or, as fast within the error and with (\d+)% of the memory to spare", tight)[1])
+    assert 5 <= spare <= 100 * (1 - least / (1.02 * total)) + 1
 
 
 def test_the_files_have_the_uncertainty_too(plan, tmp_path):
@@ -85,7 +98,7 @@ def test_the_eta_of_a_search_leaves_out_the_time_before_it(monkeypatch):
     for number, _ in enumerate(workloads(space, config.cluster, 8, lines.append)):
         now = (60.0, 66.0, 69.0, 72.0)[number]
     assert lines == [
-        "plan for 8 ranks: 3 of 4 layouts, ETA 0:00:03",
+        "plan for 8 ranks: 3 of 4 combinations of degrees and options, ETA 0:00:03",
         "plan for 8 ranks: checking the memory of the fastest layouts",
     ]
 

@@ -81,5 +81,5 @@ def test_a_module_without_blocks_is_not_cut_into_stages():
 
 def test_no_largest_model_of_blocks_that_differ():
     config = Layout(1, "", "perceptron").config()
-    with pytest.raises(ConfigError, match="blocks of the perceptron model differ; leave it out"):
+    with pytest.raises(ConfigError, match="those of perceptron differ; give another model"):
         largest_models(config, lambda text: None)

@@ -165,7 +165,7 @@ def test_bytes_of_a_hand_made_step():
 
 def test_what_cannot_be_simulated():
     work = workload(config(), 1)
-    with pytest.raises(ValueError, match="rank 1 of a world of 1"):
+    with pytest.raises(ValueError, match="rank 1 is outside the world"):
         simulate(work, 1)
     two = workload(config("tensor=2"), 2)
     with imagined_world(0, 2), pytest.raises(RuntimeError, match="a separate process"):

@@ -191,7 +191,7 @@ def test_what_cannot_run_is_refused():
     assert schedule_refuses(config("interleaved_1f1b", 4), 9)
     with pytest.raises(ValueError, match="in equal rounds"):
         equal(config("interleaved_1f1b", 4), 9)
-    with pytest.raises(ValueError, match="3 and 4 durations for 4 stages"):
+    with pytest.raises(ValueError, match="3 forward and 4 backward durations for 4 stages"):
         timeline(config("gpipe", 4), 1, [1.0] * 3, [1.0] * 4, 0.0)
 
 

@@ -59,12 +59,12 @@ def test_where_all_fail_the_plans_best_is_written_and_said_to_be_untried(plan, t
     assert tune(plan, tmp_path / "parallelism" / "a.yaml", k=2, steps=5, limit=60) == 1
     thriftiest = min(plan.found.ranked, key=lambda each: each.prediction.memory.total)
     assert thriftiest in tried
-    assert "predicted, never run" in (tmp_path / "parallelism" / "a.yaml").read_text()
+    assert "predicted, not measured" in (tmp_path / "parallelism" / "a.yaml").read_text()
 
 
 def test_a_run_that_takes_too_long_is_ended(plan, tmp_path):
     started = tuning.time.monotonic()
     trial = tuning.measured(plan.best, GIVEN, tmp_path / "run", 5, limit=0.5)
     assert trial.tokens_per_second == 0
-    assert "not done within" in trial.reason
+    assert "not finished within" in trial.reason
     assert tuning.time.monotonic() - started < tuning.STOP_SECONDS + 5

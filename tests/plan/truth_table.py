@@ -15,7 +15,7 @@ from plan.truth_layouts import Layout
 
 MIB = 2**20
 HEAD = """\
-| ranks | layout | model state | all else | error |
+| ranks | layout | model state, MiB | other memory, MiB | error |
 |--:|---|--:|--:|--:|"""
 
 

@@ -37,22 +37,22 @@ class Constant:
         return self.low * (self.high / self.low) ** float(place)
 
 
-_EFFICIENCY, _TILE = "matmul_efficiency.fp16", "a tile of 128 x 256 filled once at the low end"
-_MEMORY = "a copy reaches 0.9, norms and dropout 0.5 to 0.7"
+_EFFICIENCY, _TILE = "matmul_efficiency.fp16", "low end: a GEMM that fills one tile of 128 x 256"
+_MEMORY = "copies reach 0.9, norms and dropout 0.5 to 0.7"
 A100_CONSTANTS = (
-    Constant(_EFFICIENCY, 0.65, 0.88, "cuBLAS on large GEMMs, 200 to 275 of 312 TFLOP/s"),
+    Constant(_EFFICIENCY, 0.65, 0.88, "cuBLAS on large GEMMs: 200 to 275 of 312 TFLOP/s"),
     Constant("matmul_half_size", 32, 400, _TILE),
     Constant("memory_efficiency", 0.5, 0.9, _MEMORY),
-    Constant("intra.efficiency", 0.5, 0.9, "nccl-tests' bus bandwidth, 150 to 270 of 300 GB/s"),
-    Constant("inter.efficiency", 0.4, 0.95, "nccl-tests' bus bandwidth, 10 to 24 of 25 GB/s per GPU"),
+    Constant("intra.efficiency", 0.5, 0.9, "bus bandwidth in nccl-tests: 150 to 270 of 300 GB/s"),
+    Constant("inter.efficiency", 0.4, 0.95, "bus bandwidth in nccl-tests: 10 to 24 of 25 GB/s per GPU"),
 )
 V100_CONSTANTS = (
-    Constant(_EFFICIENCY, 0.45, 0.85, "cuBLAS 10 on large GEMMs, 56 to 106 of 125 TFLOP/s"),
+    Constant(_EFFICIENCY, 0.45, 0.85, "cuBLAS 10 on large GEMMs: 56 to 106 of 125 TFLOP/s"),
     Constant("matmul_half_size", 32, 400, _TILE),
     Constant("memory_efficiency", 0.5, 0.9, _MEMORY),
-    Constant("intra.efficiency", 0.35, 0.9, "nccl-tests' bus bandwidth, 50 to 135 of 150 GB/s"),
-    Constant("inter.efficiency", 0.3, 0.95, "nccl-tests' bus bandwidth, 2 to 6 of 6.25 GB/s per GPU"),
-    Constant("unaligned_share", 0.08, 0.3, "CUDA cores: 31.4 of 125 TFLOP/s at most"),
+    Constant("intra.efficiency", 0.35, 0.9, "bus bandwidth in nccl-tests: 50 to 135 of 150 GB/s"),
+    Constant("inter.efficiency", 0.3, 0.95, "bus bandwidth in nccl-tests: 2 to 6 of 6.25 GB/s per GPU"),
+    Constant("unaligned_share", 0.08, 0.3, "without tensor cores: at most 31.4 of 125 TFLOP/s"),
 )
 
 

@@ -83,40 +83,41 @@ def _head() -> str:
     hidden = max(abs(replace(row, hides=True).error()) for row in MEGATRON.rows)
     return f"""# Planner: step time against published runs
 
-The tables compare the step time of `gptlite.plan.cost.predict`, which [the planner](planner.md) uses, with published
-throughput. The rows, the fit and the generator of this page are in `tests/plan/published/`:
+The tables compare published throughput with the prediction of `gptlite.plan.cost.predict`, the cost model of [the
+planner](planner.md). Each row is one published run. `tests/plan/published/` generates this page:
 
 ```
-cd tests && python -m plan.published                                 # each row: published, predicted, error
-cd tests && python -m plan.published ../docs/planner_published.md    # this page and its picture, a quarter of a minute
+cd tests && python -m plan.published                                 # print each row: published, predicted, error
+cd tests && python -m plan.published ../docs/planner_published.md    # this page and its picture, 15 seconds
 ```
 
 The error is the ratio of predicted to published throughput, minus one: `+5%` means that the prediction is 5% too fast.
 Throughput is in the unit of the source. Megatron-LM's TFLOP/s include recomputation (arXiv:2104.04473, section 5.1).
 
-- *Data sheets*: the constants of `conf/cluster/`, fixed before the first comparison. The exception is
-  `memory_efficiency`: 0.58 was chosen on the A100 rows.
-- *Fitted*: a few constants are fitted by least squares within the printed ranges. A penalty of {PRICE} d² per constant
-  is added to the sum of squared errors. d is the distance from the middle of the range, as a fraction of the range, on
-  a logarithmic scale.
+- *Error, data sheets*: predicted with the hardware constants of `conf/cluster/`, which were fixed before the first
+  comparison. The exception is `memory_efficiency`, whose value 0.58 is based on the A100 rows.
+- *Error, fitted*: predicted after a least-squares fit of a few constants to the rows of the table. Each constant stays
+  within the range given below the table. A penalty of {PRICE} d² per constant is added to the sum of squared errors,
+  where d is the distance from the middle of the range, as a fraction of the range, on a logarithmic scale.
 
-![predicted against published]({PICTURE})
+![Predicted throughput divided by published throughput]({PICTURE})
 
 ## Differences from the published runs
 
 Each row is predicted with the shape, layout, schedule, micro-batch, recomputation, dropout and dtype of the run. In the
-first two tables the predicted step differs from the real one in these points:
+first two tables, the predicted step differs from the real step in these points:
 
-- **Overlap.** Megatron-LM does not overlap its tensor-parallel all-reduces with compute, and its data-parallel ones
-  only under torch's DDP (the first four A100 rows). gptlite overlaps both, so `cluster.overlap` is set to 0 in all
-  rows except 1.7B. With the preset's {MEGATRON.rows[0].sheet().overlap:g} in every row,
-  the largest error of the A100 table is {hidden:.1%}.
-- **Messages.** Between nodes, Megatron-LM's tensor-parallel ranks each send a different part of an activation. In
-  gptlite every tensor-parallel rank sends all of it.
-- **Fusion.** Attention is modelled with `fused_softmax` on all scores, without the causal saving, as in Megatron-LM of
-  2021. The version of 2020 (the V100 table) ran scale, mask, softmax, bias, GELU, dropout and residual sums as separate
-  ops.
-- **Data parallelism.** The runs all-reduced flat fp16 buffers; the model has FSDP2's collectives and copies.
+- **Overlap.** Megatron-LM does not overlap tensor-parallel all-reduces with compute. It overlaps data-parallel
+  all-reduces only under torch's DDP (the first four A100 rows). gptlite overlaps both kinds of all-reduces, so
+  `cluster.overlap` is set to 0 in all rows except 1.7B. With the preset's value of {MEGATRON.rows[0].sheet().overlap:g}
+  in every row, the largest error of the A100 table is {hidden:.1%}.
+- **Messages.** Between the pipeline stages of different nodes, each tensor-parallel rank of Megatron-LM sends a
+  different part of the activation. In gptlite, each of these ranks sends the whole activation.
+- **Fusion.** The prediction is for attention that computes all scores, without skipping masked ones, with a fused
+  softmax, as in Megatron-LM of 2021. The version of 2020 (the V100 table) ran scale, mask, softmax, bias, GELU, dropout
+  and residual sums as separate ops.
+- **Data parallelism.** The published runs all-reduced flat fp16 buffers. The prediction is for FSDP2's collectives and
+  copies.
 - **Loss scaling.** Copies between fp16 and fp32 and the overflow check are not modelled.
 """
 
@@ -135,7 +136,7 @@ def best_constant(rows: Sequence[Row]) -> float:
 def _rows(table: Table, fitted: ClusterConfig) -> str:
     unit = table.rows[0].unit
     lines = [
-        f"| run | tp x pp x dp | micro-batch | published, {unit} | error, data sheets | error, fitted |",
+        f"| run | tensor x pipeline x data | micro-batch | published, {unit} | error, data sheets | error, fitted |",
         "|---|---|--:|--:|--:|--:|",
     ]
     for row in table.rows:
@@ -152,16 +153,17 @@ def _errors(table: Table, fitted: ClusterConfig, splits: int | None) -> str:
     results = cross_validation(table.rows, table.constants, splits)
     hardest = max(each.largest for each in results)
     return (
-        f"With data sheets the largest error is {max(sheets):.1%} and the mean {sum(sheets) / len(sheets):.1%}. "
-        f"With {len(table.constants)} fitted constants\nthey are {max(best):.1%} and {sum(best) / len(best):.1%}. "
-        f"Fitted to one half of the rows, the largest error on the other half is\n{hardest:.1%}, "
-        f"over {len(results)} splits. With one speed in FLOP/s for all rows the largest error is "
+        f"With constants from data sheets, the largest error is {max(sheets):.1%} and the mean error is "
+        f"{sum(sheets) / len(sheets):.1%}. With {len(table.constants)} fitted\nconstants, the largest error is "
+        f"{max(best):.1%} and the mean error {sum(best) / len(best):.1%}. With constants fitted to one half of the\n"
+        f"rows, the largest error on the other half is {hardest:.1%} (maximum over {len(results)} splits). For "
+        f"comparison, if all rows\nare predicted with the same FLOP/s per GPU, the largest error is "
         f"{best_constant(table.rows):.1%}.\n"
     )
 
 
 def _constants(table: Table, fitted: ClusterConfig) -> str:
-    lines = ["| constant | data sheet | fitted | range | why |", "|---|---|---|---|---|"]
+    lines = ["| constant | data sheet | fitted | range | reason for the range |", "|---|---|---|---|---|"]
     for its in table.constants:
         before, value = value_of(table.rows[0].sheet(), its.key), value_of(fitted, its.key)
         lines.append(f"| `{its.key}` | {before:g} | {value:.3g} | {its.low:g} to {its.high:g} | {its.why} |")
@@ -171,16 +173,18 @@ def _constants(table: Table, fitted: ClusterConfig) -> str:
 def _unseen() -> str:
     lines = [
         "## Unseen runs of other code bases\n",
-        "Nothing is fitted: the constants are those of data sheets. The planner models each op separately, without\n"
-        "compiled or fused ones. The loss of FlashAttention's runs reads and writes fp32 logits several times, which\n"
-        "matters most in the small model. Megatron-LM's layout is a guess; it overlaps tensor-parallel sums with\n"
-        "matrix products. nanoGPT and torchtitan are not counted, because their step differs from the modelled one.\n",
-        "| run | hardware | published | predicted | error | approximation |",
+        "All constants are from data sheets; none is fitted to these runs. The planner does not model compiled code\n"
+        "or the additional fused ops of some runs. The loss of FlashAttention's runs reads and writes fp32 logits\n"
+        "several times, which has the largest effect on the small model. The layout of the Megatron-LM runs is a\n"
+        "guess; these runs overlap tensor-parallel all-reduces with matrix multiplications. nanoGPT and torchtitan\n"
+        "are not counted as evidence of accuracy, because their steps differ from the predicted ones. MFU with\n"
+        "*full attention* counts the FLOPs of all attention scores, including masked ones.\n",
+        "| run | GPUs of a cluster preset | published | predicted | error | approximation or source |",
         "|---|---|---|---|---|---|",
     ]
     for row in unseen_rows():
         speeds = f"{row.published:g} {row.unit} | {_figure(row.predicted())} | {row.error():+.1%}"
-        hardware = f"{row.work.layout.world_size} x {row.cluster}"
+        hardware = f"{row.work.layout.world_size:,} of `{row.cluster}`"
         lines.append(f"| {row.name} | {hardware} | {speeds} | {row.approximate} |")
     return "\n".join(lines) + "\n"
 

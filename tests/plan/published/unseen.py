@@ -12,7 +12,7 @@ from gptlite.parallelism.layout import resolve
 from gptlite.plan.workload import Workload
 from plan.published.row import FULL_MFU, MFU, TOKENS, Row
 
-_FUSED = "fused or compiled kernels"
+_FUSED = "its fused or compiled kernels are not modelled"
 _3D: dict[str, Any] = {
     "tensor": 4,
     "pipeline": 8,
@@ -29,9 +29,9 @@ def unseen_rows() -> list[Row]:
     small, wide = _gpt(12, 12, 768, 2048), _gpt(24, 16, 2048, 2048)
     llama = _gpt(32, 32, 4096, 8192, 128256, inner=21504)
     zero3 = {"zero": 3, "activation_checkpointing": ActivationCheckpointing.selective}
-    four_days = "published as four days for 600,000 steps; attention not stated, modelled as one kernel"
-    as_mlp = "SwiGLU as a wider MLP, no grouped queries; published 33 to 39"
-    guess = "tp 4, pp 8, 6 virtual stages"
+    four_days = "computed from four days for 600,000 steps; attention, which is not stated, modelled as one kernel"
+    as_mlp = "SwiGLU modelled as a wider MLP, grouped-query as multi-head attention; published: 33 to 39%"
+    guess = "assumed: tensor 4, pipeline 8, 6 stages per rank"
     return [
         Row("nanoGPT 124M", "a100-40gb", _work(gpt2, 8, 480, 12), 107e3, TOKENS, four_days, counted=False),
         Row("FlashAttention's GPT3 125M", "a100-80gb", _work(small, 8, 256, 16), 164e3, TOKENS, _FUSED),
