@@ -1,1 +1,1 @@
-"""Starting a run: in this process, or as ranks that are started, watched, restarted and ended together."""
+"""Start of a run, in this process or as several ranks, which are monitored, restarted and ended together."""

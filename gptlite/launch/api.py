@@ -1,4 +1,4 @@
-"""`launch`, the function that scripts and notebooks start a run with: in this process, or as ranks of their own."""
+"""`launch`, with which scripts and notebooks start a run: in this process, or in a separate process per rank."""
 
 from __future__ import annotations
 
@@ -27,39 +27,40 @@ from gptlite.run.result import Result
 from gptlite.trainer.signals import SIGNALS, StopSignal
 
 LOOK_SECONDS = 0.2
-UNWIND_SECONDS = 5.0  # for the launcher to end its ranks and delete their temporary files
+UNWIND_SECONDS = 5.0  # time for the launcher to end its ranks and delete their temporary files
 ANSWER = "ended.json"
 START = "from gptlite.launch.child import main; main()"
 
 
 class RunFailed(RuntimeError):
-    """Raised when a rank has failed, with one line on its error. `train.log` in the run folder has the traceback."""
+    """Error of a run whose rank failed, with one line on the cause. `train.log` in the run folder has the traceback."""
 
 
 def launch(config: Config, *, ranks: int | None = None, handle_signals: bool = False) -> Result:
     """Train a configuration on as many ranks as its layout has, and return how the run ended.
 
-    One rank trains in this process. Several are processes, which end when this call does, however it ends; their output
-    is printed here. Under torchrun or srun this process is one of their ranks.
+    A single rank trains in this process. Several ranks train in separate processes, which end when this call returns or
+    raises; their output is printed here. Under torchrun or srun this process is one of their ranks.
 
     Args:
         ranks: number of ranks, by default the layout's.
-        handle_signals: SIGINT, SIGTERM and SIGUSR1 save a checkpoint and stop the run, as with the command. By default
-            no signal handler is installed, and KeyboardInterrupt ends the run without a save. Needs the main thread.
+        handle_signals: SIGINT, SIGTERM and SIGUSR1 save a checkpoint and stop the run, as with `gptlite train`. By
+            default no signal handler is installed, and KeyboardInterrupt ends the run without a save. True requires
+            the main thread.
 
     Raises:
         ConfigError: the configuration cannot run here. Nothing has been written.
-        RunFailed: one of several ranks failed. An error of a single rank is raised as it is.
+        RunFailed: one of several ranks failed. The exception of a single rank is raised unchanged.
     """
     started = time.monotonic()
     require_config(config)
     if ranks is not None and (not isinstance(ranks, int) or ranks < 1):
-        raise ConfigError(f"ranks={ranks!r}: give a number of processes, at least 1, or leave it out")
+        raise ConfigError(f"ranks={ranks!r}: give a number of processes, at least 1, or leave ranks out")
     if handle_signals and threading.current_thread() is not threading.main_thread():
-        raise ConfigError("handle_signals=True works in the main thread alone; leave it out in other threads")
+        raise ConfigError("handle_signals=True works only in the main thread; leave it out in other threads")
     outer = starter()
     if outer and ranks not in (None, outer.world_size):
-        raise ConfigError(f"ranks={ranks}, and {outer.name} has started {outer.world_size}; leave ranks out")
+        raise ConfigError(f"ranks={ranks}, but {outer.name} has started {outer.world_size} ranks; leave ranks out")
     config, world = planned(config, outer, ranks)
     if outer and world > 1:
         from gptlite.launch.worker import under
@@ -79,18 +80,18 @@ def launch(config: Config, *, ranks: int | None = None, handle_signals: bool = F
 
 
 def in_processes(config: Config, world: int, started: float, handle_signals: bool) -> Result:
-    """Train on ranks that a launcher, a process of its own, starts: it has the handlers, threads and settings that
-    several ranks need."""
+    """Train on ranks that a launcher process starts. Its signal handlers and settings do not affect this process."""
     with tempfile.TemporaryDirectory(prefix="gptlite-") as name:
         folder = Path(name)
         (folder / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
-        paths = os.pathsep.join(each or os.getcwd() for each in sys.path)  # for plugins to import as here
+        # The launcher and its ranks must find plugins where this process finds them.
+        paths = os.pathsep.join(each or os.getcwd() for each in sys.path)
         process = subprocess.Popen(
             [sys.executable, "-P", "-u", "-c", START, name, str(world), str(started), str(os.getpid())],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # a Ctrl-C is this process's, which passes it on or ends the ranks
+            start_new_session=True,  # only this process receives Ctrl-C, and forwards it or ends the ranks
             env={**os.environ, "PYTHONPATH": paths},
         )
         assert process.stdout is not None
@@ -112,10 +113,10 @@ def in_processes(config: Config, world: int, started: float, handle_signals: boo
 
 
 def lines(process: subprocess.Popen, output: IO[bytes]) -> Iterator[str]:
-    """Yield the lines of a process until it has ended, even if one that it started still holds the pipe."""
+    """Yield the output lines of a process until it has ended, even if one of its children still holds the pipe open."""
     rest = b""
     while True:
-        over = process.poll() is not None  # before looking, to see what it has written last
+        over = process.poll() is not None  # before the read, so that no last output is missed
         if select.select([output], [], [], 0 if over else LOOK_SECONDS)[0]:
             if not (read := os.read(output.fileno(), 65536)):
                 break
@@ -129,14 +130,14 @@ def lines(process: subprocess.Popen, output: IO[bytes]) -> Iterator[str]:
 
 @contextmanager
 def ending(process: subprocess.Popen) -> Iterator[None]:
-    """Context that ends a launcher and its ranks if it is left by an exception, KeyboardInterrupt among them."""
+    """Context that ends a launcher and its ranks if the block raises an exception, including KeyboardInterrupt."""
     try:
         yield
     except BaseException:
-        process.send_signal(signal.SIGHUP)  # the launcher ends its ranks at once, see elastic.run_once
+        process.send_signal(signal.SIGHUP)  # on which the launcher ends its ranks at once, see elastic.run_once
         try:
             process.wait(UNWIND_SECONDS)
-        except BaseException:  # too slow, or interrupted again: the kernel ends ranks whose launcher is gone
+        except BaseException:  # too slow, or interrupted again; the kernel kills the ranks of a dead launcher
             process.kill()
             process.wait()
         raise
@@ -144,7 +145,7 @@ def ending(process: subprocess.Popen) -> Iterator[None]:
 
 @contextmanager
 def handlers_restored(receive: Callable[[int], None] | None = None) -> Iterator[None]:
-    """Context after which the handlers of SIGNALS are as before. With `receive`, it gets the signals meanwhile."""
+    """Context that restores the handlers of SIGNALS at its end. Inside it, `receive`, if given, handles the signals."""
     before = {number: signal.getsignal(number) for number in SIGNALS}
 
     def handle(number: int, frame: FrameType | None) -> None:
@@ -162,7 +163,7 @@ def handlers_restored(receive: Callable[[int], None] | None = None) -> Iterator[
 
 @contextmanager
 def environment_restored() -> Iterator[None]:
-    """Context after which the environment is as before: a single rank that offloads names gloo's interface in it."""
+    """Context that restores the environment at its end. A single rank with offload sets gloo's interface there."""
     before = dict(os.environ)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Launcher of several ranks for `launch`, in a process of its own: `main` is its program."""
+"""Entry point of the launcher process that `launch` starts for several ranks."""
 
 import json
 import signal
@@ -12,12 +12,12 @@ from gptlite.launch.worker import die_with
 def main() -> NoReturn:
     """Run the configuration in a folder. The arguments are the folder, the number of ranks, a time and a process id.
 
-    The time is when the run began, in time.monotonic() seconds; this process ends when the given one does, and its
-    ranks with it. `ended.json` in the folder has the exit code, or why the run was refused or failed. SIGHUP ends the
-    ranks at once; other signals are handled as by the command.
+    The time is the start of the run in time.monotonic() seconds. This process and its ranks end when the process with
+    the given id ends. The exit code, or the reason of a refusal or failure, is written to `ended.json` in the folder.
+    SIGHUP ends the ranks at once; other signals are handled as by `gptlite train`.
     """
     folder, world, started, parent = sys.argv[1:]
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which nohup ignores
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup makes its child processes ignore it
     die_with(int(parent))
     from gptlite.launch.launcher import keep_freed_memory
 

@@ -1,4 +1,4 @@
-"""Launcher for the ranks that train.py starts, on torch's elastic agent: restarts, signals and failure reports."""
+"""Launcher for the ranks that train.py starts, based on torch's elastic agent: restarts, signals, failure reports."""
 
 import json
 import logging
@@ -33,7 +33,7 @@ FOLLOWS = re.compile(
     r"Dist\w*Error|gloo|NCCL|ProcessGroup|Connection (closed|reset|refused)|Broken pipe", re.IGNORECASE
 )
 Failures = dict[int, ProcessFailure]
-# Import the package that runs here, also if another is installed; `python -m` would prefer the working directory.
+# Ranks import the same package as this process, even if another version is installed or is in the working directory.
 HOME = str(Path(__file__).parents[2])
 START = f"""\
 import sys
@@ -46,7 +46,7 @@ main(sys.argv[1:])
 
 @dataclass(frozen=True)
 class Ended:
-    """Result of a run's ranks: exit code and, after a failure, the reason in one line and whether memory ran out."""
+    """Result of a run's ranks: the exit code and, after a failure, a one-line reason and whether memory ran out."""
 
     exit_code: int
     reason: str = ""
@@ -54,21 +54,22 @@ class Ended:
 
 
 def run_ranks(config: Config, world: int, started: float, worker: tuple[str, ...] = ("-c", START)) -> int:
-    """Run a configuration on `world` new local processes and return the exit code, see `rank_ending`."""
+    """Run a configuration on `world` new local processes and return the exit code. See `rank_ending`."""
     return rank_ending(config, world, started, worker).exit_code
 
 
 def rank_ending(config: Config, world: int, started: float, worker: tuple[str, ...] = ("-c", START)) -> Ended:
-    """Run a configuration on `world` new local processes, even for one. Raises ConfigError if a rank refuses it.
+    """Run a configuration on `world` new local processes, even if `world` is 1.
 
-    Rank 0 owns the terminal. If a rank fails, the others are stopped, and all restart from the last checkpoint, up to
-    `trainer.max_restarts` times. `worker` are the Python arguments that start a rank.
+    Only rank 0 prints to the terminal. If a rank fails, the others are stopped, and all restart from the last
+    checkpoint, up to `trainer.max_restarts` times. `worker` are the arguments of Python that start a rank. Raises
+    ConfigError if a rank refuses the configuration.
     """
     restarts = config.trainer.max_restarts
     reason, ran_out = "", False
     with tempfile.TemporaryDirectory(prefix="gptlite-") as name, Requests(Path(name) / "stop") as requests:
         for attempt in range(restarts + 1):
-            folder = Path(name) / str(attempt)  # a new one: results of an earlier attempt must not count
+            folder = Path(name) / str(attempt)  # results of an earlier attempt must not count
             folder.mkdir()
             (folder / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
             kills = kernel_kills()  # compared after the run, to attribute a SIGKILL to the OOM killer
@@ -77,13 +78,13 @@ def rank_ending(config: Config, world: int, started: float, worker: tuple[str, .
             for result in results:
                 if "refused" in result:
                     raise ConfigError(result["refused"])
-            # Ranks that lose their peers while stopping are no failure.
+            # While stopping, ranks that lose the connection to others have not failed.
             if requests.received and (requests.insisted or all(map(_follows, failures.values()))):
                 return Ended(results[0].get("exit_code", 128 + requests.received))
             if not failures and "exit_code" in results[0]:
                 return Ended(results[0]["exit_code"])
             words = blame(failures, folder, Path(config.run.dir).expanduser())
-            # A library thread aborts instead of raising, so the peak noted before decides.
+            # A library thread aborts instead of raising. The peak recorded before shows whether memory was the cause.
             near = {rank for rank in failures if was_near(folder / f"memory-{rank}", config.trainer.host_memory_limit)}
             memory = _memory(results, failures, kernel_kills() > kills, near)
             reason, ran_out = memory or words.splitlines()[0], bool(memory)
@@ -95,7 +96,7 @@ def rank_ending(config: Config, world: int, started: float, worker: tuple[str, .
             if requests.received:
                 break
             if attempt < restarts:
-                print(f"starting the ranks again ({attempt + 1} of {restarts})", file=sys.stderr, flush=True)
+                print(f"restarting the ranks ({attempt + 1} of {restarts})", file=sys.stderr, flush=True)
                 config = going_on(config)
     return Ended(1, reason, ran_out)
 
@@ -108,9 +109,9 @@ def run_once(folder: Path, world: int, requests: "Requests", arguments: tuple[st
         nproc_per_node=world,
         run_id="gptlite",
         rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",  # a free port, so that runs do not meet
+        rdzv_endpoint="localhost:0",  # port 0: any free port, so that runs do not conflict
         local_addr="localhost",  # the machine's own name may not resolve
-        max_restarts=0,  # rank_ending restarts, as it knows which failures must not be retried
+        max_restarts=0,  # rank_ending restarts instead, since some failures must not be retried
         # Requests handles SIGINT, SIGTERM and SIGUSR1. A SIGHUP that nohup ignores must stay ignored.
         signals_to_handle="SIGQUIT" if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else "SIGQUIT,SIGHUP",
         logs_specs=DefaultLogsSpecs(str(folder / "agent")),
@@ -128,8 +129,10 @@ def run_once(folder: Path, world: int, requests: "Requests", arguments: tuple[st
 
 
 class Requests:
-    """Signal handlers for a with block: the first of SIGNALS writes `file`, on which the ranks save and stop, and a
-    second one kills them."""
+    """Context manager that handles SIGNALS: the first signal writes `file`, so that the ranks save and stop.
+
+    A second signal kills the ranks.
+    """
 
     def __init__(self, file: Path) -> None:
         self.received: int | None = None
@@ -150,8 +153,7 @@ class Requests:
 
     @contextmanager
     def interrupting(self) -> Iterator[None]:
-        """Mark the block in which the agent runs: a second signal then raises SignalException, which stops every
-        rank."""
+        """Context in which the agent runs, so that a second signal raises SignalException, which stops every rank."""
         self._launching = True
         try:
             yield
@@ -161,18 +163,18 @@ class Requests:
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if self.received is None:
             self.received, self._since = number, time.monotonic()
-            # Renamed into place, as the ranks poll for the file and must not see it empty.
+            # Renamed into place, since the ranks poll for the file and must not read an empty one.
             temporary = self._file.with_suffix(".new")
             temporary.write_text(str(number))
             temporary.rename(self._file)
-        elif time.monotonic() - self._since > SAME_SECONDS / 2:  # not the same one by way of the process group
+        elif time.monotonic() - self._since > SAME_SECONDS / 2:  # else the same signal again, via the group
             self.insisted = True
             if self._launching:
-                raise SignalException("asked twice", signal.SIGKILL)
+                raise SignalException("second signal", signal.SIGKILL)
 
 
 def going_on(config: Config) -> Config:
-    """Return the configuration for restarted ranks: once there are checkpoints, `resume` and `load` no longer apply."""
+    """Return the configuration for restarted ranks: without `resume` and `load` if the run has written a checkpoint."""
     if not any((Path(config.run.dir).expanduser() / "checkpoints").glob("step-*")):
         return config
     fresh = CheckpointConfig()
@@ -188,7 +190,7 @@ def blame(failures: Failures, folder: Path, run_dir: Path) -> str:
         return "rank 0 ended without a result"
     first = min(failure.timestamp for failure in failures.values())
 
-    # 0: an exception of its own; 1: died without one; 2: lost a peer; 3: stopped by the agent.
+    # 0: raised an exception; 1: died without an exception; 2: lost the connection to a rank; 3: stopped by the agent.
     def order(rank: int) -> tuple[int, float]:
         failure = failures[rank]
         if error := _exception(failure):
@@ -210,6 +212,7 @@ def blame(failures: Failures, folder: Path, run_dir: Path) -> str:
 
 
 def _ending(exit_code: int) -> str:
+    """Return the end of a sentence about a rank; a negative exit code is a signal's number."""
     if exit_code == EXIT_TERMINATED:
         exit_code = -signal.SIGTERM
     if exit_code >= 0:
@@ -221,15 +224,15 @@ def _ending(exit_code: int) -> str:
 
 def _exception(failure: ProcessFailure) -> tuple[str, str] | None:
     """Return the exception (`ValueError: ...`) and traceback that a rank recorded, if any."""
-    message: Any = failure.message  # text where the rank left none
+    message: Any = failure.message  # a dict if the rank recorded an exception, else text
     return (message["message"], message["extraInfo"]["py_callstack"]) if isinstance(message, dict) else None
 
 
 def _memory(results: list[dict], failures: Failures, killed: bool, near: set[int]) -> str:
-    """Return a line that names the rank that ran out of memory; empty if none did.
+    """Return a line that names the rank that ran out of memory; empty if no rank did.
 
-    That is a rank that reported it, one that got SIGKILL if the OOM killer ran (`killed`), or one `near` its limit that
-    a library thread aborted, since such a thread cannot raise.
+    A rank ran out of memory if it reported so, if it got SIGKILL while the OOM killer ran (`killed`), or if it aborted
+    `near` its limit, since a library thread cannot raise an exception.
     """
     for rank, result in enumerate(results):
         if "out_of_memory" in result:
@@ -245,13 +248,14 @@ def _memory(results: list[dict], failures: Failures, killed: bool, near: set[int
 
 
 def _follows(failure: ProcessFailure) -> bool:
-    """Return True if a failure is typical of a rank whose peers have left, or of one that was terminated."""
+    """Return True if a rank probably failed only because other ranks had left, or because it was terminated."""
     if error := _exception(failure):
         return bool(FOLLOWS.search(error[0]))
     return failure.exitcode in (EXIT_TERMINATED, -signal.SIGTERM)
 
 
 def _result(folder: Path, rank: int) -> dict:
+    """Return the result that a rank has written, {} if it has not."""
     path = folder / f"result-{rank}.json"
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 

@@ -10,15 +10,15 @@ from contextlib import suppress
 from pathlib import Path
 
 GIB = 2**30
-# Error texts of libraries without an exception type. Gloo's and NCCL's errors for a lost connection do not match.
+# Texts of errors that have no exception type. Errors of gloo and NCCL for a lost connection must not match.
 HOST = re.compile(
     r"DefaultCPUAllocator: (?:can't allocate memory|not enough memory)|std::bad_alloc|Cannot allocate memory"
 )
 # Errors with several possible causes, attributed to memory only if a limit is near.
 UNCLEAR = re.compile(r"can't start new thread|Resource temporarily unavailable|inline_container|could not create a")
-# torch's stable ABI, which our kernels use, drops the reason; allocating an empty tensor fails only for lack of memory.
+# torch's stable ABI, which gptlite's kernels use, drops the reason. Only lack of memory makes this call fail.
 KERNEL = re.compile(r"aoti_torch_empty_strided\(.*API call failed")
-NEAR = 64 * 2**20
+NEAR = 64 * 2**20  # bytes below the limit at which an unclear error is attributed to memory
 NOTE_SECONDS = 0.02
 DEVICE = re.compile(r"CUDA out of memory|CUDA error: out of memory|CU(?:BLAS|DNN)_STATUS_ALLOC_FAILED")
 ASKED = re.compile(r"[Tt]ried to allocate ([\d.,]+) (bytes|[KMGT]iB)")
@@ -40,7 +40,7 @@ def limit_words(gib: float | None) -> str:
 
 
 def lift() -> None:
-    """Remove the limit, so that error handling has memory."""
+    """Remove the limit, so that error handling can allocate memory."""
     _set_limit(None)
 
 
@@ -70,7 +70,7 @@ def out_of_memory(error: BaseException) -> str:
 
 
 def note_use(file: Path) -> None:
-    """Record this process's peak of memory that counts towards the limit in a file, which `was_near` reads."""
+    """Record this process's peak memory in a file for `was_near`, from a thread. It is counted as for the limit."""
 
     def watch() -> None:
         page, most = os.sysconf("SC_PAGE_SIZE"), 0
@@ -80,8 +80,8 @@ def note_use(file: Path) -> None:
                 used = int(os.pread(statm.fileno(), 200, 0).split()[5]) * page
                 if used > most:
                     most = used
-                    os.pwrite(out.fileno(), b"%020d" % used, 0)  # fixed width: overwrites all digits of the last
-                time.sleep(NOTE_SECONDS)  # short, as an abort leaves no time for a last note
+                    os.pwrite(out.fileno(), b"%020d" % used, 0)  # fixed width, to overwrite the previous value
+                time.sleep(NOTE_SECONDS)  # short, as an abort leaves no time for a last update
 
     threading.Thread(target=watch, daemon=True, name="memory in use").start()
 
@@ -137,6 +137,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _asked(text: str) -> str:
+    """Return the suffix of a message with the size of the failed allocation; empty if the text has none."""
     if not (match := ASKED.search(text)):
         return ""
     size = match[1].rstrip(".,").replace(",", "")

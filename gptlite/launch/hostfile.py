@@ -1,4 +1,4 @@
-"""Several machines from a host file, `HOST slots=RANKS` a line, as MPI and DeepSpeed read it."""
+"""Start of a run on several machines from a host file with lines `HOST slots=RANKS`, as in MPI and DeepSpeed."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from gptlite.invocation import arguments, python
 from gptlite.launch.starter import starter
 
 FLAG = "--hostfile"
-PORT = 29500  # torchrun's
+PORT = 29500  # torchrun's default
 
 
 @dataclass(frozen=True)
 class Host:
-    """Machine of a host file and its number of ranks."""
+    """Machine in a host file, and its number of ranks."""
 
     name: str
     slots: int
 
 
 def take_flag(words: Sequence[str]) -> tuple[str | None, list[str]]:
-    """Split a command line into the value of --hostfile, None without it, and the other words."""
+    """Return the value of --hostfile, None if it is absent, and the other words of a command line."""
     rest = list(words)
     for index, word in enumerate(rest):
         if word == FLAG or word.startswith(FLAG + "="):
             value = word.partition("=")[2] if "=" in word else "".join(rest[index + 1 : index + 2])
             del rest[index : index + 1 + (word == FLAG)]
             if not value or value.startswith("-"):
-                raise ConfigError(f"{FLAG} needs a file with a line `HOST slots=RANKS` for each machine")
+                raise ConfigError(f"{FLAG} has no value; give a file with a line `HOST slots=RANKS` for each machine")
             if any(each.startswith(FLAG) for each in rest):
                 raise ConfigError(f"{FLAG} is given twice; list all machines in one file")
             return value, rest
@@ -46,14 +46,16 @@ def take_flag(words: Sequence[str]) -> tuple[str | None, list[str]]:
 
 
 def run(file: str, overrides: list[str]) -> NoReturn:
-    """Become torchrun for this machine's ranks. The first machine also prints the command of each other one.
+    """Replace this process by torchrun for this machine's ranks. The first machine prints the commands of the others.
 
-    Raises ConfigError for a file, a machine or a layout that does not fit.
+    Raises ConfigError for an invalid file, an unlisted machine, or a layout that does not fill the slots.
     """
     if outer := starter():
-        raise ConfigError(f"{FLAG} under {outer.name}: it has started the ranks itself; leave {FLAG} out")
+        raise ConfigError(
+            f"{FLAG}={file} has no use under {outer.name}, which has already started the ranks; leave {FLAG} out"
+        )
     if flags := [each for each in overrides if each.startswith("-")]:
-        raise ConfigError(f"{FLAG} trains one run; leave out {flags[0]}")
+        raise ConfigError(f"{FLAG} trains a single run; leave out {flags[0]}")
     hosts = read(Path(file))
     check_slots(load(overrides), hosts, file)
     node = this_machine(hosts, file)
@@ -69,16 +71,17 @@ def read(path: Path) -> list[Host]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{FLAG}={path} cannot be read: {error}") from None
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"{FLAG}={path} cannot be read: {reason}; give the path of a host file") from None
     hosts: dict[str, Host] = {}
     for number, line in enumerate(text.splitlines(), 1):
         if not (line := line.partition("#")[0].strip()):
             continue
         match = re.fullmatch(r"([\w.:-]+)\s+slots\s*=\s*(\d+)", line)
         if not match or int(match[2]) < 1:
-            raise ConfigError(f"{path}, line {number}: {line!r} is not HOST slots=RANKS, such as node1 slots=8")
+            raise ConfigError(f"{path}, line {number}: {line!r} is not HOST slots=RANKS; write e.g. node1 slots=8")
         if match[1] in hosts:
-            raise ConfigError(f"{path}, line {number}: {match[1]} is listed twice; give it one line with all its slots")
+            raise ConfigError(f"{path}, line {number}: {match[1]} is listed twice; write one line with all its slots")
         hosts[match[1]] = Host(match[1], int(match[2]))
     if not hosts:
         raise ConfigError(f"{path} lists no host; give a line `HOST slots=RANKS` for each machine")
@@ -86,9 +89,9 @@ def read(path: Path) -> list[Host]:
 
 
 def check_slots(config: Config, hosts: Sequence[Host], file: str) -> None:
-    """Raise ConfigError if the layout does not fill the slots of all machines."""
+    """Raise ConfigError if the layout's number of ranks is not the number of slots on all machines."""
     total = sum(host.slots for host in hosts)
-    if config.parallelism.auto:  # the planner takes all ranks there are
+    if config.parallelism.auto:  # the planner uses all slots
         return
     try:
         check_world(config, total)
@@ -97,21 +100,21 @@ def check_slots(config: Config, hosts: Sequence[Host], file: str) -> None:
 
 
 def this_machine(hosts: Sequence[Host], file: str, is_here: Callable[[str], bool] | None = None) -> int:
-    """Return this machine's index among the hosts. Raises ConfigError if it is none of them, or several."""
+    """Return this machine's index in `hosts`. Raises ConfigError if the machine is not listed, or more than once."""
     found = [index for index, host in enumerate(hosts) if (is_here or names_this_machine)(host.name)]
     names = [hosts[index].name for index in found]
     if len(hosts) > 1 and (loopback := [each for each in names if re.match(r"localhost$|127\.|::1$", each)]):
-        raise ConfigError(f"{file}: other machines do not reach {loopback[0]}; give this machine's name or address")
+        raise ConfigError(f"{file}: other machines cannot reach {loopback[0]}; give this machine's name or address")
     if len(found) > 1:
-        raise ConfigError(f"{file}: {' and '.join(names)} are both this machine; give it one line with all its slots")
+        raise ConfigError(f"{file}: {' and '.join(names)} are all this machine; write one line with all its slots")
     if not found:
         listed = ", ".join(host.name for host in hosts)
-        raise ConfigError(f"{file}: this machine, {socket.gethostname()}, is not among {listed}; add its line")
+        raise ConfigError(f"{file}: this machine, {socket.gethostname()}, is not among {listed}; add a line for it")
     return found[0]
 
 
 def names_this_machine(host: str) -> bool:
-    """Return True if a name or an address is this machine's: only its own addresses can be bound."""
+    """Return True if a name or an address is this machine's. Only a local address can be bound."""
     own = socket.gethostname()
     if host in (own, own.partition(".")[0]):
         return True
@@ -130,7 +133,7 @@ def names_this_machine(host: str) -> bool:
 
 
 def torchrun(hosts: Sequence[Host], node: int, overrides: Sequence[str]) -> list[str]:
-    """Return the arguments of Python that start one machine's ranks under torchrun."""
+    """Return the arguments of Python that start the ranks of machine number `node` under torchrun."""
     return [
         *("-m", "torch.distributed.run"),
         *(f"--nnodes={len(hosts)}", f"--node-rank={node}", f"--nproc-per-node={hosts[node].slots}"),

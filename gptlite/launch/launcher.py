@@ -1,4 +1,4 @@
-"""Start of a run's ranks: in this process if there is only one, else in separate processes."""
+"""Start of a run: a single rank in this process, several ranks in separate processes."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ DEFAULT_MMAP_MAX, DEFAULT_TRIM_THRESHOLD = 65536, 128 * 1024
 
 
 def launch(config: Config, started: float) -> int:
-    """Run the configuration and return the exit code. Raises ConfigError before anything is written.
+    """Run the configuration and return the exit code. Raises ConfigError, before it writes anything, for a refusal.
 
-    `started` is when the command began, in time.monotonic() seconds; `trainer.max_time` counts from there. Under
+    `started` is the start of the command in time.monotonic() seconds, from which `trainer.max_time` counts. Under
     torchrun or srun this process is one of their ranks; otherwise it starts as many ranks as the layout requires.
     """
     keep_freed_memory()  # before parallelism=auto creates tensors; ranks started here inherit the environment variable
@@ -49,7 +49,7 @@ def launch(config: Config, started: float) -> int:
         except Exception as error:
             if not (reason := out_of_memory(error)):
                 raise
-            lift()  # the report needs memory itself
+            lift()  # the report needs memory
             return ran_out(reason, config, 1)
     if outer:
         from gptlite.launch.worker import under
@@ -60,7 +60,7 @@ def launch(config: Config, started: float) -> int:
 
 
 def alone(config: Config, started: float, stop: StopSignal | None) -> Result:
-    """Train in this process. The memory limit stays, for `out_of_memory`."""
+    """Train in this process. The memory limit remains set after an error, for `out_of_memory`."""
     from gptlite.parallelism.process_group import leave
     from gptlite.parallelism.torch_private import forget_meshes
     from gptlite.pretrain import pretrain
@@ -74,7 +74,7 @@ def alone(config: Config, started: float, stop: StopSignal | None) -> Result:
 
 
 def ran_out(reason: str, config: Config, world: int) -> int:
-    """Report that this rank ran out of memory, with settings that need less, and return the exit code."""
+    """Print that this rank ran out of memory, with overrides that need less memory, and return the exit code."""
     from gptlite.plan.advice import advice_lines
 
     limited = limit_words(config.trainer.host_memory_limit)
@@ -83,14 +83,15 @@ def ran_out(reason: str, config: Config, world: int) -> int:
 
 
 def planned(config: Config, outer: Starter | None, ranks: int | None = None) -> tuple[Config, int]:
-    """Return the configuration with its layout resolved, and the number of ranks, by default the layout's.
+    """Return the configuration with its layout resolved, and the number of ranks.
 
-    Raises ConfigError if it cannot run here.
+    By default the layout determines the number of ranks; `outer` or `ranks` overrides it. Raises ConfigError if the
+    configuration cannot run here.
     """
     import torch
 
     gpus = torch.cuda.device_count()
-    if isinstance(config.data, TokensConfig | SyntheticConfig):  # the vocabulary of other data is not known yet
+    if isinstance(config.data, TokensConfig | SyntheticConfig):  # the vocabulary of other data is determined later
         vocabulary = find_vocabulary(config.data)
         if not vocabulary.assumed:
             refuse_larger_vocabulary(config, vocabulary.size)
@@ -107,10 +108,10 @@ def planned(config: Config, outer: Starter | None, ranks: int | None = None) -> 
     if gpus and here > gpus and not (outer and outer.name == "srun" and gpus == 1):
         raise ConfigError(
             f"the layout has {here} ranks on this machine, which has {gpus} GPU{'s' * (gpus > 1)}; lower the degrees "
-            f"of parallelism, or set CUDA_VISIBLE_DEVICES= for ranks on the CPU"
+            f"in parallelism.*, or set CUDA_VISIBLE_DEVICES= for ranks on the CPU"
         )
     check_offload_space(config, layout, here)
-    if not gpus:  # a GPU reports at once what it has no memory for
+    if not gpus:  # on a GPU, a failed allocation raises an error at once
         from gptlite.run.memory import refuse_too_large
 
         refuse_too_large(config, layout, here)
@@ -124,7 +125,7 @@ def start_ranks(config: Config, world: int, started: float) -> Ended:
     from gptlite.launch.elastic import rank_ending
     from gptlite.ops.select import select_ops
 
-    # Fails before a rank starts if an op cannot run, and compiles the kernels once instead of in every rank.
+    # Raises before a rank starts if an op cannot run. Also compiles the kernels once, not in every rank.
     device = torch.device("cuda" if torch.cuda.device_count() else "cpu")
     select_ops(config.ops, device, documents=config.data.documents)
     return rank_ending(config, world, started)
@@ -134,18 +135,18 @@ def keep_freed_memory() -> None:
     """Make glibc's malloc keep freed memory instead of returning it to the kernel.
 
     A training step on a CPU frees and allocates the same gigabytes again. By default each large tensor is a new
-    mapping, and the page faults take up to half the step (docs/benchmarks_training.md). On other platforms this does
-    nothing. Tensors of 2 MiB and more use huge pages, unless the environment disables them; torch reads that variable
-    once, and has no other setting for it.
+    mapping, and the page faults take up to half the step (docs/benchmarks_training.md). Tensors of 2 MiB and more use
+    huge pages, unless the environment disables them. torch has no other setting for this than an environment variable,
+    which it reads once. On platforms other than Linux this function does nothing.
     """
     if sys.platform == "linux":
         os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-        _set_malloc(0, KEEP_ALL)  # mapped blocks would be unmapped when freed
+        _set_malloc(0, KEEP_ALL)  # no block is a mapping, as free would unmap it
 
 
 @contextmanager
 def freed_memory_kept() -> Iterator[None]:
-    """Context in which freed memory is kept, for a process that does more than train. Then it is returned."""
+    """Context that keeps freed memory until its end, for a process that does more than train."""
     _set_malloc(0, KEEP_ALL)
     try:
         yield
@@ -166,10 +167,10 @@ def _set_malloc(mmap_max: int, trim_threshold: int) -> ctypes.CDLL | None:
 
 
 def share_cores(ranks: int) -> None:
-    """Limit torch's threads to one of `ranks` equal shares of the cores, unless the environment or Slurm sets them."""
+    """Limit torch's threads to 1 / `ranks` of the cores, unless the environment or Slurm sets them."""
     import torch
 
-    # Ranks that Slurm binds to cores count only those.
+    # torch counts only the cores to which Slurm has bound the rank.
     bound = hasattr(os, "sched_getaffinity") and len(os.sched_getaffinity(0)) < (os.cpu_count() or 1)
     if "OMP_NUM_THREADS" not in os.environ and not (bound and "SLURM_STEP_ID" in os.environ):
         torch.set_num_threads(max(1, torch.get_num_threads() // ranks))

@@ -1,4 +1,4 @@
-"""Log files for the output of ranks above 0, as rank 0 owns the terminal."""
+"""Log files for the output of all ranks except rank 0, which prints to the terminal."""
 
 import os
 import sys
@@ -13,8 +13,8 @@ def log_path(run_dir: Path, rank: int) -> Path:
 class RankLog:
     """Redirection of this process's output, including that of C++ code, to a file at `path`.
 
-    A refused run leaves nothing in the run folder. So the file starts elsewhere, and `move` moves it once the folder
-    exists. `terminal` is the previous standard error.
+    The file is first outside the run folder, since a refused run must not write there. `move` moves the file once the
+    run folder exists. `terminal` is a file descriptor of the previous standard error.
     """
 
     def __init__(self, path: Path, rank: int) -> None:
@@ -27,7 +27,7 @@ class RankLog:
         """Continue in `log_path(run_dir, rank)`, appending the earlier output, and delete the first file."""
         target = log_path(run_dir, self.rank)
         target.parent.mkdir(exist_ok=True)
-        sys.stdout.flush()  # into the first file, which is read next
+        sys.stdout.flush()  # into the first file, before it is read
         said = self.path.read_bytes()
         with target.open("ab") as file:
             file.write(said)
@@ -43,5 +43,5 @@ class RankLog:
         with path.open("ab") as file:
             os.dup2(file.fileno(), 1)  # file descriptors, since C++ code does not write to sys.stdout
             os.dup2(file.fileno(), 2)
-        for stream in (sys.stdout, sys.stderr):  # streams that began as a pipe are block-buffered
+        for stream in (sys.stdout, sys.stderr):  # a stream that started as a pipe is block-buffered
             stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]

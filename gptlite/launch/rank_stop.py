@@ -1,5 +1,5 @@
-"""Delivery of stop requests to ranks started by train.py. Signals alone do not suffice, as their launcher uses them for
-other purposes too."""
+"""Delivery of stop requests to ranks started by train.py. Signals alone do not suffice, since their launcher also uses
+signals for other purposes."""
 
 import os
 import signal
@@ -20,23 +20,23 @@ EXIT_TERMINATED = 143
 class LauncherStop(StopSignal):
     """Stop request as a file that the launcher writes, containing the signal's number.
 
-    A signal alone is not a request: the elastic agent sends SIGTERM to the survivors of a failed rank. Those must not
-    save, and must not wait in a collective for the dead rank. Therefore a thread polls for the file, which works even
-    during such a wait.
+    A signal alone is not a request: after a rank has failed, the elastic agent sends SIGTERM to the others. These ranks
+    must not save, and must not wait in a collective for the failed rank. Therefore a thread polls for the file, which
+    also works while the main thread waits in a collective.
 
-    `launcher` is the launcher's process id: a rank exits when that process has ended. `stopped(code)` is called before
-    a rank ends on request outside training.
+    `launcher` is the launcher's process id; the rank exits when that process has ended. `stopped(code)` is called
+    before a rank ends on request outside training.
     """
 
     def __init__(self, file: Path, launcher: int, stopped: Callable[[int], None]) -> None:
         super().__init__()
         self._file, self._launcher, self._stopped = file, launcher, stopped
         self._training = self._unwinding = False
-        self._noticed: float | None = None  # when the file was seen
-        self._signalled: float | None = None  # when a signal last came
+        self._noticed: float | None = None  # time at which the file was first seen
+        self._signalled: float | None = None  # time of the last signal
         self._lock = threading.RLock()
         self._bytes, wake = socket.socketpair()
-        self._bytes.settimeout(LOOK_SECONDS)  # a read waits this long, which paces the polling of the file
+        self._bytes.settimeout(LOOK_SECONDS)  # reads wait this long, which sets the interval of polling for the file
         wake.setblocking(False)  # required by set_wakeup_fd
         self._wake = wake  # keeps the socket open
         for number in SIGNALS:
@@ -51,7 +51,7 @@ class LauncherStop(StopSignal):
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         with self._lock:
-            self._check_file()  # this rank may have stopped with the others before its own poll saw the file
+            self._check_file()  # this rank may have stopped with the others before its thread saw the file
             self._training = False
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
@@ -67,8 +67,8 @@ class LauncherStop(StopSignal):
                 self._check_file()
             if self._unwinding and self._noticed is not None and now - self._noticed > UNWIND_SECONDS:
                 os._exit(0)  # `stopped` has already written the result
-            # A request's signal may go to the whole process group, so wait for the file; without one, the signal ends
-            # this rank.
+            # The signal of a request may reach the whole process group, so wait for the launcher to write the file.
+            # Without a file, the signal ends this rank.
             if self._signalled is not None and now - self._signalled > SAME_SECONDS:
                 if self._noticed is None or self._signalled - self._noticed > SAME_SECONDS:
                     os._exit(EXIT_TERMINATED)
@@ -92,4 +92,4 @@ class LauncherStop(StopSignal):
         self._stopped(128 + number)
         main = threading.main_thread().ident
         assert main is not None
-        signal.pthread_kill(main, signal.SIGINT)  # wakes it from a wait, to raise KeyboardInterrupt
+        signal.pthread_kill(main, signal.SIGINT)  # interrupts a wait of the main thread with KeyboardInterrupt

@@ -1,7 +1,7 @@
 """Detection of torchrun and srun from the environment. Does not import torch.
 
-Their variables determine only a process's rank and how it reaches the others. The training configuration never depends
-on the environment.
+Their variables determine only the rank of a process and the connection to the other ranks. The training configuration
+never depends on the environment.
 """
 
 import os
@@ -14,12 +14,12 @@ from gptlite.errors import ConfigError
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 SRUN = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_ID", "SLURM_LOCALID", "SLURM_JOB_ID")
-LAST_WORD_SECONDS = 5  # time for rank 0 to print why it is refused, before the other ranks end
+LAST_WORD_SECONDS = 5  # time for rank 0 to print an error before the other ranks end
 
 
 @dataclass(frozen=True)
 class Starter:
-    """Launcher of this rank, its place in the world and on its machine, and rank 0's address."""
+    """Launcher of this rank (torchrun or srun), the rank's place in the world and on its machine, rank 0's address."""
 
     name: str
     rank: int
@@ -30,24 +30,24 @@ class Starter:
     master_port: int
 
     def environment(self) -> dict[str, str]:
-        """Return the variables that torchrun sets and torch.distributed reads."""
+        """Return the environment variables that torch.distributed reads, as torchrun sets them."""
         return dict(zip(TORCHRUN, map(str, astuple(self)[1:]), strict=True))
 
 
 def starter() -> Starter | None:
-    """Return the launcher; None if this process was started directly. Raises ConfigError for an invalid environment."""
+    """Return this rank's launcher, None if started directly. Raises ConfigError for an invalid environment variable."""
     env = os.environ
     if env.keys() >= set(TORCHRUN) - {"LOCAL_WORLD_SIZE"}:
         rank, world, local_rank = map(_number, TORCHRUN[:3])
         local_world = _number("LOCAL_WORLD_SIZE", world)
         return Starter("torchrun", rank, world, local_rank, local_world, env["MASTER_ADDR"], _number("MASTER_PORT"))
-    if env.keys() >= set(SRUN) and _number("SLURM_NTASKS") > 1:  # a single task starts its ranks itself
+    if env.keys() >= set(SRUN) and _number("SLURM_NTASKS") > 1:  # a single task starts the ranks of a run itself
         return _of_srun()
     return None
 
 
 def is_main() -> bool:
-    """Return True in rank 0, or in a single process."""
+    """Return True on rank 0, in a single process, or if the environment is invalid."""
     try:
         found = starter()
     except ConfigError:
@@ -56,19 +56,19 @@ def is_main() -> bool:
 
 
 def refuse_sweep() -> None:
-    """Raise ConfigError under torchrun or srun, as a sweep starts the ranks of its jobs itself."""
+    """Raise ConfigError under torchrun or srun, since a sweep starts the ranks of its cells itself."""
     if found := starter():
         raise ConfigError(
-            f"--multirun under {found.name}: each of its {found.world_size} ranks would run the whole sweep; "
-            f"start it once, without {found.name}: every job starts its own ranks"
+            f"--multirun under {found.name} would run the whole sweep on each of the {found.world_size} ranks; "
+            f"start the sweep once, without {found.name}, as each cell starts separate ranks"
         )
 
 
 def let_main_speak() -> None:
-    """Give rank 0 time to print the error, on a refused rank above 0.
+    """Wait on a refused rank other than 0, so that rank 0 has time to print the error.
 
-    torchrun and srun end the other ranks once the first has failed. SIGTERM ends the wait, and the rank then exits with
-    its usual code.
+    torchrun and srun end the other ranks once the first rank has failed. SIGTERM or SIGINT ends the wait, and the rank
+    then exits with its usual code.
     """
     over = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -114,4 +114,6 @@ def _number(name: str, default: int | None = None) -> int:
     try:
         return int(os.environ[name])
     except ValueError:
-        raise ConfigError(f"the environment's {name}={os.environ[name]} is not a number; unset it") from None
+        raise ConfigError(
+            f"the environment's {name}={os.environ[name]} is not a number; set a whole number, or unset it"
+        ) from None

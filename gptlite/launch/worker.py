@@ -25,19 +25,19 @@ T = TypeVar("T")
 
 
 def exit_code(*given: object) -> int:
-    """Train, and return the exit code alone."""
+    """Train, and return only the exit code."""
     from gptlite.pretrain import pretrain
 
     return pretrain(*given).exit_code  # type: ignore[arg-type]
 
 
 def main(arguments: list[str], pretrain: Callable[..., int] = exit_code) -> NoReturn:
-    """Run the rank given by RANK, started by elastic.run_ranks; `arguments` are a folder, a time and a process id.
+    """Run the rank given by the variable RANK. `arguments` are a folder, a time and a process id.
 
-    The folder holds config.yaml; the time is when the command began, in time.monotonic() seconds; the process is the
-    launcher, and this process ends when it does. Exits with 0 once `result-N.json` has the outcome: the run's exit
-    code, or why it was refused. Any other end is a failure, after which the launcher stops the other ranks. `pretrain`
-    is the function to run, which returns the exit code.
+    The folder has config.yaml. The time is the start of the command in time.monotonic() seconds. The process is the
+    launcher (elastic.run_ranks); when it ends, this process ends too. The rank exits with 0 once `result-N.json` has
+    the run's exit code or the reason of a refusal. Any other end is a failure, after which the launcher stops the other
+    ranks. `pretrain` is the function to run, which returns the exit code.
     """
     folder, started, launcher = Path(arguments[0]), float(arguments[1]), int(arguments[2])
     die_with(launcher)
@@ -68,7 +68,7 @@ def main(arguments: list[str], pretrain: Callable[..., int] = exit_code) -> NoRe
     except ConfigError as error:
         conclude(refused=str(error))
         end(0)
-    except KeyboardInterrupt:  # the request to stop, before there was anything to save
+    except KeyboardInterrupt:  # a stop request before training; LauncherStop has written the result
         end(0)
     except BaseException as error:
         reason = out_of_memory(error)
@@ -76,16 +76,17 @@ def main(arguments: list[str], pretrain: Callable[..., int] = exit_code) -> NoRe
         if reason:
             conclude(out_of_memory=reason + limit_words(config.trainer.host_memory_limit if config else None))
         note_failure(error)
-        if log:  # not on rank 0's terminal, where the launcher reports the rank that failed first
+        if log:  # rank 0 prints to the terminal, where the launcher reports the rank that failed first
             traceback.print_exception(error)
         end(1)
     sys.exit(0)
 
 
 def under(starter: Starter, config: Config, started: float, pretrain: Callable[..., T]) -> T:
-    """Run this process as a rank of torchrun or srun and return what `pretrain` does. Raises ConfigError on all ranks.
+    """Run this process as a rank of torchrun or srun, and return the result of `pretrain`.
 
-    Each rank composes a `config`, but all use rank 0's, since folder names contain the time.
+    Each rank composes a `config`, but all use rank 0's, since folder names contain the time. Raises ConfigError on all
+    ranks if the run is refused.
     """
     from gptlite.launch.launcher import keep_freed_memory, ran_out, share_cores
 
@@ -93,7 +94,7 @@ def under(starter: Starter, config: Config, started: float, pretrain: Callable[.
     from gptlite.parallelism.process_group import leave
     from gptlite.trainer.signals import StopSignal
 
-    os.environ.update(starter.environment())  # torch.distributed reads them, and srun sets others
+    os.environ.update(starter.environment())  # torch.distributed reads these variables, which srun does not set
     log = None
     if starter.rank:
         handle, name = tempfile.mkstemp(prefix=f"gptlite-rank-{starter.rank}-", suffix=".log")
@@ -103,11 +104,11 @@ def under(starter: Starter, config: Config, started: float, pretrain: Callable[.
         share_cores(starter.local_world_size)
     try:
         result = train_rank(config, started, StopSignal(), log, pretrain, starter)
-        leave()  # only after success, as it would wait for ranks that are gone
+        leave()  # only after success, as it would wait for ranks that have ended
         return result
     except ConfigError:
         if log:
-            log.path.unlink()  # a refused run leaves nothing behind
+            log.path.unlink()  # a refused run must leave no files
         raise
     except Exception as error:
         note_failure(error)
@@ -127,10 +128,10 @@ def train_rank(
     pretrain: Callable[..., T],
     node: Starter | None = None,
 ) -> T:
-    """Join the process group and train; returns what `pretrain` does.
+    """Join the process group, train, and return the result of `pretrain`.
 
-    `node` is set if torchrun or srun started this rank. The rank then takes the configuration from rank 0 and, if it is
-    the first on a machine without rank 0, prints where the output goes.
+    `node` is set if torchrun or srun started this rank. Then the configuration comes from rank 0, and the first rank of
+    each machine other than rank 0's prints the folder of the logs.
     """
     from gptlite.parallelism.process_group import broadcast_text, join
     from gptlite.run.memory import profile_ahead
@@ -160,7 +161,7 @@ def die_with(launcher: int) -> None:
     if sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != launcher:  # it ended before prctl took effect
+    if os.getppid() != launcher:  # the launcher ended before prctl took effect
         os._exit(1)
 
 
@@ -173,7 +174,7 @@ def note_failure(error: BaseException) -> None:
 
 
 def end(code: int) -> NoReturn:
-    """End the process at once, as its threads and process group may be waiting for ranks that are gone."""
+    """End the process without cleanup, since its threads and process group may be waiting for ranks that have ended."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):
             stream.flush()

@@ -66,7 +66,7 @@ def test_a_killed_rank_starts_again_from_the_last_checkpoint(ranks: Start, tmp_p
     code, output, errors = ranks("kill1", "trainer.max_restarts=1", "trainer.max_steps=9").end()
     assert code == 0, errors
     assert "rank 1 was killed by SIGKILL" in errors
-    assert "starting the ranks again (1 of 1)" in errors
+    assert "restarting the ranks (1 of 1)" in errors
     assert output.count("rank 0 prints") == 2
     assert (tmp_path / "run" / "checkpoints" / "step-9").exists()
     assert (tmp_path / "run" / "ranks" / "rank-1.log").read_text().count("rank 1 prints") == 2
@@ -134,7 +134,7 @@ def test_a_request_while_ranks_start(ranks: Start, tmp_path: Path) -> None:
     run.process.send_signal(signal.SIGINT)
     code, _, errors = run.end()
     # However far the ranks were: not started, starting, or in their first step (and then that is saved).
-    saved = "rank 0 warns\n\nSIGINT: saving after this step (again: stop at once)\n"
+    saved = "rank 0 warns\n\nSIGINT: saving after this step (a second signal stops at once)\n"
     assert (code, errors) in [(130, ""), (130, "stopped\n"), (130, saved)]
 
 

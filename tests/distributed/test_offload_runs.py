@@ -81,7 +81,7 @@ def refused(*overrides: str) -> str:
 def test_a_folder_that_is_not_there_is_refused_before_any_rank_starts(tmp_path: Path):
     path = tmp_path / "nvme"
     assert refused(f"{P}offload_path={path}") == (
-        f"parallelism.offload_path={path} is not a folder; create it on a local disk, or give another"
+        f"parallelism.offload_path={path} is not a folder; create it on a local disk, or give another folder"
     )
     path.write_text("")
     assert "is not a folder" in refused(f"{P}offload_path={path}")

@@ -84,15 +84,15 @@ def test_names_of_this_machine() -> None:
 WRONG = {
     "": r"hosts lists no host; give a line `HOST slots=RANKS`",
     "# none\n": r"hosts lists no host",
-    "node1\n": r"line 1: 'node1' is not HOST slots=RANKS, such as node1 slots=8",
+    "node1\n": r"line 1: 'node1' is not HOST slots=RANKS; write e.g. node1 slots=8",
     "node1 8\n": r"line 1: 'node1 8' is not",
     "\nnode1 slots=0\n": r"line 2: 'node1 slots=0' is not",
     "node1 slots=two\n": r"line 1: 'node1 slots=two' is not",
     "node1 slots=2 max_slots=4\n": r"line 1: .* is not HOST slots=RANKS",
-    f"{HERE} slots=4\nnode2 slots=1\n{HERE} slots=1\n": rf"line 3: {HERE} is listed twice; give it one line",
-    "node2 slots=3\nnode3 slots=3\n": rf"this machine, {HERE}, is not among node2, node3; add its line",
-    f"{HERE} slots=3\nlocalhost slots=3\n": r"other machines do not reach localhost; give this machine's name",
-    "127.0.0.1 slots=3\nnode2 slots=3\n": r"other machines do not reach 127\.0\.0\.1",
+    f"{HERE} slots=4\nnode2 slots=1\n{HERE} slots=1\n": rf"line 3: {HERE} is listed twice; write one line",
+    "node2 slots=3\nnode3 slots=3\n": rf"this machine, {HERE}, is not among node2, node3; add a line for it",
+    f"{HERE} slots=3\nlocalhost slots=3\n": r"other machines cannot reach localhost; give this machine's name",
+    "127.0.0.1 slots=3\nnode2 slots=3\n": r"other machines cannot reach 127\.0\.0\.1",
     f"{HERE} slots=4\nnode2 slots=4\n": r"hosts has 8 slots on 2 machines: world size 8 is not .*parallelism\.tensor=2",
 }
 
@@ -109,12 +109,12 @@ def test_a_wrong_file_is_one_line(text: str, tmp_path: Path, monkeypatch: pytest
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--hostfile"], "--hostfile needs a file"),
-        (["--hostfile="], "--hostfile needs a file"),
-        (["--hostfile", "--cfg"], "--hostfile needs a file"),
-        (["--hostfile", "nowhere"], "--hostfile=nowhere cannot be read"),
+        (["--hostfile"], "--hostfile has no value; give a file"),
+        (["--hostfile="], "--hostfile has no value; give a file"),
+        (["--hostfile", "--cfg"], "--hostfile has no value; give a file"),
+        (["--hostfile", "nowhere"], "--hostfile=nowhere cannot be read: No such file or directory; give"),
         (["--hostfile", "a", "--hostfile", "b"], "--hostfile is given twice"),
-        (["--hostfile", "a", "-m", "seed=1,2"], "--hostfile trains one run; leave out -m"),
+        (["--hostfile", "a", "-m", "seed=1,2"], "--hostfile trains a single run; leave out -m"),
     ],
 )
 def test_a_wrong_command_is_one_line(words: list[str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,7 +124,7 @@ def test_a_wrong_command_is_one_line(words: list[str], message: str, monkeypatch
 
 
 def test_two_names_of_one_machine() -> None:
-    with pytest.raises(ConfigError, match=r"hosts: a and b are both this machine"):
+    with pytest.raises(ConfigError, match=r"hosts: a and b are all this machine"):
         this_machine([Host("a", 1), Host("b", 1)], "hosts", lambda name: True)
 
 
@@ -132,5 +132,7 @@ def test_torchrun_has_no_host_file(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"):
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("MASTER_ADDR", "localhost")
-    with pytest.raises(ConfigError, match="--hostfile under torchrun: it has started the ranks itself"):
+    with pytest.raises(
+        ConfigError, match="--hostfile=hosts has no use under torchrun, which has already started the ranks"
+    ):
         hostfile.run("hosts", [])
