@@ -9,9 +9,9 @@ from typing import Any
 class Effect(Enum):
     """Effect of a difference on a resumed run.
 
-    refused: the model or the data differs, so the run does not resume. changes_numbers: the loss curve differs from
-    that of an uninterrupted run. reshards: results agree up to rounding, as the work is split differently over ranks or
-    micro-batches. safe: results are bit-identical.
+    refused: the seed, model, data or optimizer differs, so the run does not resume. changes_numbers: the loss curve
+    differs from that of an uninterrupted run. reshards: results agree up to rounding, as the work is split differently
+    over ranks or micro-batches. safe: results are bit-identical.
     """
 
     refused = "refused"
@@ -67,6 +67,7 @@ _TOKENIZER_KEYS = ("data.tokenizer", "data.vocab_size", "data_identity.tokenizer
 _REFUSED_FOR_WEIGHTS = ("model", *_TOKENIZER_KEYS)
 _SAME_STATE = ("adamw_schema", "adamw_8bit_schema")  # their optimizer states are the same in a checkpoint
 _ABSENT = "absent"
+HASH = 64  # characters of a SHA-256 in hexadecimal
 _FOLDERS = "data_identity.folders."  # prefix of the keys with each prepared folder's token hashes
 _NO_TOKENIZER = (None, "none")  # values of the tokenizer keys in an imported checkpoint
 
@@ -81,6 +82,14 @@ class Difference:
     effect: Effect
 
     def __str__(self) -> str:
+        """Return e.g. `optimizer=sgd (was muon)`, also for a difference of the dataclasses in `schemas`; hashes of the
+        data are shortened."""
+        if self.key.startswith("data_identity."):
+            new, old = (f"{each:.12}..." if len(f"{each}") == HASH else each for each in (self.new, self.old))
+            return f"the data's {self.key.removeprefix('data_identity.')}={new} (was {old})"
+        if self.key.startswith("schemas."):
+            new, old = (str(each).removesuffix("_schema") for each in (self.new, self.old))
+            return f"{self.key.removeprefix('schemas.')}={new} (was {old})"
         return f"{self.key}={self.new} (was {self.old})"
 
 
@@ -94,12 +103,14 @@ class Differences(list[Difference]):
     def refusal(self, load: str = "all") -> str:
         """Return a message for ConfigError on the refused differences, given checkpoint.load; empty if there are
         none."""
+        rule = "a resumed run keeps its seed, model, data and optimizer"
         fix = "restore the old value, or start anew with checkpoint.resume=never in another run.dir"
         if load == "weights":
+            rule = "loaded weights keep their model and tokenizer"
             fix = "give data with the checkpoint's tokenizer, or leave out checkpoint.resume and checkpoint.load"
             if any(each.key.startswith(("model", "schemas.model")) for each in self.of(Effect.refused)):
                 fix = "leave out model: checkpoint.load=weights uses the checkpoint's model"
-        return _line("", self.of(Effect.refused), f"the model or the data differs; {fix}")
+        return _line("", self.of(Effect.refused), f"{rule}; {fix}")
 
     def notice(self) -> str:
         """Return a log line that lists the differences that change the loss curve; empty if there are none."""

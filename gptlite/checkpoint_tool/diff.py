@@ -3,7 +3,7 @@
 A and B are each a run (its newest checkpoint), a checkpoint, or a config.yaml. Each difference between the
 configurations has a class, which is its effect on a run that resumes from A with the configuration of B:
 
-  refused              the model or the data differs, so the run does not resume
+  refused              the seed, model, data or optimizer differs, so the run does not resume
   changes the numbers  the loss curve differs from that of an uninterrupted run
   reshards             results agree up to rounding: work is split differently over ranks or micro-batches
   safe                 results are bit-identical

@@ -258,7 +258,7 @@ def _refuse_another_model(
     """Raise ConfigError if tensors are missing or unexpected, or if their shapes do not match config.json."""
     for name, weight in weights.items():
         if name not in stored:
-            raise ConfigError(f"source={source}: {name} is missing, but the {adapter.title} in its config.json has it")
+            raise ConfigError(f"source={source}: {name} is missing from the {adapter.title} model of its config.json")
         if stored[name].shape != weight.shape:
             found, expected = list(stored[name].shape), list(weight.shape)
             raise ConfigError(f"source={source}: {name} is {found}, but its config.json requires {expected}")
@@ -267,7 +267,7 @@ def _refuse_another_model(
     copies = adapter.copies()
     for name in sorted(stored.keys() - weights.keys()):
         if name not in copies:
-            raise ConfigError(f"source={source}: {name} is not a tensor of the {adapter.title} in its config.json")
+            raise ConfigError(f"source={source}: {name} is not a tensor of the {adapter.title} model of its config.json")
         if not torch.equal(stored[name].read(), stored[copies[name]].read()):
             raise ConfigError(
                 f"source={source}: {name} differs from {copies[name]}; set tie_word_embeddings=false in its config.json"

@@ -97,7 +97,11 @@ def prepare(arguments: Arguments) -> int:
     fraction = f"validation_fraction={arguments.validation_fraction}"
     print(f"split: {counted(done.split[0], 'training document')}, {done.split[1]:,} for validation ({fraction})")
     if arguments.validation_fraction and not done.split[1]:
-        print("warning: training needs text for validation: raise validation_fraction, or give more documents")
+        larger = min(0.5, 5 / max(1, done.split[0]))  # five documents on average
+        print(
+            "warning: training needs text for validation: give more documents, or run the command again with "
+            f"validation_fraction={larger:.1g} overwrite=true"
+        )
     speed = f" in {done.seconds:.1f} s: {rate / 1e6:.2f}M tokens/s" if done.new.tokens else ""
     print(f"{done.new.tokens:,} tokens written{speed}")
     return 0

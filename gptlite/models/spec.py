@@ -141,6 +141,10 @@ class ModelSpec(Generic[C]):
         """Return the number of parameters in the experts that a token is not routed to, over all layers."""
         return 0
 
+    def uses(self, config: C, op: str) -> bool:
+        """Return True if the model runs an op of gptlite.ops, such as `rope`."""
+        return self.casts
+
     def upcycled(self, config: C, experts: int, top_k: int) -> tuple[C, dict[str, str]]:
         """Return the configuration with `experts` experts in place of the dense MLP, and `{expert parameter: dense
         parameter that each expert copies}`. Raises ConfigError for a model that cannot have experts."""

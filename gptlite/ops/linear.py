@@ -18,8 +18,8 @@ from gptlite.ops.weight_copies import as_dtype
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, fused: bool = False) -> Tensor:
     """Return x weightᵀ + bias, in x's dtype. x [..., in]; weight [out, in]; bias [out].
 
-    `fused`: gradients are computed in the dtype of their parameters. The CPU kernel supports only bf16. A GPU uses the
-    fused path only if the weight's dtype is not x's, as with fp32 master weights.
+    `fused`: compute each parameter's gradient in that parameter's dtype. Without effect on a CPU unless x is bf16, and
+    on a GPU if weight and x have the same dtype (they differ with fp32 master weights).
     """
     if fused and (weight.dtype != x.dtype if PRODUCTS[x.device.type].fp32 else x.dtype == torch.bfloat16):
         return _Linear.apply(x, weight, bias)

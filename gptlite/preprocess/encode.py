@@ -149,7 +149,7 @@ class Encoded:
 
 
 class Encoder:
-    """Callable that tokenizes a block. The split of a document depends only on a hash of its text."""
+    """Callable that tokenizes the documents of a block. A hash of a document's text decides whether it is held out."""
 
     def __init__(self, folder: Path, formats: list[str], cutting: Cutting, validation_fraction: float):
         """Load the tokenizer that was saved in `folder`."""

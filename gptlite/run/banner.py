@@ -53,12 +53,14 @@ def announce(run: Run, folder: RunFolder) -> Reporter:
     arithmetic = f"{format_count(total * per_token)} FLOP" if per_token else "FLOP n/a"
     count = sum({name: size for each in sizes for name, size in each.items()}.values())
     size = format_parameters(count, spec.idle_parameters(model))
+    idle = [op for op, _ in ops.chosen if not (config.optimizer.adam_kernel if op == "adamw" else spec.uses(model, op))]
+    used = ", ".join(ops.reasons_without(*idle))
     lines = [
         ("device", f"{device_words(mesh.device)}, torch {torch.__version__}"),
         *_layout(config.parallelism, folder.layout, mesh, accumulation, elements, layers),
         ("model", f"{spec.label(model)}: {size}, {spec.words(model)}".removesuffix(", ")),
         ("precision", f"{policy.name} ({policy.reason})"),
-        ("ops", ", ".join(ops.reasons_without(*["adamw"] * (not config.optimizer.adam_kernel)))),
+        *[("ops", used)] * bool(used),
         ("optimizer", _optimizer(config)),
         *_attention(config, mesh, policy, ops),
         *(predicted(run) if mesh.is_main else []),
@@ -70,7 +72,7 @@ def announce(run: Run, folder: RunFolder) -> Reporter:
         ("length", f"{steps} steps = {format_count(total)} {batch.unit}, {total / count:.3g} per parameter, "
                    f"{total / length / epoch:.3g} epochs, {arithmetic}"),
         *uncounted,
-        ("run folder", str(folder.path)),
+        ("run folder", f"{folder.path}{' (a new run)' * (folder.resume_from is None)}"),
     ]  # fmt: skip
     if mesh.is_main:
         folder.log(banner(lines))

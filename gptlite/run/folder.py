@@ -226,10 +226,18 @@ class RunFolder:
             write_whole(self.path / RESULT, json.dumps(result, indent=2) + "\n")
 
     def _refuse_folder(self) -> None:
-        """Raise ConfigError for a folder that cannot be written, is in use, or contains another run."""
+        """Raise ConfigError for a folder that cannot be written, is in use, contains another run, or is part of one."""
+        for folder in (self.path, *self.path.parents):
+            if folder.name == "checkpoints" and (run := folder.parent) != folder and (run / "config.yaml").exists():
+                raise ConfigError(f"run.dir={self.config.run.dir} is inside another run; give run.dir={run} to resume it")
+        saved = self.path / "config.yaml"
+        if not saved.exists() and (runs := sorted(self.path.glob("*/config.yaml"))):
+            raise ConfigError(
+                f"run.dir={self.config.run.dir} is a folder of runs; give one of them to resume it, e.g. "
+                f"run.dir={runs[-1].parent}, or a new folder"
+            )
         self._refuse_unwritable()
         self._refuse_busy()
-        saved = self.path / "config.yaml"
         if saved.exists():
             self._refuse(read_saved(saved), f"run.dir={self.config.run.dir}")
 
@@ -240,7 +248,9 @@ class RunFolder:
         manifest, load = read_manifest(self.resume_from), self.config.checkpoint.load
         old, new = ({"data_identity": each} for each in (manifest.meta["data_identity"], state.data_identity))
         if refusal := compare_configs(old, new, load).refusal(load):
-            raise ConfigError(f"checkpoint {self.resume_from}: {refusal}")
+            path = getattr(self.config.data, "path", None)
+            where = f"checkpoint {self.resume_from}{f', data.path={path}' * bool(path)}"
+            raise ConfigError(f"{where}: {refusal}")
         saved = from_yaml(read_config(self.resume_from), self.resume_from)
         size, was = (spec_of(each).vocab_size(each) for each in (state.model.config, saved.model))
         if was is not None and size is not None and was < size:

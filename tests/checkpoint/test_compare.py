@@ -103,8 +103,8 @@ def test_a_notice_is_one_line_with_both_values_and_the_fix():
     new["data"]["micro_batch_size"] = 4
     differences = compare_configs(CONFIG, new)
     fix = (
-        "the model or the data differs; restore the old value, or start anew with checkpoint.resume=never in another "
-        "run.dir"
+        "a resumed run keeps its seed, model, data and optimizer; restore the old value, or start anew with "
+        "checkpoint.resume=never in another run.dir"
     )
     assert differences.refusal() == f"seed=2 (was 1), model.num_layers=6 (was 4): {fix}"
     moved = "data.micro_batch_size=4 (was absent), parallelism.tensor=2 (was 1)"
@@ -116,6 +116,11 @@ def test_a_longer_run_changes_numbers_if_the_schedule_follows_its_length(key):
     old, new = changed(key, None), changed(key, None)
     new["trainer"]["max_steps"] = 200
     assert "trainer.max_steps=200" in compare_configs(old, new).notice()
+
+
+def test_another_dataclass_is_printed_as_its_preset():
+    differences = compare_configs(CONFIG, changed("schemas.optimizer", "sgd_schema"))
+    assert differences.refusal().startswith("optimizer=sgd (was ")
 
 
 def test_another_optimizer_has_other_fields():

@@ -133,7 +133,7 @@ def test_what_is_not_quite_it_is_refused(step: Path, tmp_path: Path, monkeypatch
     intact = safetensors.torch.load_file(path)
     for change, words in (
         ({"net.embed.bias": torch.ones(24)}, "net.embed.bias is not zero, but gptlite's model has no such parameter"),
-        ({"more": torch.ones(1)}, "more is not a tensor of the ConvNet in its config.json"),
+        ({"more": torch.ones(1)}, "more is not a tensor of the ConvNet model of its config.json"),
         ({"embed.weight": torch.ones(61, 24)}, "is also stored as"),
     ):
         safetensors.torch.save_file(intact | change, path)

@@ -48,7 +48,7 @@ CONFIGS = {
     "dropout": ({"attn_pdrop": 1.5}, "attn_pdrop=1.5 must be a finite number"),
     "tied": ({"tie_word_embeddings": "yes"}, "tie_word_embeddings='yes' must be true or false"),
     "more layers": ({"n_layer": 3}, "h.2.ln_1.weight is missing"),
-    "fewer layers": ({"n_layer": 1}, "h.1.attn.c_attn.bias is not a tensor of the GPT-2 in its config.json"),
+    "fewer layers": ({"n_layer": 1}, "h.1.attn.c_attn.bias is not a tensor of the GPT-2 model of its config.json"),
     "width": ({"n_inner": 48}, "h.0.mlp.c_fc.weight is [24, 96], but its config.json requires [24, 48]"),
     "rows": ({"vocab_size": 52}, "wte.weight is [53, 24], but its config.json requires [52, 24]"),
     "untied": ({"tie_word_embeddings": False}, "lm_head.weight is missing"),

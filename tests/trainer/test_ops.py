@@ -44,6 +44,15 @@ def test_the_banner_names_the_kernel_that_sdpa_takes(run, tmp_path: Path) -> Non
     assert "; dropout writes the scores to memory" in words
 
 
+def test_the_banner_leaves_out_ops_that_the_model_does_not_run(run, tmp_path: Path) -> None:
+    for name, *options in (("a",), ("b", "model.dropout=0.1", "model.position=rope", "optimizer=sgd")):
+        assert run(name, "trainer.max_steps=2", *options)[0] == 0
+    a, b = (" ".join((tmp_path / name / "train.log").read_text().split("ops ")[1].split()) for name in "ab")
+    a, b = (words.split(" optimizer ")[0] for words in (a, b))
+    assert ("rope" in a, "dropout" in a, "adamw" in a) == (False, False, True)
+    assert ("rope" in b, "dropout" in b, "adamw" in b) == (True, True, False)
+
+
 @pytest.fixture
 def without_compiler(tmp_path: Path) -> dict[str, str]:
     return os.environ | {"PATH": str(tmp_path / "nothing"), "XDG_CACHE_HOME": str(tmp_path / "home"), "CXX": ""}

@@ -124,8 +124,8 @@ def test_the_profiler_writes_a_chrome_trace_cut_short_by_the_end_or_a_failure(ru
         ("model.num_layers=3", "model.num_layers=3"),
         pytest.param("seed=5", "seed=5", marks=pytest.mark.slow),
         pytest.param("data.tokenizer=char", "data.tokenizer=char", marks=pytest.mark.slow),
-        ("optimizer=sgd", "schemas.optimizer"),
-        ("", "data_identity"),  # of another text
+        ("optimizer=sgd", "optimizer=sgd (was adamw)"),
+        ("", "the data's train="),  # of another text
     ],
 )
 def test_another_run_is_refused_in_the_same_folder(run, text: Path, tmp_path: Path, override: str, named: str) -> None:
@@ -138,6 +138,16 @@ def test_another_run_is_refused_in_the_same_folder(run, text: Path, tmp_path: Pa
     assert named in str(refusal.value)
     assert "\n" not in str(refusal.value)
     assert snapshot(tmp_path / "a") == before
+
+
+def test_a_folder_inside_a_run_is_refused(run, tmp_path: Path) -> None:
+    run("a", "trainer.max_steps=2")
+    before = snapshot(tmp_path / "a")
+    with pytest.raises(ConfigError, match=f"is inside another run; give run.dir={tmp_path / 'a'} to resume it"):
+        run("a/checkpoints/step-00000002")
+    assert snapshot(tmp_path / "a") == before
+    with pytest.raises(ConfigError, match=f"is a folder of runs; .* e.g. run.dir={tmp_path / 'a'}, or a new folder"):
+        run(".")
 
 
 def test_another_sequence_length_begins_an_era(run, tmp_path: Path) -> None:

@@ -112,6 +112,10 @@ class GPTSpec(ModelSpec[GPTConfig]):
     def idle_parameters(self, config: GPTConfig) -> int:
         return idle_parameters(config)
 
+    def uses(self, config: GPTConfig, op: str) -> bool:
+        idle = {"rope": config.position is not Position.rope, "dropout": not config.dropout}
+        return not idle.get(op, False)
+
     def upcycled(self, config: GPTConfig, experts: int, top_k: int) -> tuple[GPTConfig, dict[str, str]]:
         if config.moe.experts:
             raise ConfigError(f"model.moe.experts={config.moe.experts}: the model already has experts")
