@@ -2,8 +2,8 @@
 
 gptlite kernels bench [device=cpu] [ops=all] [dtype=bfloat16] [compile=true] [repeats=20]
 
-ops: comma-separated names, as in `gptlite kernels test`. "eager" is torch's own ops, "compiled" the same under
-torch.compile, "others" Liger's and Apex's layer norm if installed, on a GPU; each is given as a multiple of our time.
+ops: comma-separated names, as in `gptlite kernels test`. The columns "eager" (torch's ops), "compiled" (the same ops
+under torch.compile) and "others" (on a GPU, the layer norms of Liger and Apex if installed) are multiples of our time.
 GB/s counts the bytes that must be read and written. "of copy" is the fraction of this device's copy bandwidth. On a GPU
 the forward and backward passes are timed separately, with events, on rotating buffers larger than its cache.
 """
@@ -51,7 +51,7 @@ class Row:
     shape: tuple[int, ...]
     dtype: str
     seconds: float
-    bytes: float  # that must be read and written
+    bytes: float  # bytes that must be read and written
     share_of_copy: float  # fraction of the copy bandwidth
     ratios: dict[str, float] = field(default_factory=dict)  # time of each alternative / our time
 
@@ -81,10 +81,10 @@ def check(options: Options) -> None:
 
 
 def rows(options: Options, copy: float | None = None) -> Iterator[Row]:
-    """Yield measured rows. The kernels must be loaded. `copy`, in bytes/s, is measured if it is not given.
+    """Yield measured rows. The kernels must be loaded. `copy` is the copy bandwidth in bytes/s; None measures it.
 
-    On a GPU each direction is measured separately. If torch.compile or another library fails, this is printed and the
-    alternative is left out of the row. Raises ConfigError.
+    On a GPU each direction is measured separately. If torch.compile or another library fails, its error is printed, and
+    the row has no ratio for it. Raises ConfigError.
     """
     check(options)
     cuda, clock = options.device == "cuda", clock_of(torch.device(options.device))
@@ -119,6 +119,7 @@ def rows_of(
 ) -> Iterator[Row]:
     """Yield a row for each direction of a case. With `apart`, directions are timed separately on rotating buffers."""
     torch.manual_seed(0)
+    # Several sets of inputs, so that a set has left the GPU's cache when its turn comes again.
     make = partial(case.make, *size, getattr(torch, options.dtype), torch.device(options.device))
     sets = [make()]
     while apart and len(sets) * size_of(sets[0]) < ROTATED_BYTES:
@@ -135,14 +136,14 @@ def rows_of(
 
 
 def directions(case: Case, apart: bool) -> list[str]:
-    """Return the directions to time. An op that computes its gradient in the forward pass has them combined."""
+    """Return the directions to time. `apart` separates them if the op has a backward kernel."""
     if case.kernel_backward and apart:
         return [FORWARD, BACKWARD]
     return [BOTH if case.leaves else FORWARD]
 
 
 def kernel_task(case: Case, direction: str) -> Task:
-    """Return the task for a direction of our kernels."""
+    """Return the task that runs our kernels for a direction."""
     if direction == FORWARD:
         return Task(case.kernel)
     if direction == BOTH or case.kernel_backward is None:
@@ -165,7 +166,7 @@ def _others(case: Case, direction: str, options: Options) -> dict[str, Task]:
 
 
 def torch_task(forward: Forward, leaves: tuple[str, ...], direction: str) -> Task:
-    """Return the task for a direction of a function that autograd differentiates."""
+    """Return the task that runs a torch function for a direction. Autograd computes its gradients."""
     if not leaves:
         return Task(forward)
     if direction == BOTH:
@@ -199,7 +200,7 @@ def _libraries(case: Case, device: str) -> dict[str, Forward]:
 
 
 def _working(tasks: dict[str, Task], inputs: Inputs) -> dict[str, Task]:
-    """Return the tasks that run once without an error. An error of our own kernels is raised."""
+    """Run each task once and return those that succeed. Errors are printed; an error of our kernels is raised."""
     found = {}
     for name, task in tasks.items():
         try:

@@ -1,4 +1,4 @@
-"""Compilation of the kernels: parallel units, linked to one shared library."""
+"""Compilation of the kernels into a shared library. The units (see `units`) are compiled in parallel."""
 
 import contextlib
 import os
@@ -15,19 +15,19 @@ from gptlite.progress import Log
 
 MAX_JOBS = 16
 MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")  # memory limit of a container
-ERROR_LINES = 3
-# Exported symbols. With more, two libraries in one process could bind to each other's inline functions.
+ERROR_LINES = 3  # lines of compiler output that a BuildError quotes
+# Exported symbols. If all were exported, two libraries in a process could use each other's inline functions.
 EXPORTS = "{ global: gptlite_*; local: *; };\n"
 LINK = ("-shared", "-s", "-Wl,-z,defs", "-Wl,--no-as-needed")
 
 
 def build(library: Path, cxx: Compiler, nvcc: Compiler | None, log: Log, arch: str = "") -> str:
-    """Compile and link the torch library `library`. Temporary objects are in its folder. Raises BuildError.
+    """Compile the kernels and their torch ops into the file `library`. Returns the error of nvcc, or "".
 
-    Without `nvcc`, or if it fails, the library has only CPU kernels. Returns the error of nvcc, or "". `arch` is as in
-    `cuda_units`.
+    Without `nvcc`, or if it fails, the library has only CPU kernels. Object files are temporary, in the library's
+    folder. For `arch` see `cuda_units`. Raises BuildError.
     """
-    import torch  # imported here, so that a plain build does not need it
+    import torch  # imported here, as `build_plain` must work without torch
 
     home = Path(torch.__file__).parent
     libraries = [f"-L{home / 'lib'}", "-ltorch", "-ltorch_cpu", "-lc10"]
@@ -54,7 +54,7 @@ def build_plain(folder: Path, cxx: Compiler | None = None, log: Log = print) -> 
 
 
 def jobs_here() -> int:
-    """Number of parallel compilers: at most one per core, and one per GiB of memory."""
+    """Return the number of parallel compilers: at most one per core, and one per GiB of memory."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
         memory = min(memory, int(MEMORY_LIMIT.read_text()))
@@ -62,7 +62,7 @@ def jobs_here() -> int:
 
 
 def compile_all(units: list[Unit], folder: Path, log: Log, label: str) -> list[Path]:
-    """Compile the units and return their objects. Raises BuildError with the first errors of a unit that fails."""
+    """Compile the units and return their objects. Raises BuildError with the first error lines of a failed unit."""
     jobs = jobs_here()
     units = sorted(units, key=lambda unit: -unit.weight)  # longest first, so that none runs alone at the end
     started = reported = time.monotonic()
@@ -85,7 +85,7 @@ def compile_all(units: list[Unit], folder: Path, log: Log, label: str) -> list[P
 
 
 def link(cxx: Compiler, objects: Iterable[Path], libraries: Iterable[str], folder: Path, target: Path) -> None:
-    """Link the objects to `target`, which appears only when complete. Raises BuildError."""
+    """Link the objects to `target`, which is created atomically. Raises BuildError."""
     exports, linked = folder / "exports.map", folder / target.name
     exports.write_text(EXPORTS)
     command = [*cxx.command, *LINK, f"-Wl,--version-script={exports}", *map(str, objects), *libraries]

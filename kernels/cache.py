@@ -32,7 +32,7 @@ class Record:
 
 
 def home_folder(make: bool = False) -> Path:
-    """Return the default folder: ~/.cache/gptlite/kernels, or under XDG_CACHE_HOME. Raises BuildError, OSError."""
+    """Return the default folder, gptlite/kernels in $XDG_CACHE_HOME or ~/.cache. Raises BuildError, OSError."""
     try:
         root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     except RuntimeError as error:  # no HOME, and no passwd entry for the user
@@ -44,11 +44,11 @@ def home_folder(make: bool = False) -> Path:
 
 
 def temporary_folder(make: bool = False) -> Path:
-    """Return the fallback folder under /tmp. Raises BuildError if another user has access to it, and OSError."""
+    """Return the fallback folder under /tmp. Raises OSError, and BuildError if another user has access."""
     folder = Path(tempfile.gettempdir(), f"gptlite-kernels-{os.getuid()}")
     if make:
         folder.mkdir(mode=0o700, exist_ok=True)
-    # Libraries in this folder are executed, and everybody can write to /tmp: accept only a private folder of this user.
+    # Code in this folder is executed, and any user can create the folder in /tmp. Accept only a private folder.
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise BuildError(f"{folder} must be a folder that only this user can access; remove it")
@@ -56,7 +56,7 @@ def temporary_folder(make: bool = False) -> Path:
 
 
 def known_folders() -> list[Path]:
-    """Return the cache folders that can be determined, to search for libraries."""
+    """Return the cache folders to search for libraries, without folders that cannot be determined."""
     folders = []
     for find in (home_folder, temporary_folder):
         with contextlib.suppress(BuildError, OSError):
@@ -70,19 +70,19 @@ def writable_folder(log: Log) -> Path:
     for find in (home_folder, temporary_folder):
         try:
             folder = find(make=True)
-            with tempfile.TemporaryFile(dir=folder):  # the mode does not reveal a read-only mount
+            with tempfile.TemporaryFile(dir=folder):  # the folder's permissions do not reveal a read-only mount
                 pass
         except (OSError, BuildError) as error:
             why.append(str(error))
             continue
         if why:
-            log(f"kernels: {why[0]}; kept in {folder} instead")
+            log(f"kernels: {why[0]}; the library is stored in {folder} instead")
         return folder
     raise BuildError(f"no writable folder to compile in: {'; '.join(why)}")
 
 
 def lookup(library: Path) -> Record | None:
-    """Return the record of a library that exists and matches its hash, else None."""
+    """Return the record of a library, or None if a file is missing or the library does not match its hash."""
     try:
         record = Record(**json.loads(library.with_suffix(".json").read_text(encoding="utf-8")))
         return record if record.sha256 == _digest(library) else None
@@ -91,7 +91,7 @@ def lookup(library: Path) -> Record | None:
 
 
 def keep(library: Path, record: Record, compiled: Path) -> Record:
-    """Store a compiled library in the cache. Call it under `locked`. Raises OSError."""
+    """Store a library in the cache and return its record with the hash. The caller holds `locked`. Raises OSError."""
     with replacing(library) as file:
         file.write(compiled.read_bytes())
     record = replace(record, sha256=_digest(library))
@@ -101,13 +101,13 @@ def keep(library: Path, record: Record, compiled: Path) -> Record:
 
 @contextmanager
 def locked(folder: Path, log: Log) -> Iterator[None]:
-    """Hold the lock of the folder during the block. Without file locks, several processes may compile."""
+    """Hold the lock of the folder during the block. If the file system has no locks, several processes may compile."""
     with (folder / ".lock").open("w") as file:
         if (alone := try_lock(file)) is False:
-            log("kernels: another process is compiling them: waiting")
+            log("kernels: another process is compiling the kernels; waiting for it")
             try_lock(file, wait=True)
         elif alone:
-            for leftover in folder.glob(f"{UNFINISHED}*"):  # from a killed process: we hold the lock
+            for leftover in folder.glob(f"{UNFINISHED}*"):  # from a killed process, as we hold the lock
                 shutil.rmtree(leftover, ignore_errors=True)
         yield
 

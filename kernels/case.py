@@ -7,22 +7,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Inputs = dict[str, Any]  # tensors by name, lists of them, None
+Inputs = dict[str, Any]  # tensors, lists of tensors or None, by name
 Tensors = tuple[Tensor, ...]
-Results = tuple[Tensors, Tensors]  # of the forward op, of the backward op
+Results = tuple[Tensors, Tensors]  # results of the forward op, and of the backward op
 Sizes = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
 class Case:
-    """Case for one op, or for a forward and a backward op.
+    """Test case of an op, or of a forward op and its backward op.
 
-    `kernel` and `kernel_backward` call the kernels. The second gets the results of the first, changed by `between`; it
-    is None for an op that computes its gradient in the forward pass. The first `compared` results (None: all) are
-    compared, the others are for the backward pass. `forward` is the reference in torch. It is differentiated with
-    respect to `leaves`, with the input "dy" as upstream gradient. `plain` is torch's fast version, if `forward` is only
-    a definition. `traffic` gives the bytes that must be read and written forward and, if that is a separate op,
-    backward. `sizes` are for CPUs, `gpu_sizes` for GPUs.
+    `kernel` calls the forward kernel. `kernel_backward` calls the backward kernel with the results of `kernel` after
+    `between` transformed them. It is None for an op without a gradient, or with one that `kernel` computes. The first
+    `compared` results (None: all) are compared; the others are gradients or for the backward pass. `forward` is the
+    reference in torch. It is differentiated with respect to `leaves`, with the input "dy" as upstream gradient. `plain`
+    is a faster torch version to benchmark, if `forward` is only a definition. `traffic` returns the bytes that must be
+    read and written by the forward op and by the backward op, if there is one. The benchmark uses `sizes` (rows, width)
+    on CPUs and `gpu_sizes` on GPUs.
     """
 
     ops: tuple[str, ...]
@@ -40,7 +41,7 @@ class Case:
     cpu_only: bool = False
 
     def ours(self, inputs: Inputs) -> Results:
-        """Return results and gradients of the kernels, in the form of `reference`."""
+        """Return the results and gradients of the kernels, ordered as in `reference`."""
         results = self.between(inputs, self.kernel(inputs))
         if self.kernel_backward:
             return results[: self.compared], self.kernel_backward(inputs, results)
@@ -62,7 +63,7 @@ def differentiate(forward: Callable[[Inputs], Tensors], inputs: Inputs, leaves: 
 
 
 def size_of(value: Any) -> int:
-    """Return the bytes of a tensor, or of the tensors in a list or dict."""
+    """Return the bytes of a tensor, or of all tensors in a list or dict; 0 for other values."""
     if isinstance(value, Tensor):
         return value.nbytes
     parts = value.values() if isinstance(value, dict) else value
@@ -70,5 +71,5 @@ def size_of(value: Any) -> int:
 
 
 def times_first(*passes: float) -> Callable[[Inputs], tuple[float, ...]]:
-    """Return a traffic function: the given multiples of the bytes of the first input."""
+    """Return a `traffic` function that multiplies the bytes of the first input by each of `passes`."""
     return lambda inputs: tuple(each * size_of(next(iter(inputs.values()))) for each in passes)

@@ -1,4 +1,4 @@
-"""Cases of every op, for `test` and `bench`."""
+"""Test cases of every op, for `gptlite kernels test` and `bench`."""
 
 from collections.abc import Callable
 from functools import partial
@@ -76,6 +76,7 @@ def _row_inputs(rows: int, width: int, dtype: torch.dtype, device: torch.device)
     vectors = torch.randn(3, width, dtype=dtype, device=device)
     others = {"residual": torch.randn_like(x), "dy": torch.randn_like(x)}
     weight, beta, bias = vectors.unbind()
+    # One id has more than 32 bits, so that its upper word is tested too.
     key = {"site": torch.tensor(7, device=device), "ids": torch.tensor([5, 2**33 + 1, 0], device=device)}
     return {"x": x, "weight": weight.clone(), "beta": beta.clone(), "bias": bias.clone(), **others, **key}
 
@@ -117,7 +118,7 @@ def _plain_residual_norm(inputs: Inputs) -> Tensors:
 
 
 def _torch_dropout(inputs: Inputs) -> Tensors:
-    """Apply dropout to [B, S, C] with the mask defined in gptlite_kernels.h: Philox4x32-10."""
+    """Apply dropout to x [B, S, C] with the Philox4x32-10 mask that gptlite_kernels.h defines."""
     x, ids = inputs["x"], inputs["ids"].view(-1, 1, 1)
     lane = torch.arange(-(-x.shape[-1] // 4), device=x.device)
     position = torch.arange(3, 3 + x.shape[1], device=x.device).view(-1, 1)
@@ -200,7 +201,7 @@ def _rope(name: str, norm: bool) -> Case:
 
 
 def _rms_norms(name: str, *gain: str) -> tuple[Case, Case]:
-    """Return the cases of RMS norm, alone and after a residual sum. `gain` is ("weight",), or () without."""
+    """Return the cases of RMS norm, alone and after a residual sum. `gain` is ("weight",), or () without a weight."""
 
     def weight(given: Inputs) -> Tensor | None:
         return given["weight"] if gain else None
@@ -276,7 +277,7 @@ ROWS = (
 )
 
 
-# Attention. The first input holds queries, keys and values, a third each.
+# Attention. Traffic is relative to the first input, which holds queries, keys and values, a third each.
 
 
 def _attention_inputs(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Inputs:

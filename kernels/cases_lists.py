@@ -1,4 +1,4 @@
-"""Cases of ops over lists of tensors: the norm of gradients, and AdamW."""
+"""Test cases of ops on lists of tensors: the norm of gradients, and AdamW."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from gptlite.kernels.case import Case, Inputs, Tensors, size_of
 
 OPS = torch.ops.gptlite
 ADAM = (1e-3, 0.9, 0.95, 1e-8, 0.1)  # lr, beta1, beta2, eps, weight_decay
-# Sizes for CPUs, and for GPUs, which exceed the cache.
+# Sizes for CPUs, then for GPUs. The latter exceed the cache.
 LISTS = ((1024, 768), (2048, 2048)), ((2048, 2048), (16384, 8192))
 
 

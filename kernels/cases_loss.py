@@ -1,4 +1,4 @@
-"""Cases of cross entropy, of all columns and of a tensor-parallel rank's."""
+"""Test cases of cross entropy over all columns of the logits, and over those of tensor-parallel ranks."""
 
 import torch
 import torch.nn.functional as F
@@ -8,7 +8,7 @@ from gptlite.kernels.case import Case, Inputs, Tensors, times_first
 
 OPS = torch.ops.gptlite
 IGNORE, SMOOTHING, Z_LOSS = -100, 0.1, 1e-3
-# Sizes for CPUs, and for GPUs, which exceed the cache.
+# Sizes for CPUs, then for GPUs. The latter exceed the cache.
 VOCABULARY = ((1024, 8192), (1024, 50304)), ((8192, 8192), (8192, 50304))
 
 
@@ -20,13 +20,13 @@ def _loss_inputs(rows: int, width: int, dtype: torch.dtype, device: torch.device
 
 
 def _stats(inputs: Inputs) -> Tensors:
-    """Return the statistics of the columns in two parts, as on two tensor-parallel ranks."""
+    """Return the statistics of two parts of the columns, as two tensor-parallel ranks compute them."""
     columns = inputs["logits"].shape[1]
     return tuple(OPS.cross_entropy_stats(part, inputs["targets"], at, columns, IGNORE) for at, part in _parts(inputs))
 
 
 def _losses_of_stats(inputs: Inputs, parts: Tensors) -> Tensors:
-    """Return the losses and the log-sum-exps."""
+    """Return the losses and the log-sum-exps over all columns, from the statistics of the parts."""
     stats = torch.stack(parts)
     log_sum, target, total = stats[..., 0].logsumexp(0), stats[..., 1].sum(0), stats[..., 2].sum(0)
     smoothed = SMOOTHING / inputs["logits"].shape[1] * total

@@ -1,9 +1,9 @@
-"""`test`: comparison of every op on this machine with torch's own in float64.
+"""`test`: comparison of every op on this machine with torch's ops in float64.
 
 gptlite kernels test [device=cpu]
 
-Prints a table of the largest errors, each relative to the largest value of its tensor. device is cpu or cuda. Exit
-codes: 0 all within the tolerance, 1 not, or no kernels.
+Prints a table of the largest errors, each relative to the largest value of its tensor. device: cpu or cuda. Exit
+codes: 0 if all errors are within the tolerance, 1 if not, or without kernels.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from gptlite.kernels.cases import CASES
 from gptlite.kernels.library import Unavailable, load
 from gptlite.kernels.tables import table
 
-# Relative to the largest value. One rounding is 2^-24, 2^-9, 2^-12. A backward op starts from rounded results.
+# Relative to the largest value. One rounding is 2^-24, 2^-9, 2^-12. A backward op has rounded results as inputs.
 TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2.5e-3}
 DEVICES = ("cpu", "cuda")
 ROWS, WIDTH = 37, 77  # not multiples of a vector or tile size
@@ -62,7 +62,7 @@ def run(options: Options) -> int:
     rows.append(("tolerance", *(f"{each:.1e}" for each in TOLERANCES.values())))
     print(table(rows))
     bad = [error for error in errors if not error.fine]
-    print(f"{len(bad)} of {len(errors)} beyond the tolerance" if bad else "all within the tolerance")
+    print(f"{len(bad)} of {len(errors)} errors exceed the tolerance" if bad else "all within the tolerance")
     return 1 if bad else 0
 
 
@@ -80,13 +80,14 @@ def measure(case: Case, device: torch.device) -> list[Error]:
         inputs = case.make(ROWS, WIDTH, dtype, device)
         expected = case.reference(_map(lambda x: x.double() if x.is_floating_point() else x, inputs))
         found = case.ours(deepcopy(inputs))
+        # A case of one op has empty backward results, which this omits.
         for op, ours, theirs in zip(case.ops, found, expected, strict=False):
             errors.append(Error(op, dtype, largest_error(ours, theirs)))
     return errors
 
 
 def largest_error(ours: tuple[Tensor, ...], theirs: tuple[Tensor, ...]) -> float:
-    """Return the largest error, relative to the largest value of its tensor; NaN for NaN results or other shapes."""
+    """Return the largest error, relative to the largest value of its tensor; NaN if values are NaN or shapes differ."""
     if [x.shape for x in ours] != [x.shape for x in theirs]:
         return float("nan")
     values = [(a.double() - b).abs().max() / b.abs().max().clamp(min=1e-9) for a, b in zip(ours, theirs, strict=True)]

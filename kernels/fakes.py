@@ -33,6 +33,7 @@ def _row(x: Tensor) -> Tensor:
 
 
 def _if(wanted: bool, x: Tensor) -> Tensor:
+    """Return an empty tensor like x, or one without elements if it is not wanted, as the kernels do."""
     return x.new_empty(x.shape if wanted else 0)
 
 
@@ -49,12 +50,12 @@ def _layer_norm_backward(dy, x, weight, mean, rstd, has_bias):
 
 
 def _residual_norm(x, bias, residual, weight, beta, eps, *options):
-    *_, rms = (*options, False)[:6]  # five of dropout, and rms, which may be left out
+    *_, rms = (*options, False)[:6]  # five dropout options, then rms, False by default
     return _like(x), _like(x), _mean(x, rms), _row(x)
 
 
 def _parameter(weight: Tensor | None, x: Tensor, wanted: bool) -> Tensor:
-    """Return the gradient of a norm's parameter; an RMS norm without a weight has parameters of x's dtype."""
+    """Return the gradient of a norm's parameter, in the dtype of the weight, or of x if there is no weight."""
     return (x if weight is None else weight).new_empty(x.shape[-1] if wanted else 0)
 
 
@@ -80,7 +81,7 @@ def _weight_gradient(dy: Tensor, x: Tensor, bias: bool, fp32: bool) -> tuple[Ten
 
 
 def _by_position(x: Tensor) -> Tensor:
-    """Return an empty [B, H, S, D] with the memory layout [B, S, H, D]."""
+    """Return an empty tensor [B, H, S, D] with the memory layout [B, S, H, D]."""
     return _like(x.transpose(1, 2)).transpose(1, 2)
 
 

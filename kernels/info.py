@@ -1,4 +1,4 @@
-"""`info`: report of the compilers, the library, and the path of each op on this machine. Compiles nothing.
+"""`info`: report of the compilers, the library, and the path of each op (fused or reference). Compiles nothing.
 
 gptlite kernels info
 """
@@ -25,10 +25,10 @@ class Options:
 
 
 def run(options: Options) -> int:
-    """Print the tables."""
+    """Print the tables and return the exit code."""
     library = compiled()
     loaded = load("cpu") if library else _lacking()
-    said = f"not compiled yet: `{command('kernels')} build`, or the first run that uses it"
+    said = f"not compiled yet; `{command('kernels')} build` or the first run with kernels compiles it"
     if library:
         kinds = "CPU and CUDA" if library.record.cuda else "CPU"
         said = f"{library.path.name}: {kinds} kernels, compiled in {library.record.seconds:.0f} s"
@@ -48,14 +48,14 @@ def run(options: Options) -> int:
         products = "reference (no AVX512-BF16)"
     ops = [("op", "cpu", "cuda")]
     for name in FAKES:
-        on_gpu = "reference (CPUs alone)" if name.startswith(CPU_ONLY) else cuda
+        on_gpu = "reference (kernel only for CPUs)" if name.startswith(CPU_ONLY) else cuda
         ops.append((name, products if name == "weight_gradient" else cpu, on_gpu))
     print(f"{table(rows)}\n\n{table(ops)}")
     return 0
 
 
 def path_of(loaded: Loaded | Unavailable | None, device_type: str) -> str:
-    """Return the path of an op on a device, with the reason."""
+    """Return the path of an op on a device, with the reason. `loaded` is None for kernels not compiled yet."""
     if device_type == "cuda" and not torch.cuda.is_available():
         return "- (no GPU)"
     if isinstance(loaded, Loaded):

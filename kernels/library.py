@@ -23,19 +23,19 @@ STREAM = "aoti_torch_get_current_cuda_stream"
 
 @dataclass(frozen=True)
 class Loaded:
-    """Loaded library behind `torch.ops.gptlite`."""
+    """Loaded library, which implements `torch.ops.gptlite`."""
 
     path: Path
     cuda: bool  # it includes the CUDA kernels
     isa: str  # instruction sets used by its CPU kernels here: "avx512 avx512_bf16 amx_bf16"
     seconds: float  # compilation time
     cached: bool  # it was compiled before this process started
-    why_no_cuda: str  # reason if there is a GPU but no CUDA kernels
+    why_no_cuda: str  # reason for missing CUDA kernels on a machine with a GPU
 
 
 @dataclass(frozen=True)
 class Unavailable:
-    """One-line reason for the absence of kernels."""
+    """Result of `load` without kernels: the reason, in one line."""
 
     reason: str
 
@@ -56,8 +56,8 @@ _LOADED: list[Loaded | Unavailable] = []  # result of the first call of `load`
 def load(device_type: str, log: Log = print) -> Loaded | Unavailable:
     """Load `torch.ops.gptlite` for the tensors of a device. Later calls in a process return the first result.
 
-    On a machine with a GPU both CPU and CUDA kernels are compiled, otherwise only the CPU kernels. `log` gets a line
-    about slow steps and failures.
+    On a machine with a GPU both CPU and CUDA kernels are compiled, otherwise only the CPU kernels. `log` is called
+    with a line for slow steps and failures.
     """
     if device_type not in ("cpu", "cuda"):
         return Unavailable(f"kernels exist for cpu and cuda, not for {device_type}")
@@ -70,7 +70,7 @@ def load(device_type: str, log: Log = print) -> Loaded | Unavailable:
         if not loaded.cuda:
             return Unavailable(loaded.why_no_cuda)
         if not knows_stream(loaded.path):
-            return Unavailable(f"torch {torch.__version__} does not tell its stream: it lacks {STREAM}")
+            return Unavailable(f"torch {torch.__version__} lacks {STREAM}, which returns the current CUDA stream")
     return loaded
 
 
@@ -85,7 +85,7 @@ def _load(log: Log) -> Loaded | Unavailable:
         try:
             torch.ops.load_library(library.path)
         except OSError as error:
-            log(f"kernels: {library.path} does not load ({error}): compiling it again")
+            log(f"kernels: {library.path} does not load ({error}); compiling it again")
             forget(library.path)
             library = prepare(torch.cuda.is_available(), log)
             torch.ops.load_library(library.path)
@@ -102,11 +102,11 @@ def prepare(cuda: bool, log: Log, arch: str | None = None) -> Library:
     """Return the compiled library, from the cache if it is there. Raises BuildError, OSError.
 
     With `cuda` it includes the CUDA kernels, if they compile, for the architecture `arch` ("90"; "" for any from sm_80
-    on; None for the local GPU). If a compiler is missing, a library is accepted that another machine compiled from the
-    same sources into a shared cache.
+    on; None for the local GPU). If a compiler is missing, a library that another machine compiled from the same sources
+    into a shared cache is accepted.
     """
     if platform.system() != "Linux":
-        raise BuildError(f"the kernels are for Linux, this is {platform.system()}")
+        raise BuildError(f"the kernels run only on Linux, not on {platform.system()}")
     tools = _tools(cuda, arch)
     if isinstance(tools, Library):
         return tools
@@ -118,7 +118,7 @@ def prepare(cuda: bool, log: Log, arch: str | None = None) -> Library:
         cached = record = lookup(path)  # another process may have compiled it meanwhile
         if record is None:
             if path.exists():
-                log(f"kernels: {path} is damaged: compiling it again")
+                log(f"kernels: {path} is damaged; compiling it again")
             record = _compile(path, tools, log)
     return Library(path, record, cached is not None, tools.why_no_cuda or record.why_no_cuda)
 
@@ -141,7 +141,10 @@ def gpu_arch() -> str:
 
 @dataclass(frozen=True)
 class _Tools:
-    """Compilers, with the reason if nvcc is missing. `archs` are acceptable architectures; the first is compiled."""
+    """Compilers, with the reason if nvcc is missing. The library is compiled for the first of `archs`.
+
+    Cached libraries for the other architectures in `archs` are accepted too. "" stands for any from sm_80 on.
+    """
 
     cxx: Compiler
     nvcc: Compiler | None
@@ -150,7 +153,7 @@ class _Tools:
 
     @property
     def names(self) -> list[str]:
-        """Acceptable file names of the library."""
+        """Acceptable file names of the library. A new one gets the first."""
         tools = repr((self.cxx.command, self.cxx.version, self.nvcc and self.nvcc.version))
         digest = hashlib.sha256(tools.encode()).hexdigest()[:16]
         return [f"{prefix}-{digest}.so" for prefix in _prefixes(self.nvcc is not None, self.archs)]
@@ -180,12 +183,12 @@ def _tools(cuda: bool, arch: str | None) -> _Tools | Library:
 
 
 def _serving(arch: str) -> tuple[str, ...]:
-    """Return the architectures of libraries that run on a GPU: its own, and the portable "" if it is new enough."""
+    """Return the architectures of libraries that run on a GPU: `arch`, and the portable "" from sm_80 on."""
     return (arch, "") if arch and int(arch) >= OLDEST_PORTABLE else (arch,)
 
 
 def _find(patterns: Iterable[str], cuda: bool = False, why_no_cuda: str = "") -> Library | None:
-    """Return a compiled library that matches a name pattern, or None. It may be in a read-only folder."""
+    """Return the first compiled library that matches a name pattern, or None. Its folder may be read-only."""
     for pattern in patterns:
         for path in (path for folder in known_folders() for path in sorted(folder.glob(pattern))):
             record = lookup(path)
@@ -214,9 +217,9 @@ def _from_elsewhere(cuda: bool, archs: tuple[str, ...]) -> Library | None:
 
 
 def _prefixes(cuda: bool, archs: tuple[str, ...]) -> list[str]:
-    """Return name prefixes of the library, from all that it depends on.
+    """Return acceptable name prefixes of the library, without the part that depends on the compilers.
 
-    These are the sources, which contain the flags, the processor, the C library and the GPU's architecture.
+    They depend on the processor, the GPU's architecture, the C library, and the sources, which contain the flags.
     """
     digest = hashlib.sha256(repr(platform.libc_ver()).encode())
     for path in sources(cuda):

@@ -3,9 +3,9 @@
 gptlite kernels build [cuda=auto] [arch=auto]
 
 cuda: `auto` compiles the CUDA kernels if there is a GPU; `true` also without one, as on the login node of a cluster
-with a shared home; `false` never. arch: `auto` compiles for the architecture of the local GPU; `any`, and `auto`
-without a GPU, for sm_80 and sm_90 with code that later GPUs can compile; or give a number, such as 90. Exit codes: 0
-all that was requested is built, 1 not.
+with a shared home; `false` never. arch: `auto` compiles for the architecture of the local GPU; `any`, or `auto`
+without a GPU, compiles for sm_80 and sm_90 and includes PTX for later GPUs; a number such as 90 compiles for that
+architecture. Exit codes: 0 if everything requested is built, else 1.
 """
 
 import ctypes
@@ -39,12 +39,12 @@ def run(options: Options) -> int:
     cuda = torch.cuda.is_available() if options.cuda == "auto" else options.cuda == "true"
     try:
         library = prepare(cuda, print, arch)
-        ctypes.CDLL(str(library.path))
+        ctypes.CDLL(str(library.path))  # checks that the library loads
     except (BuildError, OSError) as error:
         print(f"no kernels: {error}")
         return 1
     record = library.record
-    took = f"compiled before, in {record.seconds:.0f} s" if library.cached else f"compiled in {record.seconds:.0f} s"
+    took = f"compiled earlier in {record.seconds:.0f} s" if library.cached else f"compiled in {record.seconds:.0f} s"
     compilers = " and ".join(filter(None, (record.compiler, record.nvcc)))
     print(f"{library.path}\n{'CPU and CUDA' if record.cuda else 'CPU'} kernels, {took}, by {compilers}")
     if cuda and not record.cuda:

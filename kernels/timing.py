@@ -1,4 +1,4 @@
-"""Timing of calls on a device: interleaved, and on buffers that are no longer in the caches."""
+"""Timing of calls on a device. Calls of the tasks alternate, on buffers that are no longer in the caches."""
 
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -11,18 +11,18 @@ import torch
 
 WARM_UP = 3
 SPIN_HZ = 2e9  # cycles per second of torch.cuda._sleep, about the clock rate of a GPU
-MOST_SPIN = 0.05  # seconds
+MOST_SPIN = 0.05  # longest time in seconds for which the stream is kept busy
 
 
 @dataclass(frozen=True)
 class Task:
-    """Timed task: `call` is timed on the result of `before` for each set of buffers. `before` is not timed."""
+    """Task to time: `call` on the result of `before`, for each set of buffers. `before` is not timed."""
 
     call: Callable[[Any], Any]
     before: Callable[[Any], Any] = lambda buffers: buffers
 
 
-# Function of the task's name and some calls that returns the seconds for all of the calls.
+# Function that runs a task's calls and returns the seconds of all of them together. It gets the task's name first.
 Clock = Callable[[str, Iterable[Callable[[], Any]]], float]
 
 
@@ -41,7 +41,8 @@ class EventClock:
     The stream is kept busy until the host has issued the calls. Otherwise gaps between small kernels would be counted.
     """
 
-    issuing: dict[str, float] = field(default_factory=dict)  # host seconds to issue a task's calls last time
+    # Host seconds that it took to issue a task's calls last time.
+    issuing: dict[str, float] = field(default_factory=dict)
 
     def __call__(self, name: str, calls: Iterable[Callable[[], Any]]) -> float:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

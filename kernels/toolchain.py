@@ -50,7 +50,7 @@ def find_cxx() -> Compiler:
         if shutil.which(command[0]):
             return _compiler(*command)
     if chosen:
-        raise BuildError(f"the compiler CXX={chosen} does not exist")
+        raise BuildError(f"the compiler CXX={chosen} does not exist; set CXX to a C++ compiler, or unset it")
     raise BuildError("no C++ compiler: neither c++, g++ nor clang++ is on PATH, and CXX is not set")
 
 
@@ -72,12 +72,12 @@ def cudart(nvcc: Compiler) -> Path:
         for folder in ("lib64", "lib", "targets/x86_64-linux/lib", "targets/sbsa-linux/lib"):
             if (root / folder / "libcudart_static.a").is_file():
                 return root / folder / "libcudart_static.a"
-    raise BuildError(f"no libcudart_static.a beside {nvcc.command[0]}")
+    raise BuildError(f"no libcudart_static.a in the CUDA toolkit of {nvcc.command[0]}")
 
 
 def _compiler(*command: str) -> Compiler:
     result = output_of([*command, "--version"])
     if result.returncode or not result.stdout.strip():
-        why = (result.stderr or "it says nothing").strip().splitlines()[0]
+        why = (result.stderr or "it prints nothing").strip().splitlines()[0]
         raise BuildError(f"{command[0]} --version fails: {why}")
     return Compiler(command, result.stdout.strip())

@@ -9,7 +9,7 @@ from pathlib import Path
 from gptlite.kernels.toolchain import Compiler
 
 ROOT = Path(__file__).parent
-# Oldest torch version on which the library runs, by torch's stable ABI.
+# Oldest torch version (2.10) with which the library runs, through torch's stable ABI.
 TORCH_TARGET = "0x020a000000000000"
 
 COMMON = (
@@ -17,9 +17,9 @@ COMMON = (
     "-w",  # users should not see compiler warnings
 )
 _AVX512 = tuple("-mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mf16c -mprefer-vector-width=512".split())
-# Only CPUs from before 2013 use the x86-64 baseline. It is not worth half of the compilation time, hence -O1.
+# Only CPUs from before 2013 use the x86-64 baseline. -O1 keeps it from taking half of the compilation time.
 ISAS = {"baseline": ("-O1",), "avx2": ("-mavx2", "-mfma", "-mf16c"), "avx512": _AVX512}
-# Source files for a single instruction set, by name suffix, with the define used if the compiler lacks it.
+# Files for one instruction set, by name suffix: its name, the flags, and the define if the compiler lacks the flags.
 EXTRA = {
     "_bf16": ("avx512_bf16", (*_AVX512, "-mavx512bf16"), "-DGPTLITE_NO_AVX512_BF16"),
     "_amx": ("amx", (*_AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"), "-DGPTLITE_NO_AMX"),
@@ -32,7 +32,7 @@ OLDEST_PORTABLE = 80
 
 @dataclass(frozen=True)
 class Unit:
-    """One compiler call."""
+    """A source file and the command that compiles it."""
 
     source: Path
     label: str  # unique: the object file's name
@@ -81,7 +81,7 @@ def cuda_units(nvcc: Compiler, cxx: Compiler, arch: str = "") -> list[Unit]:
 
 
 def sources(cuda: bool) -> Iterator[Path]:
-    """Yield all files that a library depends on. units.py and build.py are among them because of the flags."""
+    """Yield all files that a library depends on, including units.py and build.py for their flags."""
     yield from (ROOT / "units.py", ROOT / "build.py")
     for folder in ("include", "cpu", "binding", *(("cuda",) if cuda else ())):
         yield from sorted(path for path in (ROOT / folder).glob("*.*") if path.suffix in (".h", ".cpp", ".cu", ".cuh"))

@@ -1,4 +1,5 @@
-// Causal attention on CPUs, of separate q, k and v in any layout, and of the packed layout that one projection gives.
+// Causal attention on CPUs: of separate q, k and v in any layout, or of the packed qkv that a single projection
+// returns.
 #include "common.h"
 
 namespace gptlite::binding {
@@ -7,7 +8,7 @@ namespace {
 using Two = std::tuple<Tensor, Tensor>;
 using Three = std::tuple<Tensor, Tensor, Tensor>;
 
-// [batch, heads, positions, width] with contiguous rows.
+// Returns the tensor [batch, heads, positions, width], copied if its rows are not contiguous.
 Tensor with_rows(const Tensor& tensor) {
   return tensor.size(3) <= 1 || tensor.stride(3) == 1 ? tensor : torch::stable::contiguous(tensor);
 }
@@ -19,14 +20,14 @@ GptliteHeads heads_of(const Tensor& tensor, void* data) {
 GptliteHeads reading(const Tensor& tensor) { return heads_of(tensor, const_cast<void*>(data(tensor))); }
 GptliteHeads writing(const Tensor& tensor) { return heads_of(tensor, mutable_data(tensor)); }
 
-// Part 0, 1 or 2 (q, k, v) of a tensor [batch, positions, heads, 3, width].
+// Returns part 0, 1 or 2 (q, k or v) of a tensor [batch, positions, heads, 3, width] at `data`.
 GptliteHeads part(const Tensor& packed, void* data, int index) {
   const int64_t bytes = int64_t(packed.element_size());
   return {static_cast<char*>(data) + index * packed.stride(3) * bytes, packed.stride(0), packed.stride(2),
           packed.stride(1)};
 }
 
-// The header's out [batch, heads, positions, width] in a tensor [batch, positions, heads, width].
+// Describes a tensor [batch, positions, heads, width] as the [batch, heads, positions, width] that the kernels take.
 GptliteHeads by_position(const Tensor& tensor, void* data) {
   return {data, tensor.stride(0), tensor.stride(2), tensor.stride(1)};
 }
@@ -64,7 +65,8 @@ Tensor checked(const Tensor& tensor, const char* name, const Size& size, const S
   return with_rows(tensor);
 }
 
-// In memory [batch, positions, heads, width], which is what the projection after attention reads.
+// Returns an empty tensor [batch, heads, positions, width] with the memory layout [batch, positions, heads, width], so
+// that the projection after attention needs no copy.
 Tensor new_heads(const Size& size, int64_t positions, const Tensor& like) {
   const int64_t row = size.heads * size.width;
   return empty_strided({size.batch, size.heads, positions, size.width}, {positions * row, size.width, row, 1},

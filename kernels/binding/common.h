@@ -1,5 +1,5 @@
-// What the ops share: checks of arguments, new tensors, and the call of a kernel on the tensors' device. Of torch only the
-// stable ABI is used, so that one library serves every later version.
+// Code shared by all ops: checks of arguments, new tensors, and the call of a kernel on the tensors' device. Only
+// torch's stable ABI is used, so that the library runs with every later version of torch.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -13,7 +13,7 @@
 #include "gptlite_kernels.h"
 
 #ifdef USE_CUDA
-#pragma weak aoti_torch_get_current_cuda_stream  // NULL in a torch without CUDA, which loads the library all the same
+#pragma weak aoti_torch_get_current_cuda_stream  // NULL in a torch without CUDA, which can load the library too
 extern "C" const char* cudaGetErrorString(int error);
 #endif
 
@@ -23,7 +23,7 @@ using torch::stable::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 using Sizes = std::vector<int64_t>;
 
-// GPTLITE_FP32, ...; GPTLITE_NONE for those that no kernel takes.
+// Returns GPTLITE_FP32 etc., or GPTLITE_NONE for a dtype that no kernel takes.
 inline int dtype_of(const Tensor& tensor) {
   int32_t dtype;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &dtype));
@@ -76,11 +76,12 @@ inline void check_device(const Tensor& tensor, const char* name, const Tensor& l
                   name, " is on another device than the first tensor");
 }
 
-// Checks of a tensor that goes with another of the same device, and contiguous memory for it.
+// Returns the tensor, copied if it is not contiguous.
 inline Tensor as_contiguous(const Tensor& tensor) {
   return tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor);
 }
 
+// The same, after a check that device, dtype and sizes are those of `like`.
 inline Tensor contiguous_like(const Tensor& tensor, const char* name, const Tensor& like, const char* like_name) {
   check_device(tensor, name, like);
   check_dtype(tensor, name, dtype_of(like), like_name);
@@ -107,7 +108,7 @@ inline Tensor empty_strided(const Sizes& sizes, const Sizes& strides, int dtype,
   return Tensor(handle);
 }
 
-// On the device of `like`, contiguous.
+// Returns a contiguous tensor on the device of `like`.
 inline Tensor empty(const Sizes& sizes, int dtype, const Tensor& like) {
   Sizes strides(sizes.size());
   int64_t stride = 1;
@@ -117,7 +118,7 @@ inline Tensor empty(const Sizes& sizes, int dtype, const Tensor& like) {
 
 inline Tensor new_like(const Tensor& like) { return empty(sizes_of(like), dtype_of(like), like); }
 
-// Rows and width of a tensor whose last dim is a row.
+// Number of rows and width of a tensor whose last dim is a row.
 struct Rows {
   int64_t rows = 1;
   int64_t width = 1;
@@ -140,7 +141,7 @@ inline const float* floats(const OptionalTensor& tensor) { return tensor ? float
 inline float* mutable_floats(const Tensor& tensor) { return static_cast<float*>(tensor.mutable_data_ptr()); }
 inline const int64_t* integers(const Tensor& tensor) { return static_cast<const int64_t*>(tensor.const_data_ptr()); }
 
-// Torch's own threads.
+// Runs a kernel's tasks on torch's threads.
 inline void parallel_for(int64_t begin, int64_t end, int64_t grain, void (*body)(void*, int64_t, int64_t), void* state) {
   torch::stable::parallel_for(begin, end, grain,
                               [body, state](int64_t first, int64_t last) { body(state, first, last); });
@@ -161,7 +162,7 @@ inline void* current_stream(int32_t device) {
   return stream;
 }
 
-// Makes the tensor's device the current one as long as it lives, and knows its stream.
+// Makes the tensor's device the current one during its lifetime, and holds the device's current stream.
 class CudaContext {
  public:
   explicit CudaContext(const Tensor& tensor)
@@ -184,13 +185,13 @@ inline void check_cpu(int error, const char* kernel) {
 
 }  // namespace gptlite::binding
 
-// Calls a kernel where the tensor `like` is, the context being its last argument.
+// Calls a kernel on the device of the tensor `like`, and appends the context to the arguments. Raises on an error.
 #ifdef USE_CUDA
 #define GPTLITE_CALL(like, kernel, ...)                                                                        \
   ((like).is_cuda()                                                                                            \
        ? check_cuda(gptlite_cuda_##kernel(__VA_ARGS__, CudaContext(like).stream()), #kernel)                   \
        : check_cpu(gptlite_cpu_##kernel(__VA_ARGS__, cpu_context()), #kernel))
-// Registers ops: `GPTLITE_OPS(m) { m.impl(...); }`.
+// Registers ops for each type of device: `GPTLITE_OPS(m) { m.impl(...); }`.
 #define GPTLITE_OPS(m)                                                   \
   static void register_ops(torch::stable::detail::StableLibrary& m);     \
   STABLE_TORCH_LIBRARY_IMPL(gptlite, CPU, cpu) { register_ops(cpu); }    \

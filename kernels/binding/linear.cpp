@@ -1,4 +1,4 @@
-// The gradients of a linear layer's parameters, on CPUs with products of bf16.
+// Gradients of a linear layer's parameters, on CPUs that multiply bf16.
 #include "common.h"
 
 namespace gptlite::binding {

@@ -1,10 +1,10 @@
-// Cross entropy over logits, in place.
+// Cross entropy of logits, in place: the logits become their gradient.
 #include "common.h"
 
 namespace gptlite::binding {
 namespace {
 
-// Logits [rows, columns], whose rows are contiguous but may lie apart, and their targets.
+// Checked sizes of logits [rows, columns], and their targets. Rows are contiguous, with possible gaps between them.
 struct Logits {
   int64_t rows;
   int64_t columns;

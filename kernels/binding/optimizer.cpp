@@ -1,4 +1,4 @@
-// The norm of many tensors, and AdamW over them: one call of a kernel for each dtype among them.
+// Norm of many tensors, and AdamW on many tensors. The kernel is called once for each dtype of the gradients.
 #include "common.h"
 
 namespace gptlite::binding {
@@ -6,7 +6,7 @@ namespace {
 
 constexpr int kDtypes[] = {GPTLITE_FP32, GPTLITE_BF16, GPTLITE_FP16};
 
-// The norm of some contiguous tensors of one dtype, to where `out` points.
+// Writes the norm of contiguous tensors of a single dtype to `*out`.
 void norm_into(float* out, const std::vector<Tensor>& tensors, int dtype) {
   std::vector<const void*> pointers;
   std::vector<int64_t> counts;
@@ -38,7 +38,7 @@ Tensor norm(const std::vector<Tensor>& tensors) {
     } else if (!groups[dtype].empty()) {
       norm_into(mutable_floats(norms) + used++, groups[dtype], dtype);
     }
-  // The norm of norms is the norm of all.
+  // The norm of the norms is the norm of all tensors.
   Tensor several = norms;
   norm_into(mutable_floats(whole), {torch::stable::narrow(several, 0, 0, used)}, GPTLITE_FP32);
   return whole;

@@ -1,4 +1,4 @@
-// Layer norm and RMS norm, alone and after a residual; bias and activation; rotary position embedding; dropout.
+// Layer norm and RMS norm, alone and after a residual sum; bias and activation; rotary position embedding; dropout.
 #include "common.h"
 
 namespace gptlite::binding {
@@ -9,7 +9,7 @@ using Three = std::tuple<Tensor, Tensor, Tensor>;
 using Four = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 using Five = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
-// A vector of a row's width on the device of `like`, whose dtype is the caller's to check.
+// Returns a contiguous vector of a row's width on the device of `like`. The caller checks its dtype.
 Tensor row_vector(const Tensor& vector, const char* name, int64_t width, const Tensor& like) {
   check_device(vector, name, like);
   check_sizes(vector, name, {width});
@@ -23,7 +23,7 @@ OptionalTensor row_vector(const OptionalTensor& vector, const char* name, int64_
   return row_vector(*vector, name, width, like);
 }
 
-// mean or rstd: a float for each row.
+// Returns a contiguous statistic (mean or rstd), which has a float for each row.
 Tensor row_statistic(const Tensor& statistic, const char* name, const Rows& size, const Tensor& like) {
   check_device(statistic, name, like);
   check_fp32(statistic, name);
@@ -35,14 +35,14 @@ Tensor new_workspace(const Rows& size, const Tensor& like) {
   return empty({gptlite_rows_workspace(size.rows, size.width)}, GPTLITE_FP32, like);
 }
 
-// Gradient of a parameter of a row's width; of no size where there is no parameter.
+// Returns an empty gradient of a parameter of a row's width. It has no elements if there is no such parameter.
 Tensor new_vector(bool wanted, int64_t width, int dtype, const Tensor& like) {
   return empty({wanted ? width : 0}, dtype, like);
 }
 
 void* data_if(bool wanted, const Tensor& tensor) { return wanted ? mutable_data(tensor) : nullptr; }
 
-// A mask's key, and the tensors that hold part of it.
+// Key of a dropout mask, and the tensors to which it points.
 class Dropout {
  public:
   Dropout(double p, int64_t seed, const OptionalTensor& site, const OptionalTensor& sample_ids, int64_t first_position,
@@ -64,7 +64,7 @@ class Dropout {
             first_position, first_head};
   }
 
-  // NULL: none.
+  // NULL without dropout.
   const GptliteDropout* get() const { return site_ ? &key_ : nullptr; }
 
  private:
@@ -72,14 +72,14 @@ class Dropout {
   GptliteDropout key_{};
 };
 
-// Rows of x as [batch, positions], whose product alone matters without dropout.
+// Returns the batch and positions of x. Without dropout only their product matters, so x may have any dims.
 std::tuple<int64_t, int64_t> batch_and_positions(const Tensor& x, const Rows& size, const Dropout& dropout) {
   if (!dropout.get()) return {1, size.rows};
   STD_TORCH_CHECK(x.dim() == 3, "with dropout x must be [B, S, C], not ", text(sizes_of(x)));
   return {x.size(0), x.size(1)};
 }
 
-// The weight of a norm, and the dtype of its parameters: the weight's, or x's where there is none.
+// Weight of a norm, and the dtype of the norm's parameters, which is that of x if there is no weight.
 struct Gain {
   OptionalTensor weight;
   int dtype;
@@ -95,7 +95,7 @@ struct Gain {
   bool there() const { return weight.has_value(); }
 };
 
-// Of an RMS norm: no elements, and no pointer.
+// Returns an empty mean. For an RMS norm it has no elements, and `mean_data` is NULL.
 Tensor new_mean(bool rms, const Rows& size, const Tensor& x) {
   return empty(rms ? Sizes{0} : size.leading, GPTLITE_FP32, x);
 }
@@ -179,7 +179,7 @@ Five residual_norm_backward(const Tensor& dy, const OptionalTensor& dh, const Te
   return {dx, dresidual, dbias, dweight, dbeta};
 }
 
-// The results' sizes of an activation: half as wide as x where a gate takes every other column.
+// Returns the sizes of an activation's result, which is half as wide as x if the activation is gated.
 Sizes activated_sizes(const Tensor& x, int64_t kind) {
   STD_TORCH_CHECK(kind >= GPTLITE_GELU_TANH && kind <= GPTLITE_GEGLU, "kind must be 0 to 5, not ", kind);
   Sizes sizes = sizes_of(x);
@@ -216,7 +216,7 @@ Two bias_activation_backward(const Tensor& dy, const Tensor& x, const OptionalTe
   return {dx, dbias};
 }
 
-// The heads of qkv [B, S, groups, queries + 2, width], and what they are normed and rotated by.
+// Checked sizes of qkv [B, S, groups, queries + 2, width], with the gains of its norms and the angles of its rotation.
 class Heads {
  public:
   Heads(const Tensor& qkv, const OptionalTensor& cos, const OptionalTensor& sin, const OptionalTensor& q_gain,

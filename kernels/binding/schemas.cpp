@@ -1,10 +1,10 @@
-// The ops as torch knows them. Functional, but for those whose name ends in an underscore.
+// Schemas of the ops. Ops whose name ends in an underscore change their arguments; all others are functional.
 #include "common.h"
 
 #define GPTLITE_DROPOUT "float p, int seed, Tensor? site, Tensor? sample_ids, int first_position"
 
 #ifdef USE_CUDA
-// Whether this torch tells the kernels their stream.
+// Returns 1 if this torch has the function from which the kernels get their stream.
 extern "C" __attribute__((visibility("default"))) int gptlite_cuda_knows_stream() {
   return gptlite::binding::knows_stream();
 }
@@ -20,7 +20,7 @@ STABLE_TORCH_LIBRARY(gptlite, m) {
   m.def("causal_softmax_backward(Tensor dy, Tensor y, float scale) -> Tensor");
   m.def("causal_softmax_backward_(Tensor(a!) dy, Tensor y, float scale) -> ()");
 
-  // rms: RMS norm, whose weight may be None; its mean has no elements, and is None backward.
+  // rms: RMS norm, whose weight may be None. Its mean has no elements. The backward op takes None for the mean.
   m.def(
       "layer_norm(Tensor x, Tensor? weight, Tensor? bias, float eps, bool rms=False) -> "
       "(Tensor y, Tensor mean, Tensor rstd)");

@@ -1,10 +1,10 @@
-// Masked and causal softmax. The functional forms and those in place differ in where the result goes.
+// Masked and causal softmax. Functional ops pass a new result tensor to `*_into`, ops in place pass their input.
 #include "common.h"
 
 namespace gptlite::binding {
 namespace {
 
-// The mask's strides as seen from x's four dims, 0 where it is broadcast.
+// Writes the mask's strides along the four dims of x, 0 for a dim along which the mask is broadcast.
 void broadcast_strides(const Tensor& mask, const Sizes& x, int64_t* strides) {
   const Sizes sizes = sizes_of(mask);
   const int64_t skipped = 4 - int64_t(sizes.size());
@@ -40,7 +40,7 @@ void masked_backward_into(const Tensor& dx, const Tensor& dy, const Tensor& y, d
                dtype);
 }
 
-// Matrices of queries and keys.
+// Sizes of x as a batch of matrices [queries, keys].
 struct Matrices {
   int64_t matrices = 1;
   int64_t queries;

@@ -1,12 +1,12 @@
-// Philox4x32-10 (Salmon et al., SC'11) and the dropout mask made of it, for CUDA, the emulator and the CPU kernels: the same
-// bits as gptlite/ops/philox.py and gptlite/ops/dropout.py.
+// Philox4x32-10 (Salmon et al., SC'11) and its dropout mask, for CUDA, the emulator and the CPU kernels. The bits are
+// those of gptlite/ops/philox.py and gptlite/ops/dropout.py.
 #pragma once
 
 #include <stdint.h>
 
 #include "gptlite_kernels.h"
 
-// Static, so that files compiled for different instruction sets don't share one copy.
+// Static: a copy shared by all files might use an instruction set that the CPU does not have.
 #if defined(__CUDACC__)
 #define GPTLITE_DEVICE static __host__ __device__ __forceinline__
 #else
@@ -15,12 +15,12 @@
 
 namespace gptlite {
 
-// Four random words: those of elements 4 * group .. 4 * group + 3 of a row.
+// Four random words, for the elements 4 * group to 4 * group + 3 of a row.
 struct PhiloxWords {
   uint32_t word[4];
 };
 
-// What of the counter and the key is the same along a row.
+// Parts of the counter and the key that are the same for all elements of a row.
 struct DropoutRow {
   uint32_t position;
   uint32_t sample;
@@ -50,10 +50,10 @@ GPTLITE_DEVICE PhiloxWords philox(uint32_t counter0, uint32_t counter1, uint32_t
   return PhiloxWords{{counter0, counter1, counter2, counter3}};
 }
 
-// The row (batch, head, position) of a tensor [batch, heads, positions, width]; reads the device's memory.
+// Returns the row (batch, head, position) of a tensor [batch, heads, positions, width]. Reads device memory.
 GPTLITE_DEVICE DropoutRow dropout_row(const GptliteDropout& dropout, int64_t batch, int64_t head, int64_t position) {
   const int64_t sample = dropout.sample_ids[batch];
-  // Sample numbers may pass 2^32: their upper half shares a word with the head.
+  // Sample ids may exceed 2^32. Their upper half shares a word with the head.
   const uint32_t upper = static_cast<uint32_t>(static_cast<uint64_t>(sample) >> 32);
   return DropoutRow{static_cast<uint32_t>(dropout.first_position + position), static_cast<uint32_t>(sample),
                     static_cast<uint32_t>(dropout.first_head + head) + (upper << 16), dropout.seed,

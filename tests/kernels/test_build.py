@@ -140,7 +140,7 @@ def test_ten_processes_that_start_cold_compile_once(tmp_path: Path) -> None:
     assert compilations(tmp_path) == UNITS
     assert sum(not found.cached for found, _ in results if isinstance(found, Loaded)) == 1
     assert {line for _, lines in results for line in lines if "waiting" in line} <= {
-        "kernels: another process is compiling them: waiting"
+        "kernels: another process is compiling the kernels; waiting for it"
     }
 
 
@@ -206,7 +206,7 @@ def test_a_home_that_cannot_be_written_leaves_the_temporary_folder(
     assert found.path.parent == folder
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert "/proc/nowhere" in lines[0]
-    assert lines[0].endswith(f"kept in {folder} instead")
+    assert lines[0].endswith(f"; the library is stored in {folder} instead")
     assert "\n" not in lines[0]
     lines.clear()
     assert prepare(False, lines.append).cached
@@ -263,7 +263,7 @@ def test_a_damaged_library_is_compiled_again(tmp_path: Path, damage: str) -> Non
     assert isinstance(found, Loaded)
     assert not found.cached
     assert compilations(tmp_path) == 2 * UNITS
-    assert (f"kernels: {path} is damaged: compiling it again" in lines) == (damage != "no library")
+    assert (f"kernels: {path} is damaged; compiling it again" in lines) == (damage != "no library")
 
 
 @compiles
@@ -342,7 +342,7 @@ def test_an_nvcc_that_fails_leaves_the_cpu_kernels_and_the_reason(tmp_path: Path
 def test_other_systems_and_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert load("mps", quiet) == Unavailable("kernels exist for cpu and cuda, not for mps")
     monkeypatch.setattr(library.platform, "system", lambda: "Darwin")
-    with pytest.raises(BuildError, match="for Linux, this is Darwin"):
+    with pytest.raises(BuildError, match="only on Linux, not on Darwin"):
         prepare(False, quiet)
 
 

@@ -1,1 +1,1 @@
-"""Parts of tools/bench_gpu.py, one module each: measurements on a GPU, and a model of a step that needs none."""
+"""Parts of tools/bench_gpu.py, one module each: measurements on a GPU, and a model of a step that needs no GPU."""

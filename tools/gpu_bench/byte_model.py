@@ -1,7 +1,8 @@
 """Lower bound of a traced step's time on an H200: launches, bytes and FLOPs of each op, at the rates stated here.
 
-No rate exceeds a ceiling that was measured on such a GPU: a copy moves 4.3 TB/s, read and written, and a bf16 product
-of 8192 cubed runs at 790 TFLOP/s. Ops that are not known to be slower run at the ceiling, so the sum is a lower bound.
+No rate exceeds a ceiling that was measured on such a GPU: a copy moves 4.3 TB/s (reads plus writes), and a bf16
+product of 8192 cubed runs at 790 TFLOP/s. Ops that are not known to be slower run at the ceiling, so the sum is a lower
+bound.
 """
 
 from __future__ import annotations
@@ -16,31 +17,31 @@ from torch.utils import flop_counter
 from .step_trace import Op, Trace
 
 COPY, PRODUCT = 4.3e12, 790e12  # bytes and FLOPs a second
-# Causal attention, forward and backward together, FLOP/s by the width of a head, from published kernels:
+# FLOP/s of causal attention, forward and backward together, by head width. They are derived from published kernels:
 # FlashAttention 2 and 3 take 617 and 394 ns per token for 12 layers of 12 heads of 64 over 2048 positions, 2662 and
 # 1557 for 24 layers of 16 heads of 128.
 ATTENTION = {"FA3": {64: 335e12, 128: 452e12}, "FA2": {64: 214e12, 128: 265e12}}
-# Slowdown of products with rows that are not aligned to 16 bytes: cuBLAS cannot use its fast kernels. The audit
-# estimated 700 to 1000 ns per token for the head's three, where 340 are possible: a factor of 2.1 to 2.9.
+# Slowdown of products with rows that are not aligned to 16 bytes: cuBLAS cannot use its fast kernels. The audit (see
+# AUDIT) estimated 700 to 1000 ns per token for the LM head's products. 340 are possible: a factor of 2.1 to 2.9.
 MISALIGNED = 2.5
-ALIGNED = 8  # elements of 16 bits
-# Target fractions of the copy bandwidth; 1 for all other kernels.
+ALIGNED = 8  # number of 16-bit elements in 16 bytes
+# Target fractions of the copy bandwidth; 1 for all other kernels. Norms are narrow below a width of NARROW.
 NARROW, NORM_NARROW, NORM_WIDE, NORM_BACKWARD, LOSS = 1024, 0.88, 0.97, 0.88, 0.98
 
 CLASSES = (
     *("GEMM block", "GEMM head", "attention", "dQKV copy", "norm + residual", "activation", "bias sums", "loss"),
     *("copy/cast", "optimizer", "other"),
 )
-# ns per token of GPT-3 Small by the audit of e6369ae, and the reason for each difference of this model.
+# ns per token of GPT-3 Small in the audit of commit e6369ae, and the reason why this model differs from it.
 AUDIT = {
-    "GEMM block": (850, "charged here at 790 TFLOP/s, the rate of 8192 cubed; the audit took about 600 for K=768"),
-    "GEMM head": (850, "the audit's middle of 700 to 1000, at 680 TFLOP/s when aligned; here 790 and the penalty"),
-    "attention": (420, "the audit took cuDNN's kernel; here FlashAttention 3's rate, and 2's in the second sum"),
+    "GEMM block": (850, "here at 790 TFLOP/s, the rate of 8192 cubed; the audit assumed about 600 for K=768"),
+    "GEMM head": (850, "middle of the audit's 700 to 1000, with 680 TFLOP/s if aligned; here 790 and the slowdown"),
+    "attention": (420, "the audit assumed cuDNN's kernel; here FlashAttention 3, and 2 in the second sum"),
     "dQKV copy": (65, "the same bytes at copy bandwidth"),
-    "norm + residual": (110, "here at the goals' shares of a copy; the audit took the kernels as they were"),
-    "activation": (170, "here at copy bandwidth; the audit took half of it, as stores had 2 or 4 bytes"),
+    "norm + residual": (110, "here at the target fractions of a copy; the audit assumed the kernels as they were"),
+    "activation": (170, "here at copy bandwidth; the audit assumed half of it, as stores had 2 or 4 bytes"),
     "bias sums": (35, "torch's sums over tokens at copy bandwidth"),
-    "loss": (85, "here at 98% of a copy; the audit took 55-60%, bound by instruction issue"),
+    "loss": (85, "here at 98% of a copy; the audit assumed 55-60%, bound by instruction issue"),
     "copy/cast": (40, "casts of weights and gradients, the tied sum, and the split head's fp32 sums"),
     "optimizer": (95, "norm and AdamW at copy bandwidth; the audit added the wait for the blocking read, and launches"),
     "other": (0, "embedding: gather and scatter of fp32 rows, which the audit did not list"),
@@ -64,11 +65,14 @@ OURS = (  # class by the first substring that the op's name contains
 
 
 def _of_lists(length: int, each: int, extra: int, lists: int) -> Callable[[Op], int]:
-    """Return the launches of a kernel over `lists` lists of tensors, which takes up to `length` of each per launch."""
+    """Return a function that counts the launches of an op on `lists` lists of tensors.
+
+    There are `each` launches per `length` tensors of a list, and `extra` launches.
+    """
     return lambda op: extra + each * -(-max(1, len(op.operands) // lists) // length)
 
 
-# Launches of a call: of our ops by their launchers in kernels/cuda, of torch's if it is more than one.
+# Kernel launches of a call. For our ops they follow the launchers in kernels/cuda. Torch's other ops launch once.
 LAUNCHES: dict[str, int | Callable[[Op], int]] = {
     **dict.fromkeys(("gptlite.layer_norm", "gptlite.residual_norm", "gptlite.bias_activation", "gptlite.dropout"), 1),
     **dict.fromkeys(("gptlite.layer_norm_backward", "gptlite.residual_norm_backward"), 2),
@@ -78,7 +82,7 @@ LAUNCHES: dict[str, int | Callable[[Op], int]] = {
     "gptlite.adamw_": _of_lists(64, each=2, extra=0, lists=5),
     "aten._scaled_dot_product_flash_attention": 1,
     "aten._scaled_dot_product_flash_attention_backward": 3,  # dy·y, the gradients, dq rounded
-    "aten.embedding_dense_backward": 12,  # about: indices are sorted, then summed by segments
+    "aten.embedding_dense_backward": 12,  # roughly: the indices are sorted, then segments are summed
 }
 
 
@@ -94,9 +98,9 @@ class Row:
     launches: int = 0
     bytes: int = 0
     flops: int = 0
-    ns: float = 0.0  # of the whole step, FlashAttention 3's rate
-    slower_ns: float = 0.0  # with FlashAttention 2's
-    misaligned: int = 0
+    ns: float = 0.0  # time of all calls, with FlashAttention 3's rate
+    slower_ns: float = 0.0  # the same with FlashAttention 2's rate
+    misaligned: int = 0  # calls with operands that are not aligned to 16 bytes
 
 
 @dataclass
@@ -119,7 +123,7 @@ class Model:
 
     @property
     def launches(self) -> int:
-        """Launches of a step."""
+        """Number of kernel launches of a step."""
         return sum(row.launches for row in self.rows)
 
     @property
@@ -134,7 +138,7 @@ class Model:
 
 
 def model_of_trace(trace: Trace) -> Model:
-    """Return the model of a trace."""
+    """Return the model of a trace. Views and ops on host tensors are free."""
     rows: dict[tuple[str, ...], Row] = {}
     for op in trace.ops:
         if op.view or all(each.host for each in op.tensors):
@@ -179,14 +183,16 @@ def flops_of(op: Op) -> int:
 
 
 def misaligned(op: Op) -> bool:
-    """Return True if a product has a 16-bit operand or result whose rows, or columns if it is stored by them, are not
-    aligned to 16 bytes."""
+    """Return True if a 16-bit operand or result of a product is not aligned to 16 bytes.
+
+    The rows of a matrix must be aligned, or its columns if it is stored by columns.
+    """
     matrices = [each.stride[-2:] for each in op.tensors if len(each.shape) >= 2 and each.item == 2]
     return op.name in PRODUCTS and any((rows if columns == 1 else columns) % ALIGNED for rows, columns in matrices)
 
 
 def seconds_of(op: Op, trace: Trace, moved: int, flops: int, attention: str) -> float:
-    """Return the least time of a call."""
+    """Return the lower bound in seconds of a call that moves `moved` bytes, with the rate of FA2 or FA3."""
     if "attention" in op.name and flops:
         return flops / ATTENTION[attention][128 if trace.head_dim >= 128 else 64]
     seconds = max(moved / (COPY * share_of_copy(op)), flops / PRODUCT)

@@ -1,4 +1,4 @@
-"""part=ceilings: upper bounds of this device's speed: a copy, a large product, the head's products."""
+"""part=ceilings: measured upper bounds of this device's speed: a copy, a large product, the LM head's products."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def run(part: Part, options: Arguments) -> None:
     source = torch.randint(0, 255, (size,), dtype=torch.uint8, device=device)
     task = Task(lambda pair: pair[1].copy_(pair[0]))
     copy = 2 * size / measure({"copy": task}, [(source, torch.empty_like(source))], REPEATS, clock_of(device))["copy"]
-    part.text(f"A device-to-device copy of {size / 1e9:.1f} GB moves **{copy / 1e12:.3f} TB/s**, read and written.")
+    part.text(f"A device-to-device copy of {size / 1e9:.1f} GB moves **{copy / 1e12:.3f} TB/s**, reads plus writes.")
     part.put("copy_bytes_per_second", copy)
     rows: list[tuple[str, ...]] = []
     part.table(("bf16 product, random data", "ms", "TFLOP/s"), rows)
@@ -42,8 +42,10 @@ def run(part: Part, options: Arguments) -> None:
 
 
 def products(device: torch.device, tiny: bool) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yield a large product, and the head's: logits, the gradients of its input and of its weight, with aligned and
-    unaligned rows."""
+    """Yield the name and operands of a large product, then of the LM head's products.
+
+    These are the logits and the gradients of the head's input and weight, with aligned and with unaligned rows.
+    """
     side, tokens = (128, 64) if tiny else (8192, 16384)
     random = partial(torch.randn, dtype=torch.bfloat16, device=device)
     yield f"{side} cubed", random(side, side), random(side, side)

@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = "tests/gpu"
 SANITIZERS = ("memcheck", "racecheck")
+# Program that runs under compute-sanitizer.
 ONCE = "import sys; from gpu_bench.sanitized import main; sys.exit(main())"
-TAIL = 12  # lines of a failure that the report keeps
+TAIL = 12  # last lines of a failed gate's output, shown in the report
 
 
 class Gate(NamedTuple):
@@ -32,7 +33,7 @@ class Gate(NamedTuple):
 
     name: str
     command: list[str]
-    share: float  # of the part's time that it may take at most
+    share: float  # largest share of the part's time that it may take
 
 
 def run(part: Part, options: Arguments) -> None:
@@ -56,10 +57,10 @@ def pytest_command(tests: str) -> list[str]:
 
 
 def sanitizers(part: Part) -> list[Gate]:
-    """Return compute-sanitizer's runs; without the program, none, and a line in the report."""
+    """Return the gates that run compute-sanitizer. If it is missing, return none and add a line to the report."""
     program = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
     if program is None:
-        part.text("compute-sanitizer is not on the PATH or in /usr/local/cuda/bin: not run.")
+        part.text("compute-sanitizer was not run: it is neither on the PATH nor in /usr/local/cuda/bin.")
         return []
     options = ["--error-exitcode", "9", "--kernel-name", "kernel_substring=gptlite"]
     return [
@@ -69,10 +70,10 @@ def sanitizers(part: Part) -> list[Gate]:
 
 
 def ended(part: Part, gate: Gate, environment: dict[str, str]) -> None:
-    """Run a gate, and report its result."""
+    """Run a gate within its time limit, and report its result."""
     limit = min(part.seconds - part.spent, gate.share * part.seconds)
     if limit < 1:
-        part.failed(f"{gate.name}: no time left for it")
+        part.failed(f"{gate.name}: no time left")
         return
     file = part.folder / f"gates-{re.sub(r'[^a-z0-9]+', '-', gate.name.lower())}.log"
     with file.open("w") as log:
@@ -82,7 +83,7 @@ def ended(part: Part, gate: Gate, environment: dict[str, str]) -> None:
         try:
             code = process.wait(limit)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, 9)  # its workers too
+            os.killpg(process.pid, 9)  # the whole group, with pytest's workers
             process.wait()
             code = None
     lines = [line for line in file.read_text(errors="replace").splitlines() if line.strip()] or ["no output"]
@@ -109,20 +110,22 @@ def gradients(part: Part, device: torch.device) -> None:
     )
     part.put("gradients", [{"attention": name, **row} for name, row in rows.items()])
     for name, row in rows.items():
-        if row["verdict"] not in ("fine", "reference") and not row["verdict"].startswith("not here"):
+        if row["verdict"] not in ("fine", "reference") and not row["verdict"].startswith("not run"):
             part.failed(f"gradients in bf16, attention {name}: {row['verdict']}")
 
 
 def gradient_rows(device: torch.device) -> dict[str, dict[str, Any]]:
-    """Return the measurements of tests/gpu/test_whole_model.py by attention, relative to each gradient's norm, with
-    verdicts."""
+    """Return the errors that tests/gpu/test_whole_model.py measures, by attention, with verdicts.
+
+    An error is relative to the norm of its gradient.
+    """
     sys.path.insert(0, str(ROOT / "tests"))
     from gpu import device as place  # pyright: ignore[reportMissingImports]
 
     from gptlite.ops.config import OpsConfig
     from gptlite.ops.select import select_ops
 
-    place.DEVICE = device
+    place.DEVICE = device  # before the next import, which copies it
     from gpu import test_whole_model as whole  # pyright: ignore[reportMissingImports]
 
     ops = select_ops(OpsConfig(), device)
@@ -138,10 +141,11 @@ def gradient_rows(device: torch.device) -> dict[str, dict[str, Any]]:
             errors = whole.errors_of(case, ops)
         except RuntimeError as error:
             missing = "No available kernel" in str(error)
-            what = "not here: torch has no such kernel for it" if missing else str(error).splitlines()[0]
+            what = "not run: torch has no such attention kernel here" if missing else str(error).splitlines()[0]
             rows[name] = {**nothing, "verdict": what}
             continue
         limits = whole.limits_of(case)
+        # NaN is the worst error.
         worst = max(errors, key=lambda name: errors[name] / limits[name] if errors[name] == errors[name] else torch.inf)
         off = f"{worst} is off by {errors[worst]:.2e}, more than {limits[worst]:.2e}"
         fine = all(errors[name] <= limits[name] for name in errors)  # False for NaN

@@ -28,7 +28,7 @@ FIRST = "layer_norm,cross_entropy_,causal_softmax,residual_norm,bias_activation 
 
 
 def run(part: Part, options: Arguments) -> None:
-    """Compare all ops with eager torch, then, if time is left, some with compiled torch."""
+    """Compare all ops with eager torch and then, if time is left, some ops with compiled torch."""
     tiny, device = options.size == "tiny", options.device
     loaded = load(device, part.text)
     if isinstance(loaded, Unavailable):
@@ -42,7 +42,7 @@ def run(part: Part, options: Arguments) -> None:
 
 
 def measured(part: Part, key: str, options: bench.Options) -> None:
-    """Add a table row by row while there is time. Ratios are other implementations' time over ours."""
+    """Add a table, row by row while there is time. Ratios are times of other implementations divided by ours."""
     head, rows = (*bench.HEADER, "dtype", "goal"), []
     part.table(head, rows)
     part.put(key, [])
@@ -59,6 +59,6 @@ def measured(part: Part, key: str, options: bench.Options) -> None:
 
 
 def goal_of(op: str, direction: str, width: int) -> int | None:
-    """Return the target fraction of the copy bandwidth, in percent, or None."""
+    """Return the target fraction of the copy bandwidth, in percent, or None if there is none."""
     goals = (goal for name, way, least, goal in GOALS if name == op and way in ("", direction) and width >= least)
     return next(goals, None)

@@ -1,5 +1,4 @@
-"""part=model: launches, bytes, FLOPs and the least time of a step, traced without a GPU, also for another source
-tree."""
+"""part=model: launches, bytes, FLOPs and least time of a step, traced without a GPU, also for another source tree."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 
 BATCH = {"small": 16, "xl": 16, "tiny": 2}
 ROWS = 28  # rows shown of the table of ops; the JSON has all
-# ns per token with every possible fusion and aligned products; all pointwise ops are counted with the norms.
+# ns per token with every possible fusion and aligned products. Pointwise ops are all counted as norms.
 FUSED = ("GEMM block", "GEMM head", "attention", "norm + residual", "loss", "optimizer")
 LIMITS: dict[str, dict[str, float]] = {
     "small": dict(zip(FUSED, (645.0, 293.0, 394.0, 103.0, 47.0, 28.0), strict=True)),
@@ -31,7 +30,7 @@ LIMITS: dict[str, dict[str, float]] = {
 }
 NAMES = {"small": "GPT-3 Small", "xl": "GPT-3 XL", "tiny": "a tiny GPT"}
 
-
+# Program that runs in another source tree and prints its trace as JSON.
 TRACE = """
 import json, sys
 from dataclasses import asdict
@@ -47,12 +46,12 @@ def run(part: Part, options: Arguments) -> None:
     """Trace each model here and, in another process, in `tree`, the source tree of another commit."""
     part.text(
         "A dispatch trace of the trainer's own step (forward, backward, gradient norm, clipping, AdamW) on tensors "
-        f"without data, with the ops a GPU takes. Rates: memory {rules.COPY / 1e12:g} TB/s, products "
-        f"{rules.PRODUCT / 1e12:g} TFLOP/s, attention {rates('FA3')} (FlashAttention 3's class; {rates('FA2')} for "
-        f"2's), layer norm at {rules.NORM_NARROW:.0%} of copy bandwidth below a width of {rules.NARROW} and "
-        f"{rules.NORM_WIDE:.0%} from there on, its backward pass at {rules.NORM_BACKWARD:.0%}, cross entropy at "
+        f"without data, with the ops that a GPU uses. Rates: memory {rules.COPY / 1e12:g} TB/s, products "
+        f"{rules.PRODUCT / 1e12:g} TFLOP/s, attention {rates('FA3')} (FlashAttention 3; {rates('FA2')} for "
+        f"FlashAttention 2), layer norm at {rules.NORM_NARROW:.0%} of copy bandwidth below a width of {rules.NARROW} "
+        f"and {rules.NORM_WIDE:.0%} from there on, its backward pass at {rules.NORM_BACKWARD:.0%}, cross entropy at "
         f"{rules.LOSS:.0%}, all else at 100%. Products with rows that are not aligned to 16 bytes take "
-        f"{rules.MISALIGNED:g} times as long. Rates are assumed, not measured here: the sum is a lower bound."
+        f"{rules.MISALIGNED:g} times as long. These rates are assumed, not measured. The sum is a lower bound."
     )
     sizes = ("tiny",) if options.size == "tiny" else ("small", "xl")
     for index, size in enumerate(sizes):
@@ -65,13 +64,13 @@ def run(part: Part, options: Arguments) -> None:
 
 
 def rates(attention: str) -> str:
-    """Return a text such as `335 and 452 TFLOP/s for heads of 64 and 128`."""
+    """Return the rates of an attention kernel as text, such as `335 and 452 TFLOP/s for heads of 64 and 128`."""
     narrow, wide = rules.ATTENTION[attention].values()
     return f"{narrow / 1e12:.0f} and {wide / 1e12:.0f} TFLOP/s for heads of 64 and 128"
 
 
 def traced_in(tree: Path, size: str) -> Trace:
-    """Return the trace that another source tree records of its own step."""
+    """Return the trace of another source tree's step, recorded by the code in that tree. Raises RuntimeError."""
     path = os.pathsep.join([str(tree), str(tree / "tools"), child_environment()["PYTHONPATH"]])
     command = [sys.executable, "-c", TRACE, size, str(BATCH[size])]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tree, env={**os.environ, "PYTHONPATH": path})
@@ -99,10 +98,10 @@ def _say(part: Part, size: str, models: dict[str, Model]) -> None:
             f"{sum(row.misaligned for row in other.misaligned)} products not aligned to 16 bytes."
         )
     if mine.undeclared:
-        part.failed(f"launches are not declared of {', '.join(mine.undeclared)}: byte_model.LAUNCHES counts them as 1")
+        part.failed(f"byte_model.LAUNCHES lacks {', '.join(mine.undeclared)}; a call is counted as 1 launch")
     if goal:
         possible = "possible" if 1e9 / total >= goal else "NOT possible"
-        part.text(f"The goal, {goal:,.0f} tokens/s, is {possible} by this sum.")
+        part.text(f"By this sum, the goal of {goal:,.0f} tokens/s is {possible}.")
     bars = {name: model.by_class() for name, model in models.items()}
     _classes(part, bars, audit=size == "small")
     head = ("class", "op", "pass", "shapes", "calls", "launches", "MB", "GFLOP", "ns per token", "off 16 B")
@@ -123,7 +122,7 @@ def _classes(part: Part, bars: dict[str, dict[str, float]], audit: bool) -> None
     rows = [[name, *(f"{column[name]:.0f}" for column in columns)] for name in (*CLASSES, "sum")]
     head = ["class", "ns per token", *list(bars)[1:]]
     if audit:
-        head += ["audit", "why the audit's differs"]
+        head += ["audit", "why the audit differs"]
         for row in rows:
             row += map(str, AUDIT.get(row[0], (sum(ns for ns, _ in AUDIT.values()), "")))
     part.table(head, rows)

@@ -1,5 +1,4 @@
-"""Runner of the parts: one in this process, or all in sequence, each in its own process so that a crash affects no
-other."""
+"""Runner of the parts: one part in this process, or all in sequence in a process each, which isolates crashes."""
 
 from __future__ import annotations
 
@@ -24,12 +23,13 @@ from .report import Part, add_failure, assemble
 if TYPE_CHECKING:
     from bench_gpu import Arguments
 
-# Minutes of each part when all run, without building the kernels; 20 in total at most.
+# Minutes of each part if all run, 20 in total at most with BUILD, the minutes to build the kernels.
 SHARES = {"gates": 4.5, "ceilings": 0.7, "kernels": 3.3, "steps": 5.0, "profile": 1.5, "peer": 2.0, "model": 1.5}
 BUILD = 1.5
-GRACE = 15.0  # seconds beyond its time after which a part is killed
-CPU_PARTS = ("gates", "model")  # useful without a GPU at full size
-MODULES = {"kernels": "kernel_rows", "profile": "profiled", "model": "model_part"}  # others have their part's name
+GRACE = 15.0  # seconds after a part's time limit until it is killed
+CPU_PARTS = ("gates", "model")  # parts that a CPU can run at full size
+# Modules that are not named like their part.
+MODULES = {"kernels": "kernel_rows", "profile": "profiled", "model": "model_part"}
 
 
 def run(options: Arguments) -> int:
@@ -58,8 +58,8 @@ def check(options: Arguments) -> None:
         raise ConfigError(f"tree={options.tree} is not a source tree of gptlite with tools/gpu_bench")
     if options.part != "model" and options.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError(
-            f"part={options.part}: torch {torch.__version__} finds no GPU; part=model needs none, and device=cpu "
-            "runs part=gates, or with size=tiny any part, on the CPU"
+            f"part={options.part}: torch {torch.__version__} finds no GPU; give part=model, which needs none, or "
+            "device=cpu, which runs part=gates, or any part with size=tiny"
         )
     if options.device == "cpu" and options.size == "full" and options.part not in CPU_PARTS:
         raise ConfigError(f"part={options.part} device=cpu would take hours at full size; add size=tiny")
@@ -81,12 +81,12 @@ def _all(options: Arguments, folder: Path) -> int:
 
 def _build_kernels() -> None:
     """Build the kernels before the parts' time starts. Errors are ignored here, as the parts report them."""
-    print(f"== building the kernels, unless they are built; at most {60 * BUILD:.0f} s", flush=True)
+    print(f"== building the kernels if needed; at most {60 * BUILD:.0f} s", flush=True)
     command = [sys.executable, "-m", "gptlite.kernels", "build"]
     try:
         subprocess.run(command, env=child_environment(), timeout=60 * BUILD)
     except subprocess.TimeoutExpired:
-        print("the kernels are not built yet: the first part will build them", flush=True)
+        print("the build of the kernels is not finished in time; the first part will build them", flush=True)
 
 
 def _in_a_process(options: Arguments, name: str, folder: Path) -> None:
@@ -95,7 +95,7 @@ def _in_a_process(options: Arguments, name: str, folder: Path) -> None:
     given = {"part": name, "minutes": minutes, "output": folder, "device": options.device, "size": options.size}
     given |= {"tests": options.tests, **{k: v for k in ("peer", "tree") if (v := getattr(options, k))}}
     command = [sys.executable, str(program), *(f"{key}={value}" for key, value in given.items())]
-    for ending in ("json", "md"):  # of an earlier run into the same folder
+    for ending in ("json", "md"):  # results of an earlier run in the same folder
         (folder / f"{name}.{ending}").unlink(missing_ok=True)
     limit = 60 * minutes + GRACE
     try:
@@ -128,8 +128,8 @@ def _one(options: Arguments, folder: Path) -> int:
 
 
 def words(options: Arguments) -> str:
-    """Return a line with the device, the versions and the time of the measurement."""
-    device = "the CPU alone"
+    """Return a line with the time of the measurement, the device and the versions."""
+    device = "CPU only"
     if options.device == "cuda" and torch.cuda.is_available():
         gpu = torch.cuda.get_device_properties(0)
         device = f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB, {gpu.multi_processor_count} multiprocessors"

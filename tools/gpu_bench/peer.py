@@ -21,14 +21,16 @@ if TYPE_CHECKING:
     from bench_gpu import Arguments
 
 BATCH = {"small": 16, "xl": 16, "tiny": 2}
-VOCABULARY = 50304  # GPT-2's, as nanoGPT pads it
+VOCABULARY = 50304  # GPT-2's vocabulary, as padded by nanoGPT
 
 
 def run(part: Part, options: Arguments) -> None:
     """Time nanoGPT's and our step on models without biases, the compiled ones first."""
     tiny, device = options.size == "tiny", torch.device(options.device)
     contenders = ("nanoGPT", "gptlite") if tiny else ("nanoGPT compiled", "gptlite compiled", "gptlite")
-    part.text("Both without biases and with a vocabulary that needs no padding; AdamW, clipping at 1, no data loader.")
+    part.text(
+        "Both models have no biases and a vocabulary that needs no padding. AdamW, clipping at 1, no data loader."
+    )
     cells = [(size, who) for size in (("tiny",) if tiny else ("small", "xl")) for who in contenders]
     rows: list[tuple[str, ...]] = []
     for index, (size, who) in enumerate(cells):
@@ -48,11 +50,11 @@ def run(part: Part, options: Arguments) -> None:
             rows.append((size, who, f"{seconds * 1e3:.1f}", f"{rate:,.0f}", words))
             part.put(f"{size}, {who}", {"seconds": seconds, "tokens_per_second": rate})
         forget(device)
-    part.table(("model", "who", "ms a step", "tokens/s", "MFU"), rows)
+    part.table(("model", "implementation", "ms a step", "tokens/s", "MFU"), rows)
 
 
 def step_of(who: str, config: GPTConfig, micro_batch: int, device: torch.device, folder: Path) -> Callable[[], Any]:
-    """Return a contender's step."""
+    """Return the training step of an implementation. `folder` is the clone of nanoGPT."""
     if who.startswith("gptlite"):
         return build_step(config, Mesh(device), micro_batch, compile="compiled" in who)
     shape = (config.vocab_size or 0, config.d_model, config.num_heads, config.num_layers, config.sequence_length)

@@ -22,12 +22,13 @@ COLOURS = {
     "other": "#dddddd",
 }
 PLAIN = {"boxstyle": "square,pad=0.15", "facecolor": "white", "edgecolor": "none"}  # behind a number on a line
+# Classes whose colour needs white numbers.
 DARK = ("GEMM block", "attention", "loss", "optimizer")
-NARROWEST = 0.04  # share of the axis below which a segment has no number on it
+NARROWEST = 0.04  # share of the longest bar below which a segment has no number
 
 
 def stacked_classes(file: Path, title: str, bars: Mapping[str, Mapping[str, float]], goal: float | None) -> None:
-    """Draw a stacked bar per name, with its classes in ns per token; `goal` is drawn as a line."""
+    """Draw a stacked bar per name, with its classes in ns per token, and a line at `goal`."""
     figure = Figure(figsize=(9.0, 4.2), dpi=100)
     axes, names = figure.subplots(), list(bars)[::-1]
     most = max(sum(bar.values()) for bar in bars.values())

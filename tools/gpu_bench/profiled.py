@@ -1,4 +1,4 @@
-"""part=profile: the kernels of a step by torch's profiler: the longest ones, and each class beside its lower bound."""
+"""part=profile: kernels of a step by torch's profiler: the longest kernels, and each class beside its lower bound."""
 
 from __future__ import annotations
 
@@ -51,15 +51,15 @@ def run(part: Part, options: Arguments) -> None:
         return
     total, tokens = sum(each.seconds for each in slices) / STEPS, BATCH[size] * config.sequence_length
     part.text(
-        f"{size}, {BATCH[size]} x {config.sequence_length} tokens, bf16, eager: {total * 1e3:.2f} ms of kernels a "
-        f"step, {len(slices) / STEPS:.0f} of them, {total * 1e9 / tokens:.0f} ns per token."
+        f"{size}, {BATCH[size]} x {config.sequence_length} tokens, bf16, eager: {total * 1e3:.2f} ms a step in "
+        f"{len(slices) / STEPS:.0f} kernels, {total * 1e9 / tokens:.0f} ns per token. Floor: see part=model."
     )
     _top(part, slices, model.trace, total)
     _classes(part, slices, model, tokens)
 
 
 def slices_of(step: Callable[[], Any], cuda: bool) -> list[Slice]:
-    """Return the device's activity over STEPS steps; on a CPU an op's own time is used instead of a kernel's."""
+    """Return the kernels that a GPU ran during STEPS steps. On a CPU, return the ops with their self times."""
     for _ in range(WARM_UP):
         step()
     if cuda:

@@ -1,4 +1,4 @@
-"""Report of a benchmark: Markdown, JSON and charts in one folder. The results of a part are written at once."""
+"""Report of a benchmark: Markdown, JSON and charts in one folder. The results of a part are written as they arrive."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from typing import Any
 from gptlite.files import write_whole
 
 TITLES = {
-    "gates": "Gates: is it right",
+    "gates": "Gates: correctness",
     "ceilings": "Ceilings of this device",
-    "kernels": "Kernels alone",
+    "kernels": "Single kernels",
     "steps": "Training steps",
     "profile": "A profiled step",
-    "peer": "Beside nanoGPT",
+    "peer": "Comparison with nanoGPT",
     "model": "Launch and byte model of a step",
 }
 
 
 class Part:
-    """One part's section: text, tables, charts, numbers for the JSON, and its time limit."""
+    """Section of one part: text, tables, charts and numbers for the JSON. It also holds the part's time limit."""
 
     def __init__(self, folder: Path, name: str, minutes: float, log: Callable[[str], None] = print) -> None:
         self.folder, self.name, self.log, self.seconds = folder, name, log, 60 * minutes
@@ -53,8 +53,7 @@ class Part:
         self._add(lambda: line)
 
     def table(self, head: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-        """Add a table, and print it. Rows appended to an empty one later are written with the next update, but not
-        printed."""
+        """Add a table, and print it unless it is empty. Rows appended to `rows` later appear at the next update."""
         if rows:
             self.log(markdown_table(head, rows))
         self._add(lambda: markdown_table(head, rows))
@@ -70,12 +69,12 @@ class Part:
         self._add(lambda: f"**Failed:** {what}")
 
     def put(self, key: str, value: Any) -> None:
-        """Set a value of the JSON."""
+        """Set a value of the JSON, and write the files."""
         self.data[key] = value
         self.flush()
 
     def flush(self) -> None:
-        """Write NAME.md, then NAME.json."""
+        """Write the files of the part: NAME.md, then NAME.json."""
         self.data["seconds"] = round(self.spent, 1)
         text = "\n\n".join([f"## {TITLES[self.name]}", *(block() for block in self._blocks)])
         write_whole(self.folder / f"{self.name}.md", text + "\n")
@@ -100,7 +99,7 @@ def add_failure(folder: Path, name: str, failure: str) -> None:
 
 
 def assemble(folder: Path, lead: str) -> Path:
-    """Join the files of all parts into report.md and report.json. Returns the first."""
+    """Join the files of all parts into report.md and report.json. Returns the path of report.md."""
     files = {name: folder / f"{name}.json" for name in TITLES}
     data = {name: json.loads(file.read_text()) for name, file in files.items() if file.exists()}
     failures = [f"- {name}: {each}" for name, section in data.items() for each in section["failures"]]

@@ -1,4 +1,4 @@
-"""Program for compute-sanitizer: every op of ours once, on small shapes with edge cases in all dims."""
+"""Program for compute-sanitizer that runs every CUDA kernel on small shapes with edge cases in all dims."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 from gptlite.kernels.cases import CASES
 from gptlite.kernels.library import Unavailable, load
 
-SHAPES = ((3, 5), (17, 72), (9, 1030))  # a single element beyond packs, whole packs, a row of several warps
+SHAPES = ((3, 5), (17, 72), (9, 1030))  # one element beyond whole packs, whole packs, a row of several warps
 DTYPES = (torch.float32, torch.bfloat16)
 
 
 def main(device: str = "cuda") -> int:
-    """Run the ops; return the exit code."""
+    """Run the ops and return the exit code: 1 without kernels."""
     loaded = load(device)
     if isinstance(loaded, Unavailable):
         print(f"no kernels: {loaded.reason}", file=sys.stderr)

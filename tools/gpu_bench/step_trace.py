@@ -29,10 +29,8 @@ READS = tuple(
 
 # Arguments that our kernels write without reading: AdamW's 16-bit copies of weights.
 WRITTEN_ALONE = ("copies",)
-# Reads of values whose copy was started a step before do not block: on a GPU it has finished by then.
+# Reads in this file do not block: their copies were started a step earlier, and on a GPU they have finished by then.
 ARRIVED = "parallelism/host_copy.py"
-
-
 MEMORY = ("_unsafe_view", "_reshape_alias", "lift_fresh", "detach", "alias", "set_")  # ops that touch no memory
 
 
@@ -58,13 +56,13 @@ class Operand:
 
 @dataclass
 class Op:
-    """One dispatched op: `operands` are its arguments, `results` the ones that are new memory."""
+    """One dispatched op. `operands` are its tensor arguments, `results` its results in new memory."""
 
     name: str  # "aten.mm", "gptlite.layer_norm"
     phase: str  # forward, backward or update
     operands: list[Operand]
     results: list[Operand]
-    view: bool  # results are views of operands, or memory nobody has written
+    view: bool  # the results are views of operands, or uninitialized memory
     causal: bool = False
 
     @property
@@ -75,8 +73,7 @@ class Op:
 
 @dataclass
 class Trace:
-    """A step: its ops in order, and the places at which the host waited for the device, or copied from it without
-    waiting."""
+    """Ops of a step in order, and the code locations of device-to-host copies with and without waiting."""
 
     model: str
     micro_batch: int
@@ -90,7 +87,7 @@ class Trace:
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> Trace:
-        """Return a trace from the dict that `asdict` made of it, possibly at another commit with more fields."""
+        """Return a trace from its `asdict`. Unknown fields, as from another commit, are ignored."""
         trace = _of(Trace, data)
         trace.ops = [_of(Op, op) for op in data["ops"]]
         for op in trace.ops:
@@ -121,13 +118,12 @@ def gpu_ops() -> Ops:
     """Return the ops that a GPU with all kernels uses."""
     loaded = load("cpu", lambda line: print(line, file=sys.stderr))
     if isinstance(loaded, Unavailable):
-        raise RuntimeError(f"the trace needs the kernels' schemas: {loaded.reason}")
+        raise RuntimeError(f"the trace needs the schemas of the kernels, which are not available: {loaded.reason}")
     return choose_ops(OpsConfig(), torch.device("cuda"), replace(loaded, cuda=True, why_no_cuda=""))
 
 
 class _Functions(TorchFunctionMode):
-    """Function mode that supplies host values of tensors without data, and replaces SDPA by its flash kernel, as on a
-    GPU."""
+    """Function mode that supplies host values of tensors without data. It replaces SDPA by a GPU's flash kernel."""
 
     def __init__(self, trace: Trace) -> None:
         super().__init__()
@@ -151,7 +147,7 @@ class _Functions(TorchFunctionMode):
 
 
 class _Dispatch(TorchDispatchMode):
-    """A dispatch mode that records ops and runs them."""
+    """Dispatch mode that records ops and runs them."""
 
     def __init__(self, trace: Trace) -> None:
         super().__init__()
@@ -174,7 +170,7 @@ def _op(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Op:
     causal = False
     for argument, value in _given(func._schema, args, kwargs):
         written = argument.alias_info is not None and argument.alias_info.is_write
-        read = not (written and (argument.kwarg_only or argument.name in WRITTEN_ALONE))  # `out=` is not
+        read = not (written and (argument.kwarg_only or argument.name in WRITTEN_ALONE))  # `out=` is only written
         operands += [_operand(t, read, written) for t in tree_iter(value) if isinstance(t, Tensor)]
         causal |= argument.name == "is_causal" and value
     aliased = [each.alias_info is not None for each in func._schema.returns]
@@ -185,6 +181,7 @@ def _op(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Op:
 
 
 def _phase() -> str:
+    """Return the phase of the current op, found from the functions on the call stack."""
     frame = sys._getframe(2)
     while frame is not None:
         code = frame.f_code
@@ -222,7 +219,7 @@ def _on_host(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _caller() -> str:
-    """Return the innermost frame of the project's own code."""
+    """Return the path and line of the innermost frame in gptlite, or an empty string."""
     frame = sys._getframe(1)
     while frame is not None:
         path = frame.f_code.co_filename.replace("\\", "/")

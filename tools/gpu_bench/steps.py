@@ -1,4 +1,4 @@
-"""part=steps: the trainer's step of GPT-3 Small and XL, beside the planner's prediction."""
+"""part=steps: measured step times of GPT-3 Small and XL in the trainer, beside the planner's predictions."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Cell(NamedTuple):
         return f"{self.size}, {self.precision}, micro-batch {self.micro_batch}, {blocks}"
 
 
-# The most informative first, as the time may not suffice for all.
+# The most informative cells first, as there may not be time for all.
 CELLS = (
     Cell("small", 16),
     Cell("xl", 16),
@@ -62,13 +62,13 @@ TINY = (Cell("tiny", 2), Cell("tiny", 2, "fp8"))
 
 
 def run(part: Part, options: Arguments) -> None:
-    """Predict all cells, then measure them in order until the time is over."""
+    """Predict all cells, then measure them in order while there is time."""
     device, cells = torch.device(options.device), TINY if options.size == "tiny" else CELLS
     expected = {cell: predicted(cell) for cell in cells}
     part.text(
         "One step: forward, backward, gradient norm, clipping and AdamW of one micro-batch of whole sequences, by the "
         "trainer's own code; no activation checkpointing, no data loader. Predictions are the planner's for "
-        "cluster=h200, made before anything was measured; it knows no compiled blocks, and takes fp8 for bf16."
+        "cluster=h200, made before the measurements. It ignores compilation, and treats fp8 as bf16."
     )
     part.table(
         ("cell", "predicted ms", "predicted tokens/s", "predicted GiB"),
@@ -96,7 +96,7 @@ def run(part: Part, options: Arguments) -> None:
         words = ""
         try:
             found = measured(cell, device, ops)
-        except torch.OutOfMemoryError:  # a result to compare with the predicted memory
+        except torch.OutOfMemoryError:  # recorded as a result, to compare with the predicted memory
             words = "out of memory"
             found = {"error": words}
         except Exception as error:
@@ -116,7 +116,7 @@ def tokens_of(cell: Cell) -> int:
 
 
 def predicted(cell: Cell) -> dict[str, float]:
-    """Return the planner's seconds and bytes of the cell on one H200, whatever device it is measured on."""
+    """Return the planner's seconds and bytes of the cell on one H200, even if another device is measured."""
     from gptlite.config import load
     from gptlite.ops.config import Attention
     from gptlite.optimizer.config import AdamWConfig
@@ -142,7 +142,7 @@ def predicted(cell: Cell) -> dict[str, float]:
 
 
 def measured(cell: Cell, device: torch.device, ops: Ops) -> dict[str, Any]:
-    """Build the cell's step and time it. `memory`: peak of torch's allocator. Raises OutOfMemoryError."""
+    """Build the cell's step and measure it. `memory` is the peak of torch's allocator. Raises OutOfMemoryError."""
     cuda, config = device.type == "cuda", model_of(cell.size)
     if cuda:
         torch.cuda.reset_peak_memory_stats(device)
@@ -156,11 +156,10 @@ def measured(cell: Cell, device: torch.device, ops: Ops) -> dict[str, Any]:
 
 
 def step_seconds(step: Callable[[], Any]) -> float:
-    """Return the mean seconds of consecutive steps, as in a run: a step may end on the host before it does on the
-    device."""
+    """Return the mean seconds of consecutive steps. As in a run, a step may return before the device ends it."""
     step()
     timer = Timer("step()", globals={"step": step}, num_threads=torch.get_num_threads())
-    return timer.timeit(REPEATS).mean  # runs two more steps first, untimed
+    return timer.timeit(REPEATS).mean  # runs two untimed steps first
 
 
 def mfu(rate: float, config: GPTConfig, device: torch.device) -> float | None:
@@ -170,7 +169,7 @@ def mfu(rate: float, config: GPTConfig, device: torch.device) -> float | None:
 
 
 def launches(step: Callable[[], Any], cuda: bool) -> int:
-    """Return the number of kernels and copies that a step launches on a GPU; on a CPU, of ops it calls."""
+    """Return the number of kernels and copies that a step launches on a GPU, or of ops that it calls on a CPU."""
     from torch.profiler import DeviceType, ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]) as profiled:
@@ -182,7 +181,7 @@ def launches(step: Callable[[], Any], cuda: bool) -> int:
 
 
 def syncs(step: Callable[[], Any], cuda: bool) -> int:
-    """Return the number of times that a step's host waits for the device, by torch's own warning."""
+    """Return how often the host waits for the device in a step, counted by torch's warnings."""
     if not cuda:
         return 0
     with warnings.catch_warnings(record=True) as found:
@@ -196,7 +195,7 @@ def syncs(step: Callable[[], Any], cuda: bool) -> int:
 
 
 def forget(device: torch.device) -> None:
-    """Free the memory of the last cell."""
+    """Free the memory of the last measurement."""
     torch.compiler.reset()
     gc.collect()
     if device.type == "cuda":
@@ -209,7 +208,7 @@ def gib(size: float) -> str:
 
 
 def row(cell: Cell, expected: dict[str, float], words: str, **found: Any) -> tuple[str, ...]:
-    """Return a cell's row of the table; `words` is shown if it was not measured."""
+    """Return a cell's row of the table; `words` gives the reason if it was not measured."""
     what = (cell.size, cell.precision, str(cell.micro_batch), "compiled" if cell.compile else "eager")
     before = f"{expected['seconds'] * 1e3:.1f}"
     if words:
