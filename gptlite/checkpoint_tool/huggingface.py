@@ -267,7 +267,9 @@ def _refuse_another_model(
     copies = adapter.copies()
     for name in sorted(stored.keys() - weights.keys()):
         if name not in copies:
-            raise ConfigError(f"source={source}: {name} is not a tensor of the {adapter.title} model of its config.json")
+            raise ConfigError(
+                f"source={source}: {name} is not a tensor of the {adapter.title} model of its config.json"
+            )
         if not torch.equal(stored[name].read(), stored[copies[name]].read()):
             raise ConfigError(
                 f"source={source}: {name} differs from {copies[name]}; set tie_word_embeddings=false in its config.json"

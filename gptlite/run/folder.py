@@ -229,7 +229,9 @@ class RunFolder:
         """Raise ConfigError for a folder that cannot be written, is in use, contains another run, or is part of one."""
         for folder in (self.path, *self.path.parents):
             if folder.name == "checkpoints" and (run := folder.parent) != folder and (run / "config.yaml").exists():
-                raise ConfigError(f"run.dir={self.config.run.dir} is inside another run; give run.dir={run} to resume it")
+                raise ConfigError(
+                    f"run.dir={self.config.run.dir} is inside another run; give run.dir={run} to resume it"
+                )
         saved = self.path / "config.yaml"
         if not saved.exists() and (runs := sorted(self.path.glob("*/config.yaml"))):
             raise ConfigError(

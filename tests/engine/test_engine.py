@@ -252,7 +252,10 @@ def test_ranks_that_differ_are_one_line(two):
     assert all(
         "rank 1's module differ from rank 0's" in error for error in two.run("engine.loops:other_module", timeout=300)
     )
-    assert all("one parameter under two names, 0.weight and 1.weight" in error for error in two.run("engine.loops:tied", timeout=300))
+    assert all(
+        "one parameter under two names, 0.weight and 1.weight" in error
+        for error in two.run("engine.loops:tied", timeout=300)
+    )
 
 
 def test_the_example_of_the_documentation(tmp_path, monkeypatch):
