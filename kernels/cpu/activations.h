@@ -1,8 +1,9 @@
-// Activations and their slopes. NaN stays.
+// Activations and their derivatives (`slope`): GELU (arXiv:1606.08415), exact and with the tanh approximation, SiLU,
+// ReLU and squared ReLU. NaN gives NaN.
 //
-// GELU by tanh's approximation and exact, and SiLU: within 1e-6 of the result (tanh: below -3 within 1.1e-5; 0 where exp
-// is, which is where the result is below 1e-36); at -inf 0, the limit. For results of 16 bits tanh's and SiLU are within
-// 4e-6, a hundredth of their rounding.
+// The relative error of GELU and SiLU is below 1e-6 (tanh GELU of x < -3: 1.1e-5). Results below 1e-36 may be 0, and
+// the result at -inf is the limit, 0. For 16-bit results, tanh GELU and SiLU use a shorter exponential; their error is
+// below 4e-6, a hundredth of the rounding error.
 #pragma once
 
 #include <type_traits>
@@ -13,13 +14,14 @@
 namespace gptlite {
 namespace GPTLITE_ISA {
 
-// |x|, but no more than where the GELU of an fp32 number is the number or 0, and the powers below are still small.
+// Returns |x|, but at most 20, where GELU in fp32 is already x or 0. The limit keeps the powers below small.
 GPTLITE_INLINE Vec size_of(Vec x) { return min(broadcast(20.0f), abs(x)); }
 
 template <class T>
 constexpr bool kIsWide = std::is_same<T, float>::value;
 
-// Of results of T: exp(u), where u is measured in units of 1 / kExpUnit.
+// exp_of<T>(u) returns exp(u / kExpUnit<T>), accurate enough for results of type T. For 16 bits that is a power of 2,
+// and the caller folds the factor log2(e) into another constant.
 template <class T>
 constexpr float kExpUnit = kIsWide<T> ? 1.0f : kLog2e;
 template <class T>
@@ -28,8 +30,8 @@ GPTLITE_INLINE Vec exp_of(Vec u) {
   return exp2<4>(u);
 }
 
-// Of results of T: x * sigmoid(u), u = 2 sqrt(2 / pi) (x + 0.044715 x^3). For either sign:
-// max(x, 0) - |x| sigmoid(-|u|), which loses nothing where the result is small.
+// x * sigmoid(u) with u = 2 sqrt(2 / pi) (x + 0.044715 x^3), for results of type T. For both signs of x this is
+// max(x, 0) - |x| sigmoid(-|u|), which has no cancellation where the result is small.
 template <class T>
 struct TanhGelu {
   GPTLITE_LAMBDA static Vec value(Vec x) {
@@ -39,9 +41,9 @@ struct TanhGelu {
 
   GPTLITE_LAMBDA static Vec slope(Vec x) {
     const Vec size = size_of(x), decay = exp_of<T>(minus_inner(size)), upper = reciprocal(decay + 1.0f);
-    const Vec lower = decay * upper;  // the sigmoids of |u| and -|u|
+    const Vec lower = decay * upper;  // upper and lower: sigmoids of |u| and -|u|
     const Vec minus_slope = size * fma(size * size, broadcast(-3.0f * kCube), broadcast(-kLine));
-    // Of -|x|; the slopes of x and -x add up to 1.
+    // The slope at -|x|. The slopes at x and -x add up to 1.
     const Vec below = fma(minus_slope * upper, lower, lower);
     return select(less(x, Vec{}), below, 1.0f - below);
   }
@@ -56,7 +58,7 @@ struct TanhGelu {
   }
 };
 
-// x * sigmoid(x), likewise: max(x, 0) - |x| sigmoid(-|x|).
+// x * sigmoid(x), computed in the same way as max(x, 0) - |x| sigmoid(-|x|).
 template <class T>
 struct Silu {
   GPTLITE_LAMBDA static Vec value(Vec x) {
@@ -71,11 +73,11 @@ struct Silu {
   }
 
  private:
-  // |x|, but no more than where exp(-|x|) is 0.
+  // Returns |x|, but at most 128, where exp(-|x|) is already 0.
   GPTLITE_LAMBDA static Vec clipped(Vec x) { return min(broadcast(128.0f), abs(x)); }
 };
 
-// x * Phi(x), likewise: max(x, 0) - |x| Phi(-|x|).
+// x * Phi(x), computed as max(x, 0) - |x| Phi(-|x|). Phi is the distribution function of the standard normal.
 struct ErfGelu {
   GPTLITE_LAMBDA static Vec value(Vec x) {
     const Vec size = size_of(x);
@@ -89,13 +91,14 @@ struct ErfGelu {
   }
 
  private:
-  // exp(-size^2 / 2), the square's own rounding made good.
+  // Returns exp(-size^2 / 2). The factor 1 + d corrects for the rounding error d of the exponent.
   GPTLITE_LAMBDA static Vec exp_of_square(Vec size) {
     const Vec half = size * -0.5f, power = half * size, near = exp_below_88(power);
     return fma(near, fma(half, size, -power), near);
   }
 
-  // Phi(-size) over exp_of_square, as a polynomial of t: minimax up to 14.6, to 6e-8.
+  // Returns Phi(-size) / exp(-size^2 / 2), by a polynomial in t. It is minimax for sizes up to 14.6, with an error of
+  // 6e-8.
   GPTLITE_LAMBDA static Vec tail(Vec size) {
     const Vec t = reciprocal(fma(size, broadcast(0.3f), broadcast(1.0f)));
     Vec p = fma(broadcast(3.84117586e-2f), t, broadcast(-1.69328648e-1f));

@@ -1,4 +1,5 @@
-// Adam and AdamW over many tensors. The order of operations is torch.optim's, but for a rounding or two.
+// AdamW (arXiv:1711.05101) and Adam (arXiv:1412.6980) over many tensors; gptlite_kernels.h has the formula. Operations
+// are in the order of torch.optim, so results differ from it by one or two roundings.
 #include <math.h>
 
 #include <type_traits>
@@ -12,7 +13,7 @@ namespace gptlite {
 namespace GPTLITE_ISA {
 namespace {
 
-constexpr int64_t kBlock = 4096;  // elements to a task
+constexpr int64_t kBlock = 4096;  // elements per task
 constexpr int64_t kGrain = kTaskElements / kBlock;
 
 struct Job {
@@ -26,9 +27,9 @@ auto counts_of(const Job& job) {
   return [&job](int64_t tensor) { return job.tensors[tensor].count; };
 }
 
-// A step's numbers, each in a whole vector.
+// Constants of a step, each broadcast to a vector.
 struct Rule {
-  float step;  // the steps taken before
+  float step;  // steps taken before this one
   Vec scale, weight_decay, kept, beta1, rest1, beta2, rest2, inverse_bias2, eps, step_size;
 };
 
@@ -51,11 +52,11 @@ Rule rule_at(const Job& job, float step) {
   return rule;
 }
 
-// Elements first .. last of a tensor.
-// `copy` is of C; null for none, which C = float stands for.
+// Updates elements first to last - 1 of a tensor. T is the type of the gradient. C is the type of the 16-bit copy of
+// the parameters, or float for no copy.
 template <bool adam, class T, class C>
 void update(const Rule& shared, const GptliteAdam& tensor, int64_t first, int64_t last) {
-  const Rule rule = shared;  // the stores below could be to `shared`, for all the compiler knows
+  const Rule rule = shared;  // a local copy, because the stores below might alias `shared`
   const T* gradients = static_cast<const T*>(tensor.gradient) + first;
   constexpr bool copied = !std::is_same<C, float>::value;
   C* copies = copied ? static_cast<C*>(tensor.copy) + first : nullptr;
@@ -76,7 +77,8 @@ void update(const Rule& shared, const GptliteAdam& tensor, int64_t first, int64_
   });
 }
 
-// Elements first .. last of the line of all tensors.
+// Updates elements first to last - 1 of the line of all tensors (tensor_line.h). The constants are computed again only
+// where the step count changes from one tensor to the next.
 template <bool adam, class T>
 void update_line(const Job& job, int64_t first, int64_t last) {
   Rule rule = rule_at(job, 0);
@@ -110,7 +112,7 @@ int adamw(const GptliteAdam* tensors, int64_t num_tensors, double lr, double bet
   if (found_inf != nullptr && *found_inf != 0) return 0;
   const Job job{tensors, num_tensors, lr, beta1, beta2, eps, weight_decay, scale == nullptr ? 1.0f : *scale};
   const int error = adam ? run<true>(job, dtype, context) : run<false>(job, dtype, context);
-  // All tasks have read the counters by now.
+  // The step counts change only now, because every task reads them.
   for (int64_t i = 0; error == 0 && i < num_tensors; ++i) *tensors[i].step += 1;
   return error;
 }

@@ -1,4 +1,4 @@
-// Causal attention of any dtype by fp32 arithmetic.
+// Causal attention, softmax(scale * q kᵀ + causal mask) v, for any dtype, in fp32 arithmetic.
 #include "attention.h"
 
 #include "attention_backward.h"

@@ -1,4 +1,4 @@
-// What the attention kernels share: the problem, the heads, their memory.
+// Declarations shared by the attention kernels: the shape of the problem, access to a head, and scratch memory.
 #pragma once
 
 #include <stdint.h>
@@ -16,7 +16,7 @@ struct AttentionShape {
   int64_t batch, heads, queries, keys, width;
   float scale;
 
-  // Query i sees the keys 0 .. i + offset().
+  // Query i sees the keys 0 to i + offset().
   int64_t offset() const { return keys - queries; }
 };
 
@@ -26,7 +26,7 @@ GPTLITE_INLINE int64_t clamped(int64_t value, int64_t low, int64_t high) {
   return value < low ? low : value > high ? high : value;
 }
 
-// The rows of one head.
+// Rows of one head of a tensor: position p starts at data + p * stride.
 template <class T>
 struct Head {
   T* data;
@@ -53,7 +53,8 @@ struct BackwardHead {
   Head<const T> q, k, v;
 };
 
-// One allocation, handed out piece by piece. Without memory it only counts what is asked for.
+// One allocation that is divided into aligned pieces. A default-constructed Scratch has no memory and only adds up the
+// sizes: the same constructor code runs with it first, to find the size of the allocation.
 class Scratch {
  public:
   Scratch() = default;

@@ -1,4 +1,4 @@
-// Causal attention of bf16 by AMX: tiles of 16 rows of 64 bytes, multiplied in squares.
+// Causal attention for bf16, with matrix products on AMX tiles (tiles_amx.h).
 #include "attention.h"
 #include "attention_backward.h"
 #include "attention_bf16.h"

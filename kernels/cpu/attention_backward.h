@@ -1,5 +1,8 @@
-// The backward pass by blocks: the probabilities come again from the scores and their log sum exp. One task does a
-// head, keys outside, queries inside, so that every gradient is summed in one order.
+// Backward pass of causal attention over blocks of queries and keys (FlashAttention, arXiv:2205.14135). The
+// probabilities p are recomputed from the scores and their saved log sum exp. With delta = sum(dout * out) of a query:
+//   dv = pᵀ dout,  ds = p * (dout vᵀ - delta),  dq = scale * ds k,  dk = scale * dsᵀ q
+// A task computes one head. It loops over key blocks outside and query blocks inside, so every gradient is summed in a
+// fixed order.
 #pragma once
 
 #include <math.h>
@@ -14,7 +17,7 @@
 namespace gptlite {
 namespace GPTLITE_ISA {
 
-constexpr int64_t kGradientKeys = 64;  // scores at once: kQueryBlock times so many
+constexpr int64_t kGradientKeys = 64;  // keys of a block of scores
 
 template <class Math, class T>
 class BackwardBlocks {
@@ -67,12 +70,12 @@ class BackwardBlocks {
     Element *rows, *columns, *right;
   };
 
-  // Queries of a block, padded.
+  // Returns the number of queries of a block, padded.
   int64_t lanes(int64_t query) const {
     return round_up(smaller(kQueryBlock, shape_.queries - query), Math::kQueryStep);
   }
 
-  // False: not all is finite.
+  // Copies the operands of a head to scratch memory. Returns false if some element is not finite.
   bool prepare(const BackwardHead<T>& head) {
     const int64_t keys = round_up(shape_.keys, Math::kRowStep), width = shape_.width;
     const bool finite = load_rows<Math>(key_rows_, head.k, 0, shape_.keys, keys, width, width_) &
@@ -85,7 +88,7 @@ class BackwardBlocks {
     }
     const int64_t queries = round_up(shape_.queries, Math::kQueryStep);
     for (int64_t query = 0; query < queries; ++query) {
-      const bool real = query < shape_.queries;  // the others' probabilities are exp(-inf) = 0
+      const bool real = query < shape_.queries;  // padded queries have probabilities exp(-inf) = 0
       lse_[query] = real ? head.lse[query] * kLog2e : INFINITY;
       delta_[query] = real ? Math::dot(head.dout.row(query), head.out.row(query), width) : 0.0f;
     }
@@ -103,6 +106,7 @@ class BackwardBlocks {
     return finite;
   }
 
+  // Adds the contributions of one block of keys and queries to dq, dk and dv.
   void block(int64_t key, int64_t rows, int64_t query, bool add) {
     const int64_t at = query * width_, queries = lanes(query), depth = round_up(shape_.width, Math::kDepthStep);
     const auto keys = Math::left(key_rows_ + key * width_, width_);
@@ -121,7 +125,8 @@ class BackwardBlocks {
                    key > 0);
   }
 
-  // Probabilities and gradients of the scores, of kLanes queries.
+  // Computes the probabilities p and the gradients of the scores ds, of kLanes queries. Keys before `whole` are seen by
+  // all of these queries, keys from `some` on by none. Rows are stored in pairs, as bf16 operands need.
   void gradients(int64_t lane, int64_t query, int64_t rows, int64_t bound) {
     const Vec lse = vector_at(lse_, query + lane), delta = vector_at(delta_, query + lane);
     const int64_t whole = clamped(bound + 1, 0, rows) / 2 * 2, some = round_up(clamped(bound + kLanes, 0, rows), 2);
@@ -160,7 +165,7 @@ class BackwardBlocks {
   BackwardRows<T> rows_;
   Element *key_rows_, *value_rows_, *key_columns_, *p_rows_, *ds_rows_, *ds_right_;
   Operand q_, dout_;
-  // lse_: in powers of 2; slopes_: gradients of the probabilities; dq_: transposed, by blocks of queries.
+  // lse_ is in base 2. slopes_ has the gradients of the probabilities. dq_ is transposed within each block of queries.
   float *lse_, *delta_, *dq_, *dk_, *dv_, *scores_, *slopes_, *spare_;
 };
 

@@ -1,4 +1,4 @@
-// Causal attention of bf16 by AVX512-BF16, for CPUs without AMX.
+// Causal attention for bf16, with AVX512-BF16 dot products (pair_dots.h), for CPUs without AMX.
 #include "attention.h"
 #include "attention_backward.h"
 #include "attention_bf16.h"

@@ -1,5 +1,6 @@
-// Matrices of bf16 for attention_blocks.h. `Dot` multiplies: by tiles (AMX) or by vectors of pairs (AVX512-BF16); both
-// want a left operand's rows contiguous in depth, and a right operand in pairs of depth: element (depth, column) is at
+// Matrix products of bf16 for attention_blocks.h, with sums in fp32. `Dot` multiplies blocks of 32 by 32: Tiles (AMX)
+// or PairDots (AVX512-BF16). The depth is the dimension that a product sums over. Both need a left operand with rows
+// contiguous along the depth, and a right operand in pairs along the depth: its element (depth, column) is at
 // [depth / 2][column][depth % 2].
 #pragma once
 
@@ -55,14 +56,15 @@ struct Bf16Math {
   }
   static Vec exp2(Vec x) { return gptlite::GPTLITE_ISA::exp2<4>(x); }
 
-  // Of rows [count, width], the right operand with a row's elements in depth: pairs change places whole.
+  // Transposes rows [count, width] to a right operand that sums over the width. Pairs of elements move as 32-bit words.
   static void transposed(uint16_t* to, int64_t stride, const uint16_t* rows, int64_t count, int64_t width) {
     transpose(reinterpret_cast<float*>(to), stride, reinterpret_cast<const float*>(rows), width / 2, count, width / 2);
   }
 
   static Left left(const uint16_t* rows, int64_t stride) { return {rows, stride}; }
 
-  // Other forms of rows [count, width]: their columns as a left operand's rows, and a right operand with rows in depth.
+  // Prepare other forms of rows [count, width]: as a left operand [width, count], and as a right operand that sums over
+  // count.
   static void prepare_columns(uint16_t* to, int64_t stride, const uint16_t* rows, int64_t count, int64_t width,
                               float* spare) {
     transpose(spare, count, reinterpret_cast<const float*>(rows), width / 2, count, width / 2);
@@ -102,7 +104,7 @@ struct Bf16Math {
     _mm512_storeu_si512(to + row * stride + 2 * column, _mm512_permutexvar_epi16(interleaved(0, 16), both));
   }
 
-  // c [rows, columns] (+)= a b over `depth`, all multiples of 32.
+  // Computes c [rows, columns] = a b, or c += a b if `add`. Rows, columns and depth are multiples of 32.
   static void multiply(float* c, int64_t c_stride, Left a, const uint16_t* b, int64_t b_stride, int64_t rows,
                        int64_t columns, int64_t depth, bool add) {
     for (int64_t row = 0; row < rows; row += 32) {

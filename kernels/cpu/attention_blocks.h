@@ -1,6 +1,6 @@
-// What the forward and the backward pass by blocks share. A block's scores stand transposed, [keys, queries]: the lanes
-// of a vector are queries, so that maxima and sums of rows need nothing across lanes. `Math` says what the operands of
-// products are and multiplies them: Fp32Math, Bf16Math.
+// Helpers shared by the forward and backward pass over blocks of queries and keys. The scores of a block are
+// transposed, [keys, queries]: the lanes of a vector are queries, so the maximum and the sum over keys need no
+// reduction across lanes. `Math` (Fp32Math or Bf16Math) defines the layout of the matrix operands and multiplies them.
 #pragma once
 
 #include <stdint.h>
@@ -15,7 +15,8 @@ namespace GPTLITE_ISA {
 
 constexpr int64_t kQueryBlock = 64;
 
-// `count` rows from `first` on, as rows of `padded` elements; zeros up to `rows`. Returns whether all are finite.
+// Copies `count` rows from `first` on to rows of `padded` elements, and fills up to `rows` rows with zeros. Returns
+// whether all elements are finite.
 template <class Math, class T>
 static inline bool load_rows(typename Math::Element* to, const Head<const T>& from, int64_t first, int64_t count,
                              int64_t rows, int64_t width, int64_t padded) {
@@ -25,7 +26,8 @@ static inline bool load_rows(typename Math::Element* to, const Head<const T>& fr
   return finite;
 }
 
-// Rows of fp32 that stand transposed, [padded, kQueryBlock], times `scale`; `rows` is memory for them.
+// Stores fp32 rows from their transpose `columns` [padded, kQueryBlock], multiplied by `scale`. `rows` is scratch
+// memory.
 template <class Math, class T>
 static inline void store_transposed(const Head<T>& to, int64_t first, int64_t count, const float* columns, float* rows,
                                     int64_t lanes, int64_t width, int64_t padded, float scale) {
@@ -38,7 +40,7 @@ GPTLITE_INLINE Vec lane_numbers() {
   for (int lane = 0; lane < kLanes; ++lane) numbers[lane] = static_cast<float>(lane);
   return load(numbers, All{});
 }
-// Lane i sees the rows of a block of scores up to bound + i.
+// Selects `seen` in the lanes whose query sees key `row` of the block, else `unseen`. Lane i sees keys up to bound + i.
 GPTLITE_INLINE Vec where_seen(int64_t row, int64_t bound, Vec seen, Vec unseen) {
   return select(less(lane_numbers(), broadcast(static_cast<float>(row - bound))), unseen, seen);
 }

@@ -1,5 +1,5 @@
-// The forward pass by blocks (FlashAttention, arXiv:2205.14135): probabilities relative to the largest score so far,
-// and what was summed before is scaled when that grows.
+// Forward pass of causal attention over blocks of queries and keys (FlashAttention, arXiv:2205.14135), with an online
+// softmax: exponentials are relative to the largest score so far, and earlier sums are rescaled when the maximum grows.
 #pragma once
 
 #include <math.h>
@@ -14,9 +14,9 @@
 namespace gptlite {
 namespace GPTLITE_ISA {
 
-constexpr int64_t kKeyBlock = 128;   // scores at once: kQueryBlock times so many
-constexpr int64_t kFewQueries = 4;   // fewer are not worth a block
-constexpr int64_t kQueryTask = 512;  // queries of a task, which prepares the keys and values for them
+constexpr int64_t kKeyBlock = 128;   // keys of a block of scores
+constexpr int64_t kFewQueries = 4;   // minimum for the block algorithm
+constexpr int64_t kQueryTask = 512;  // queries of a task, which prepares their keys and values once
 
 template <class Math, class T>
 class ForwardBlocks {
@@ -37,7 +37,7 @@ class ForwardBlocks {
     scratch.take(total_, kQueryBlock);
   }
 
-  // The queries first .. last - 1.
+  // Computes queries first to last - 1 of a head.
   void run(const ForwardHead<T>& head, int64_t first, int64_t last) {
     if (last - first < kFewQueries || !(shape_.scale > 0.0f)) return rows_.run(head, first, last);
     const int64_t keys = last + shape_.offset(), rows = round_up(keys, Math::kRowStep);
@@ -57,6 +57,7 @@ class ForwardBlocks {
  private:
   using Element = typename Math::Element;
 
+  // Computes the unnormalized output of a block of `count` queries, transposed, over all keys that they see.
   void block(const Head<const T>& q, int64_t query, int64_t count) {
     lanes_ = round_up(count, Math::kQueryStep);
     load_rows<Math>(query_rows_, q, query, count, lanes_, shape_.width, width_);
@@ -75,7 +76,7 @@ class ForwardBlocks {
     }
   }
 
-  // Of kLanes queries: their probabilities, but for the division by their sum, which comes last.
+  // Computes the probabilities of kLanes queries for one block of keys. The division by their sum is left to finish().
   void softmax(int64_t lane, int64_t rows, int64_t bound, bool add) {
     const int64_t seen = round_up(clamped(bound + kLanes, 0, rows), 2);
     hide_future(lane, seen, bound);
@@ -99,7 +100,7 @@ class ForwardBlocks {
     store(total_ + lane, total + (totals[0] + totals[1]), All{});
   }
 
-  // -inf where a query does not see the key.
+  // Sets the score to -inf where a query does not see the key.
   void hide_future(int64_t lane, int64_t rows, int64_t bound) {
     for (int64_t row = clamped(bound + 1, 0, rows); row < rows; ++row) {
       float* scores = scores_ + row * kQueryBlock + lane;
@@ -116,7 +117,7 @@ class ForwardBlocks {
     return max(maxima[0], maxima[1]);
   }
 
-  // Sums made with the shift `before` are to have another: returns the factor, having applied it to the output.
+  // Converts the output sums from the shift `before` to `shift`. Returns the factor, for the sum of exponentials.
   Vec shrink(int64_t lane, Vec before, Vec shift) {
     const Vec factor = Math::exp2(before - shift);
     float* out = out_columns_ + lane;
@@ -126,6 +127,7 @@ class ForwardBlocks {
     return factor;
   }
 
+  // Divides the output of a block by the sums of exponentials, and writes it and the log sum exp.
   void finish(const ForwardHead<T>& head, int64_t query, int64_t count) {
     for (int64_t lane = 0; lane < lanes_; lane += kLanes) {
       const Vec share = 1.0f / load(total_ + lane, All{});
@@ -144,7 +146,7 @@ class ForwardBlocks {
   ForwardRows<T> rows_;
   int64_t lanes_ = 0;  // queries of the block, padded
   Element *key_rows_, *value_rows_, *value_columns_, *query_rows_, *query_columns_, *probabilities_;
-  // shift_: the largest score so far, in powers of 2; total_: of 2^(score - shift).
+  // shift_ is the largest score so far, in base 2. total_ is the sum of 2^(score - shift).
   float *scores_, *out_columns_, *out_rows_, *shift_, *total_;
 };
 
@@ -164,7 +166,7 @@ static inline int forward_by_blocks(const GptliteHeads* out, float* lse, const G
     ForwardBlocks<Math, T> blocks(shape, scratch);
     for (int64_t task = first; task < last; ++task) {
       const int64_t index = task / chunks, b = index / shape.heads, h = index % shape.heads;
-      // First, last, second, ...: threads get ranges of tasks, and a late chunk is more work than an early one.
+      // Order the chunks first, last, second, ...: a thread gets a range of tasks, and late chunks see more keys.
       const int64_t turn = task % chunks, query = kQueryTask * (turn % 2 ? chunks - 1 - turn / 2 : turn / 2);
       blocks.run({{out, b, h}, lse + index * shape.queries, {q, b, h}, {k, b, h}, {v, b, h}}, query,
                  smaller(query + kQueryTask, shape.queries));

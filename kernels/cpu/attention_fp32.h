@@ -1,4 +1,5 @@
-// Matrices of fp32 for attention_blocks.h: any dtype in memory, FMAs in registers.
+// Matrix products of fp32 for attention_blocks.h. Inputs of any dtype are converted to fp32, and each product is
+// computed by FMAs on a tile of vector registers.
 #pragma once
 
 #include <stdint.h>
@@ -15,18 +16,18 @@ namespace GPTLITE_ISA {
 struct Fp32Math {
   using Element = float;
   struct Unit {};
-  // A left operand of a product: element (row, depth) is at data[row * row_stride + depth * depth_stride].
+  // Left operand of a product. Element (row, depth) is at data[row * row_stride + depth * depth_stride].
   struct Left {
     const float* data;
     int64_t row_stride, depth_stride;
   };
-  static constexpr int kTileRows = kLanes == 16 ? 8 : 4, kTileVectors = 2;  // of the product, in registers
+  static constexpr int kTileRows = kLanes == 16 ? 8 : 4, kTileVectors = 2;  // tile of the product in registers
   static constexpr int64_t kWidthStep = kLanes, kRowStep = kTileRows, kQueryStep = kLanes, kDepthStep = 1;
-  static constexpr bool kOneForm = true;  // rows are every operand, as they are
+  static constexpr bool kOneForm = true;  // the rows serve as every operand, without copies
 
   template <class T>
   static bool load_row(float* to, const T* from, int64_t width, int64_t padded) {
-    Vec not_finite{};  // 0 times what is not finite is NaN
+    Vec not_finite{};  // 0 * x is NaN if x is not finite
     for_columns<1>(width, [&](int64_t column, auto, auto lanes) GPTLITE_LAMBDA {
       const Vec x = load(from + column, lanes);
       not_finite = fma(x, Vec{}, not_finite);
@@ -46,12 +47,13 @@ struct Fp32Math {
   }
   static Vec exp2(Vec x) { return gptlite::GPTLITE_ISA::exp2<6>(x); }
 
-  // Of rows [count, width], the right operand with a row's elements in depth: [width, count].
+  // Transposes rows [count, width] to the right operand [width, count], so that a product sums over the width.
   static void transposed(float* to, int64_t stride, const float* rows, int64_t count, int64_t width) {
     transpose(to, stride, rows, width, count, width);
   }
   static Left left(const float* rows, int64_t stride) { return {rows, stride, 1}; }
-  // Other forms of rows [count, width]: their columns as a left operand's rows, and a right operand with rows in depth.
+  // Other forms of rows [count, width]: the left operand [width, count] and the right operand [count, width]. In fp32
+  // both are views of the rows, so there is nothing to copy.
   static void prepare_columns(float*, int64_t, const float*, int64_t, int64_t, float*) {}
   static Left columns(const float*, int64_t, const float* rows, int64_t width) { return {rows, 1, width}; }
   static void prepare_right(float*, const float*, int64_t, int64_t) {}
@@ -65,7 +67,7 @@ struct Fp32Math {
     store_rows(to + row * stride + column, stride, first, second);
   }
 
-  // c [rows, columns] (+)= a b over `depth`.
+  // Computes c [rows, columns] = a b, or c += a b if `add`, as sums over `depth`.
   static void multiply(float* c, int64_t c_stride, Left a, const float* b, int64_t b_stride, int64_t rows,
                        int64_t columns, int64_t depth, bool add) {
     constexpr int64_t step = kTileVectors * kLanes;
@@ -93,7 +95,7 @@ struct Fp32Math {
       for (int v = 0; v < vectors; ++v) right[v] = load(b + k * b_stride + v * kLanes, All{});
 #pragma GCC unroll 8
       for (int row = 0; row < kTileRows; ++row) {
-        // Less 0, not plus: that would be an instruction, which turns -0 into 0.
+        // x - 0 broadcasts x without an instruction. x + 0 would need one, because it changes -0 to 0.
         const Vec left = a.data[row * a.row_stride + k * a.depth_stride] - Vec{};
 #pragma GCC unroll 2
         for (int v = 0; v < vectors; ++v) sums[row][v] = fma(left, right[v], sums[row][v]);

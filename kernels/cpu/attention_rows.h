@@ -1,5 +1,6 @@
-// Attention a query at a time, reading only what the query sees: for few queries, odd scales, and where there are
-// infinities or NaN, which the blocks would multiply by the 0 of a key that is not seen.
+// Attention one query at a time, which reads only the keys and values that the query sees. Used for few queries, for a
+// scale that is not positive, and for inputs with infinities or NaN: the block algorithm would multiply these by the
+// probability 0 of a hidden key, which gives NaN.
 #pragma once
 
 #include <math.h>
@@ -20,7 +21,7 @@ static inline float dot(const A* a, const B* b, int64_t width) {
   return sum(total);
 }
 
-// to += factor * x
+// Computes to += factor * x.
 template <class T>
 static inline void add_scaled(float* to, float factor, const T* x, int64_t width) {
   const Vec factors = broadcast(factor);
@@ -36,7 +37,7 @@ static inline void store_scaled(T* to, float factor, const float* x, int64_t wid
   });
 }
 
-// x = exp(x - shift); returns their sum.
+// Replaces x by exp(x - shift) and returns the sum.
 static inline float exponentials(float* x, float shift, int64_t count) {
   Vec total{};
   for_columns<1>(count, [&](int64_t column, auto, auto lanes) GPTLITE_LAMBDA {

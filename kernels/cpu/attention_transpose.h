@@ -1,4 +1,4 @@
-// Transposes matrices of 32-bit words.
+// Transposition of matrices of 32-bit words, in squares of kLanes by kLanes.
 #pragma once
 
 #include <stdint.h>
@@ -10,7 +10,8 @@ namespace GPTLITE_ISA {
 
 #if defined(__AVX512F__)
 
-// Pairs of rows, then fours within 128 bits, then the 128-bit quarters.
+// Transposes a square of 16 by 16: interleaves pairs of rows, then groups of four rows within each 128 bits, then
+// exchanges the 128-bit quarters.
 GPTLITE_INLINE void transpose_square(float* to, int64_t to_stride, const float* from, int64_t from_stride) {
   __m512 a[16], b[16];
 #pragma GCC unroll 16
@@ -22,7 +23,7 @@ GPTLITE_INLINE void transpose_square(float* to, int64_t to_stride, const float* 
   }
 #pragma GCC unroll 8
   for (int i = 0; i < 8; ++i) {
-    const int four = i / 2 * 4, half = i % 2;  // a[four + c]: column c of each quarter, of rows four .. four + 3
+    const int four = i / 2 * 4, half = i % 2;  // a[four + c]: column c of each quarter of rows four to four + 3
     const __m512d low = _mm512_castps_pd(b[four + half]), high = _mm512_castps_pd(b[four + half + 2]);
     a[four + 2 * half] = _mm512_castpd_ps(_mm512_unpacklo_pd(low, high));
     a[four + 2 * half + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(low, high));
@@ -74,7 +75,7 @@ GPTLITE_INLINE void transpose_square(float* to, int64_t to_stride, const float* 
 
 #endif
 
-// to[column][row] = from[row][column]; rows and columns are multiples of kLanes.
+// Computes to[column][row] = from[row][column]. rows and columns are multiples of kLanes.
 static inline void transpose(float* to, int64_t to_stride, const float* from, int64_t from_stride, int64_t rows,
                              int64_t columns) {
   for (int64_t column = 0; column < columns; column += kLanes) {

@@ -1,4 +1,4 @@
-// Activation of a sum of rows and a bias, of any dtype.
+// Activation of x + bias (bias_activation.h), for any dtype.
 #include "bias_activation.h"
 
 namespace gptlite {

@@ -1,4 +1,5 @@
-// Activation of a sum of rows and a bias: of single columns, or of pairs of them, gate and value.
+// Bias and activation of an MLP, forward and backward: y = f(x + bias), or for a gated kind (SwiGLU, GeGLU)
+// y = f(gate + bias) * (value + bias). The gate and value of a unit are two adjacent columns of x.
 #pragma once
 
 #include "activations.h"
@@ -8,7 +9,7 @@
 namespace gptlite {
 namespace GPTLITE_ISA {
 
-// f(x). `Columns` is what a vector of results is made of.
+// Activation f(x). `Columns` holds the inputs of one vector of results: here one vector.
 template <class F>
 struct Plain {
   typedef Vec Columns;
@@ -25,7 +26,7 @@ struct Plain {
   GPTLITE_LAMBDA static Vec value(Vec x) { return F::value(x); }
   GPTLITE_LAMBDA static Vec gradient(Vec dy, Vec x) { return dy * F::slope(x); }
 
-  // Sums of columns, `width` apart where there are several.
+  // Load and store column sums. Gated keeps those of the gates and of the values `width` floats apart.
   template <class Lanes>
   GPTLITE_LAMBDA static Vec load_sums(const float* p, int64_t, Lanes lanes) {
     return load(p, lanes);
@@ -36,7 +37,7 @@ struct Plain {
   }
 };
 
-// f(gate) * value.
+// Gated activation f(gate) * value. The inputs of one vector of results are two vectors, gates and values.
 template <class F>
 struct Gated {
   typedef Pairs Columns;
@@ -66,7 +67,7 @@ struct Gated {
   }
 };
 
-// body(first, count) on runs of results, where there is no bias and so no rows.
+// Calls body(first, count) on ranges of results, across row boundaries. Without a bias, rows do not matter.
 template <class Body>
 static void for_elements(const void* context, int64_t count, Body body) {
   constexpr int64_t run = 8192;
@@ -90,7 +91,7 @@ GPTLITE_INLINE void forward_run(T* y, const T* x, const T* bias, int64_t count) 
   });
 }
 
-// Adds to the sums of columns, where they are wanted.
+// Computes dx of `count` results. Adds dx to the column sums of_bias, unless it is NULL.
 template <class A, class T>
 GPTLITE_INLINE void backward_run(T* dx, const T* dy, const T* x, const T* bias, int64_t count, float* of_bias) {
   for_columns<2>(count, [&](int64_t column, auto, auto lanes) GPTLITE_LAMBDA {
@@ -138,13 +139,13 @@ static void activation_backward(T* dx, T* dbias, float* workspace, const T* dy, 
   });
   if (!dbias) return;
   if (A::kColumns == 1 || parts.count == 0) return sum_parts(context, dbias, workspace, parts.count, columns);
-  sum_parts(context, workspace, workspace, parts.count, columns);  // in the place of the first part
+  sum_parts(context, workspace, workspace, parts.count, columns);  // overwrites the first part
   for_columns<1>(width, [&](int64_t column, auto, auto lanes) GPTLITE_LAMBDA {
     A::store_columns(dbias + A::kColumns * column, A::load_sums(workspace + column, width, lanes), lanes);
   });
 }
 
-// f(the activation) of a GPTLITE_GELU_TANH etc. and results of T.
+// Calls f with the activation of `kind` (GPTLITE_GELU_TANH etc.) for results of type T. Returns what f returns.
 template <class T, class Function>
 GPTLITE_INLINE int with_activation(int kind, Function f) {
   switch (kind) {

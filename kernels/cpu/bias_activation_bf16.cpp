@@ -1,4 +1,4 @@
-// Activation of a sum of rows and a bias, of bf16 alone: AVX512-BF16 rounds by one instruction instead of six.
+// Activation of x + bias (bias_activation.h) for bf16. AVX512-BF16 rounds to bf16 by one instruction instead of six.
 #include "bias_activation.h"
 
 namespace gptlite {

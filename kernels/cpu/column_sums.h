@@ -1,5 +1,6 @@
-// Sums over the rows of a matrix: of each part of the rows a partial row of sums, then of those their sum. The parts
-// depend on the matrix's shape alone, so the sums' bits do not depend on the threads.
+// Column sums of a matrix, such as the gradient of a bias, in two stages: each part of the rows gives a row of partial
+// sums, then the partial rows are added. The parts depend only on the shape of the matrix, so the result has the same
+// bits with any number of threads.
 #pragma once
 
 #include <string.h>
@@ -10,12 +11,12 @@
 namespace gptlite {
 namespace GPTLITE_ISA {
 
-constexpr int64_t kMaxParts = 256;      // as gptlite_rows_workspace has room for
-constexpr int64_t kLeastPartRows = 16;  // of fewer, writing and summing the partial rows would show
+constexpr int64_t kMaxParts = 256;      // gptlite_rows_workspace has room for so many
+constexpr int64_t kLeastPartRows = 16;  // with fewer, the cost of the partial rows would be noticeable
 
 struct Parts {
   int64_t count;
-  int64_t rows;  // in each but the last
+  int64_t rows;  // per part; the last may have fewer
 };
 
 GPTLITE_INLINE Parts parts_of(int64_t rows, int64_t width) {
@@ -25,7 +26,7 @@ GPTLITE_INLINE Parts parts_of(int64_t rows, int64_t width) {
   return Parts{(rows + each - 1) / each, each};
 }
 
-// body(part, first_row, last_row) for each of the parts.
+// Calls body(part, first_row, last_row) for each part of the rows, in parallel.
 template <class Body>
 static inline void for_parts(const void* context, Parts parts, int64_t rows, Body body) {
   parallel(context, parts.count, 1, [&](int64_t first, int64_t last) {
@@ -36,7 +37,7 @@ static inline void for_parts(const void* context, Parts parts, int64_t rows, Bod
   });
 }
 
-// out [width] = the sum of partial rows [parts, width].
+// Writes the sum of the partial rows [parts, width] to out [width].
 template <class T>
 static inline void sum_parts(const void* context, T* out, const float* partial, int64_t parts, int64_t width) {
   constexpr int64_t block = 16 * kLanes;

@@ -1,6 +1,9 @@
-// Cross entropy of rows of logits, and its gradient in their place: exponentials and sums come block by block while the
-// row passes through the cache. They are computed once, each block's relative to the largest logit up to there, and kept
-// in fp32: where the logits were, or, of 16 bits, in a row beside, which stays in the second-level cache.
+// Cross entropy with label smoothing and z-loss (formula: GptliteLoss in gptlite_kernels.h). The gradient overwrites
+// the logits.
+//
+// A row is processed in blocks that fit the L1 cache, with an online softmax (arXiv:1805.02867): the exponentials of a
+// block are relative to the largest logit so far. They are computed once and kept in fp32 for the gradient: in place of
+// fp32 logits, and for 16-bit logits in a buffer of one row, which stays in the L2 cache.
 #include <math.h>
 #include <stdlib.h>
 
@@ -12,15 +15,15 @@ namespace gptlite {
 namespace GPTLITE_ISA {
 namespace {
 
-constexpr int64_t kBlock = 1024;  // logits that fit the first-level cache, and that fp32 lanes add up exactly enough
-// Logits that are fetched from memory meanwhile: the CPU by itself looks no further ahead than its arithmetic has got.
+constexpr int64_t kBlock = 1024;  // logits that fit the L1 cache and that fp32 sums accurately
+// Distance of the software prefetch, in logits. Out-of-order execution alone would not fetch far enough ahead.
 constexpr int64_t kAhead = 4 * kBlock;
 constexpr int64_t kKept = 256;  // blocks of a row whose exponentials are kept: 262,144 logits
-constexpr float kLowest = -0x1.fffffep127f;  // of all that are finite
+constexpr float kLowest = -0x1.fffffep127f;  // lowest finite fp32 number
 
-// What a row comes down to: its exponentials are relative to `max`, so that the largest is 1.
+// Statistics of a row: its maximum, the sum of exp(logit - max), and the sum of the logits.
 struct Summary {
-  float max = kLowest;  // or more: a row of -inf alone has no exponentials
+  float max = kLowest;  // if all logits are -inf, all exponentials are 0
   double exponentials = 0;
   double logits = 0;
 
@@ -37,13 +40,15 @@ GPTLITE_INLINE float largest(const T* x, int64_t count, float least) {
   return max_lane(max(max(most[0], most[1]), max(most[2], most[3])));
 }
 
-// Exponentials of a row, `kept` of all its columns, and for each block what was subtracted. In fp32 `kept` is the row.
+// Exponentials of a row. `kept` has those of all columns; for fp32 it is the row itself. relative_to has the number
+// that was subtracted from the logits of each block.
 struct Exponentials {
   float* kept;
   float relative_to[kKept];
 };
 
-// A NaN or +inf among the logits makes `exponentials` NaN. With `keep` they are written down.
+// Computes the statistics of a row. If `keep`, also stores the exponentials in `written`. A logit of NaN or +inf makes
+// the sum of exponentials NaN.
 template <bool keep, class T>
 Summary summarize(const T* row, int64_t columns, Exponentials* written) {
   Summary all;
@@ -72,7 +77,7 @@ Summary summarize(const T* row, int64_t columns, Exponentials* written) {
   return all;
 }
 
-// The gradient of a row's loss: exp(x - shift) * factor - floor, and at `target`, if it is not -1, `peak` less.
+// Gradient of a row's loss: exp(x - shift) * factor - floor, minus `peak` at column `target` unless that is -1.
 struct Gradient {
   float shift, factor, floor, peak;
   int64_t target;
@@ -84,7 +89,7 @@ void write_gradient(T* x, int64_t columns, const Gradient& gradient) {
   const auto value = [=](Vec logits) GPTLITE_LAMBDA {
     return fma(exp(logits - shift), broadcast(factor), broadcast(-floor));
   };
-  // The target's is taken first, as the logit goes.
+  // Compute the target's gradient first, because the loop overwrites its logit.
   const Vec at_target = gradient.target < 0 ? Vec{} : value(load(x + gradient.target, First{1})) - gradient.peak;
   for_columns<2>(columns, [=](int64_t i, auto, auto lanes) GPTLITE_LAMBDA {
     store(x + i, value(load(x + i, lanes)), lanes);
@@ -92,7 +97,7 @@ void write_gradient(T* x, int64_t columns, const Gradient& gradient) {
   if (gradient.target >= 0) store(x + gradient.target, at_target, First{1});
 }
 
-// The same, where `summarize` has written the exponentials down.
+// Writes the same gradient from the exponentials that `summarize` has stored.
 template <class T>
 void scale_gradient(T* row, int64_t columns, const Gradient& gradient, const Exponentials& written) {
   for (int64_t first = 0; first < columns; first += kBlock) {
@@ -110,14 +115,14 @@ void scale_gradient(T* row, int64_t columns, const Gradient& gradient, const Exp
   }
 }
 
-// Which column a target is, or -1 if none here.
+// Returns the column of a target, or -1 if the target is ignored or not among the columns.
 int64_t column_of(int64_t target, int64_t columns, const GptliteLoss& loss) {
   if (target == loss.ignore_index || target < loss.first) return -1;
   const uint64_t column = static_cast<uint64_t>(target) - static_cast<uint64_t>(loss.first);
   return column < static_cast<uint64_t>(columns) ? static_cast<int64_t>(column) : -1;
 }
 
-// The gradient, where exponentials times `factor`, relative to `shift`, are probabilities.
+// Returns the gradient's parameters, for probabilities that are exp(x - shift) * factor.
 Gradient gradient_of(const GptliteLoss& loss, float shift, double factor, double log_sum, int64_t column) {
   const double smoothed = loss.label_smoothing == 0 ? 0 : loss.label_smoothing / static_cast<double>(loss.vocab_size);
   const double z = 1 + 2 * static_cast<double>(loss.z_loss) * log_sum, scale = loss.scale;
@@ -126,7 +131,7 @@ Gradient gradient_of(const GptliteLoss& loss, float shift, double factor, double
 }
 
 float loss_of(const Summary& row, float target, const GptliteLoss& loss) {
-  // Distances from `max`, or large logits would leave a small loss no digits.
+  // Use differences from `max`, because large logits would cancel the digits of a small loss.
   const double log_sum = row.log_sum(), e = loss.label_smoothing;
   double value = ::log(row.exponentials) - (1 - e) * (static_cast<double>(target) - row.max);
   if (e != 0) value -= e * (row.logits / static_cast<double>(loss.vocab_size) - row.max);
@@ -134,8 +139,8 @@ float loss_of(const Summary& row, float target, const GptliteLoss& loss) {
   return static_cast<float>(value);
 }
 
-// A target that is neither ignored nor a column is the caller's error: NaN, and nothing else written but the row. `room`
-// for a row of exponentials, if there is any.
+// Returns the loss of a row and, if wanted, overwrites the row with its gradient. A target that is neither ignored nor
+// a column is an error of the caller and gives NaN. `room` is a buffer for the exponentials of a row, or NULL.
 template <class T>
 float row_loss(T* x, int64_t target, int64_t columns, const GptliteLoss& loss, bool want_gradient, float* room) {
   if (target == loss.ignore_index) {

@@ -1,5 +1,5 @@
-// The C functions of the header on a CPU: each calls the version of its kernel that was compiled for the best instruction
-// set at hand, which cpuid says once.
+// C functions of gptlite_kernels.h for CPUs. Each calls the version of its kernel that was compiled for the best
+// instruction set of this CPU. cpuid is queried once.
 #pragma GCC visibility push(default)
 #include "gptlite_kernels.h"
 #pragma GCC visibility pop
@@ -46,7 +46,7 @@ namespace gptlite {
   X(attention_forward)             \
   X(attention_backward)
 
-// The kernels' own declarations: the header's, but for the prefix.
+// Declares the kernels of each namespace, with the same types as in the header.
 #define GPTLITE_DECLARE(name) decltype(gptlite_cpu_##name) name;
 namespace baseline {
 GPTLITE_FOR_EACH_KERNEL(GPTLITE_DECLARE)
@@ -60,14 +60,14 @@ GPTLITE_FOR_EACH_KERNEL(GPTLITE_DECLARE)
 }
 #endif
 #ifndef GPTLITE_NO_AMX
-namespace amx {  // these alone; they return GPTLITE_UNSUPPORTED for what avx512 is to do
+namespace amx {  // only these; GPTLITE_UNSUPPORTED makes the caller try the next version
 GPTLITE_DECLARE(attention_forward)
 GPTLITE_DECLARE(attention_backward)
 GPTLITE_DECLARE(weight_gradient)
 }  // namespace amx
 #endif
 #ifndef GPTLITE_NO_AVX512_BF16
-namespace avx512_bf16 {  // the same, of bf16 alone
+namespace avx512_bf16 {  // as above, only for bf16
 GPTLITE_DECLARE(attention_forward)
 GPTLITE_DECLARE(attention_backward)
 GPTLITE_DECLARE(bias_activation_forward)
@@ -86,14 +86,15 @@ struct Cpu {
 #ifdef __x86_64__
 bool has(unsigned word, int bit) { return word >> bit & 1; }
 
-// Which registers the operating system saves: a CPU may have instructions that it does not let us use.
+// Returns which registers the operating system saves on a context switch. An instruction set without that is unusable,
+// even if the CPU has it.
 uint64_t saved_registers() {
   unsigned low, high;
   __asm__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
   return uint64_t(high) << 32 | low;
 }
 
-// Linux gives a process the tile registers only when it asks for them.
+// Requests the AMX tile registers, which Linux enables for a process only on request. Returns whether they are usable.
 bool may_use_tiles() {
 #if defined(__linux__) && !defined(GPTLITE_NO_AMX)
   const int request_permission = 0x1023, tile_data = 18;

@@ -1,4 +1,4 @@
-// Dropout whose mask is computed where it is used.
+// Dropout with the counter-based mask of philox.h, which is computed where it is used and never stored.
 #include "parallel.h"
 #include "random_words.h"
 

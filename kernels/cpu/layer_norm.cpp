@@ -1,4 +1,4 @@
-// Layer norm and RMS norm over rows.
+// Layer norm (arXiv:1607.06450) and RMS norm (arXiv:1910.07467) over rows, forward and backward.
 #include "column_sums.h"
 #include "norm.h"
 
@@ -38,7 +38,8 @@ void backward(T* dx, W* dweight, W* dbias, float* workspace, const T* dy, const 
       const NormSlope<Rms> slope = norm_slope<Rms>(slopes, in, weight, width, Rms ? 0.0f : mean[row], rstd[row]);
       for_columns<2>(width, [&](int64_t column, auto, auto lanes) GPTLITE_LAMBDA {
         const Vec upper = load(slopes + column, lanes), normal = slope.normal(load(in + column, lanes));
-        // All loads come before the stores: sums whose addresses differ by pages would wait for each other.
+        // All loads come before the stores. A load whose address differs from an earlier store's by a multiple of the
+        // page size would wait for that store.
         const Vec weight_sum = fma(upper, normal, load(of_weight + column, lanes));
         const Vec bias_sum = Rms ? Vec{} : load(of_bias + column, lanes) + upper;
         const Vec found = slope(weighted<Rms>(upper, weight, column, lanes), normal);

@@ -1,4 +1,5 @@
-// The L2 norm of many tensors: sums of squares of fixed chunks of all elements, in double, added up in order.
+// L2 norm over all elements of many tensors. The squares are added in double, in chunks of fixed size, and the sums of
+// the chunks are added in order, so the result does not depend on the threads.
 #include <math.h>
 
 #include "gptlite_kernels.h"
@@ -10,11 +11,11 @@ namespace gptlite {
 namespace GPTLITE_ISA {
 namespace {
 
-constexpr int64_t kChunk = 65536;  // elements: gptlite_norm_workspace counts with it
+constexpr int64_t kChunk = 65536;  // elements; gptlite_norm_workspace uses the same number
 constexpr int kAccumulators = 4;
-constexpr int kAhead = 4096;  // bytes: the conversions leave the CPU too little room to run ahead to the next page
+constexpr int kAhead = 4096;  // prefetch distance in bytes; the CPU alone does not fetch far enough ahead
 
-typedef double Doubles __attribute__((vector_size(4 * kLanes)));  // half as many lanes as Vec, the same bytes
+typedef double Doubles __attribute__((vector_size(4 * kLanes)));  // as many bytes as Vec, half as many lanes
 
 #if defined(__AVX512F__)
 GPTLITE_INLINE Doubles lower(Vec v) { return _mm512_cvtps_pd(lower_half(v)); }
@@ -27,7 +28,7 @@ GPTLITE_INLINE Doubles lower(Vec v) { return Doubles{v[0], v[1]}; }
 GPTLITE_INLINE Doubles upper(Vec v) { return Doubles{v[2], v[3]}; }
 #endif
 
-// In double, squares neither overflow nor lose anything, and it takes no longer than the memory does.
+// Returns the sum of squares, in double: squares are exact and do not overflow, and the memory remains the bottleneck.
 template <class T>
 double sum_of_squares(const T* x, int64_t count) {
   Doubles sums[kAccumulators][2] = {};
@@ -59,7 +60,7 @@ int norm(float* out, float* workspace, const void* const* tensors, const int64_t
                   [&](int64_t tensor, int64_t from, int64_t to) {
                     sum += sum_of_squares(static_cast<const T*>(tensors[tensor]) + from, to - from);
                   });
-        memcpy(workspace + 2 * chunk, &sum, sizeof sum);  // aligned as floats are
+        memcpy(workspace + 2 * chunk, &sum, sizeof sum);  // may not be aligned to a double
       }
     });
     return 0;

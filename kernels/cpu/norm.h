@@ -1,4 +1,4 @@
-// The rows of a layer norm, or of an RMS norm (Rms): what layer_norm.cpp and residual_norm.cpp share.
+// Layer norm and RMS norm (Rms) of a row, forward and backward. Shared by layer_norm.cpp and residual_norm.cpp.
 #pragma once
 
 #include <math.h>
@@ -8,21 +8,21 @@
 namespace gptlite {
 namespace GPTLITE_ISA {
 
-// f(std::true_type) for an RMS norm, else f(std::false_type).
+// Calls `function` with `rms` as a compile-time constant.
 template <class Function>
 GPTLITE_INLINE int with_norm(bool rms, Function function) {
   return rms ? function(std::true_type{}) : function(std::false_type{});
 }
 
-// Of a row: the mean as an fp32 number, what that lacks of the mean, and 1 / sqrt(variance + eps). An RMS norm takes the
-// mean as 0.
+// Moments of a row: the mean rounded to fp32, the rounding error of the mean (`rest`), and 1 / sqrt(variance + eps).
+// The mean of an RMS norm is 0.
 struct Moments {
   float mean;
   float rest;
   float rstd;
 };
 
-// Rows whose squares are past the range of fp32, or that are not finite.
+// Computes the moments in double, for rows that are not finite or whose sum of squares overflows fp32.
 template <bool Rms, class T>
 __attribute__((noinline)) static Moments moments_of_huge(const T* x, int64_t width, float eps) {
   double total = 0, squares = 0;
@@ -36,8 +36,8 @@ __attribute__((noinline)) static Moments moments_of_huge(const T* x, int64_t wid
   return Moments{static_cast<float>(mean), 0.0f, static_cast<float>(1 / __builtin_sqrt(variance + eps))};
 }
 
-// near_mean: a number near the row's mean. Only the differences from it are squared, so a variance much smaller than
-// the mean is right, and so is the mean where the sum that gave it was rounded.
+// Computes the moments of a row from a number near its mean. Only differences from near_mean are squared, so there is
+// no cancellation if the variance is much smaller than the mean, and rounding errors of near_mean are corrected.
 template <class T>
 GPTLITE_INLINE Moments moments(const T* x, int64_t width, float near_mean, float eps) {
   float sums[2];
@@ -50,7 +50,7 @@ GPTLITE_INLINE Moments moments(const T* x, int64_t width, float near_mean, float
   const float variance = sums[1] / count - shift * shift;
   if (!(variance < INFINITY)) return moments_of_huge<false>(x, width, eps);
   const float mean = near_mean + shift;
-  // A constant row's variance is 0, not the rounding's difference.
+  // Rounding may make the variance of a constant row slightly negative.
   return Moments{mean, shift - (mean - near_mean), 1.0f / __builtin_sqrtf((variance > 0.0f ? variance : 0.0f) + eps)};
 }
 
@@ -75,7 +75,7 @@ GPTLITE_INLINE float mean_of(const T* x, int64_t width) {
   return sums[0] / static_cast<float>(width);
 }
 
-// v times the weights of its columns; an RMS norm may have none.
+// Returns v times the weights of its columns. An RMS norm may have no weight.
 template <bool Rms, class W, class Lanes>
 GPTLITE_INLINE Vec weighted(Vec v, const W* weight, int64_t column, Lanes lanes) {
   return Rms && !weight ? v : v * load(weight + column, lanes);
@@ -95,8 +95,8 @@ GPTLITE_INLINE void normalize(T* y, const T* x, int64_t width, const Moments& ro
   });
 }
 
-// The gradient of a row before normalize, rstd * (g - mean(g) - normal * mean(g * normal)) with g = dy * weight, without
-// mean(g) for an RMS norm: what the columns have in common, and as a function that of a column.
+// Gradient of a row's input: rstd * (g - mean(g) - normal * mean(g * normal)) with g = dy * weight and the normalized
+// row `normal`. An RMS norm has no term mean(g). The members are the factors that all columns share.
 template <bool Rms>
 struct NormSlope {
   float mean;
@@ -114,7 +114,7 @@ template <bool Rms, class T, class W>
 GPTLITE_INLINE NormSlope<Rms> norm_slope(const T* dy, const T* x, const W* weight, int64_t width, float mean,
                                          float rstd) {
   NormSlope<Rms> slope{mean, rstd, 0.0f, 0.0f};
-  constexpr int product = Rms ? 0 : 1;  // an RMS norm has this sum alone
+  constexpr int product = Rms ? 0 : 1;  // index of the sum g * normal, the only one of an RMS norm
   float sums[product + 1];
   sum_columns<product + 1>(width, sums, [&](int64_t column, auto lanes, Vec* terms) GPTLITE_LAMBDA {
     const Vec upper = weighted<Rms>(load(dy + column, lanes), weight, column, lanes);

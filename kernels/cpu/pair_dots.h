@@ -1,4 +1,5 @@
-// Squares of products of bf16 by AVX512-BF16: a vector's lanes are columns, and take a pair of depth at a time.
+// Products of 32 by 32 blocks of bf16 matrices, with the dot product instruction of AVX512-BF16. The lanes of a vector
+// are columns of the product. An instruction multiplies and adds two consecutive elements along the depth in each lane.
 #pragma once
 
 #include <immintrin.h>
@@ -12,7 +13,7 @@ namespace avx512_bf16 {
 
 class PairDots {
  public:
-  // c [32, 32] (+)= a b over `depth`, a multiple of 32.
+  // Computes c [32, 32] = a b, or c += a b if `add`. `depth`, the dimension that is summed over, is a multiple of 32.
   static void multiply(float* c, int64_t c_stride, const uint16_t* a, int64_t a_stride, const uint16_t* b,
                        int64_t b_stride, int64_t depth, bool add) {
     for (int64_t row = 0; row < 32; row += kRows) {
@@ -20,8 +21,8 @@ class PairDots {
     }
   }
 
-  // The same of packed operands: a tile is 16 rows of a, or columns of b, by 32 of depth; the tile of the next 32 of depth
-  // follows, the other 16 begin `other` elements on.
+  // Computes the same from packed operands. A tile has 16 rows of a, or columns of b, and a depth of 32. It is followed
+  // by the tile of the next 32 in depth. The other 16 rows or columns start `other` elements later.
   static void multiply_packed(float* c, int64_t c_stride, const uint16_t* a, const uint16_t* b, int64_t other,
                               int64_t depth, bool add) {
     for (int64_t row = 0; row < 32; row += kRows) {
@@ -33,7 +34,8 @@ class PairDots {
  private:
   static constexpr int kRows = 8;
 
-  // Of rows of a whose elements come by 32, `a_step` from 32 to 32, and pairs of b in two halves of 16 columns.
+  // Computes kRows rows of c. The elements of a row of `a` come in runs of 32, which are `a_step` elements apart. b and
+  // b_other are the pairs of the first and the last 16 columns.
   GPTLITE_INLINE void multiply_rows(float* c, int64_t c_stride, const uint16_t* a, int64_t a_stride, int64_t a_step,
                                     const uint16_t* b, const uint16_t* b_other, int64_t b_stride, int64_t depth,
                                     bool add) {

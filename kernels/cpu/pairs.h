@@ -1,4 +1,5 @@
-// Rows of pairs (a0, b0, a1, b1, ...) in memory as two vectors, of the first numbers and of the second.
+// Rows of interleaved pairs (a0, b0, a1, b1, ...) in memory, loaded as two vectors: the first numbers and the second
+// ones.
 //
 //   load_pairs(p, lanes), store_pairs(p, pairs, lanes)   as load and store; `lanes` counts pairs.
 #pragma once
@@ -31,7 +32,7 @@ GPTLITE_INLINE void join(Pairs pairs, Vec& low, Vec& high) {
 #elif defined(__AVX2__)
 
 GPTLITE_INLINE Pairs split(Vec low, Vec high) {
-  // Shuffles stay within halves of 128 bits: the halves are brought together first.
+  // AVX2 shuffles do not cross 128-bit halves, so the halves to be shuffled together are brought into one vector first.
   const Vec lower = _mm256_permute2f128_ps(low, high, 0x20), upper = _mm256_permute2f128_ps(low, high, 0x31);
   return Pairs{_mm256_shuffle_ps(lower, upper, 0x88), _mm256_shuffle_ps(lower, upper, 0xDD)};
 }
@@ -69,7 +70,7 @@ GPTLITE_INLINE void store_pairs(T* p, Pairs pairs, All) {
   store(p + kLanes, high, All{});
 }
 
-// A pair of bf16 is a word, whose halves need no shuffle.
+// A pair of bf16 is one 32-bit word. Its halves are separated by a shift and a mask, without a shuffle.
 GPTLITE_INLINE Pairs load_pairs(const Bf16* p, All) {
   Words both;
   memcpy(&both, p, sizeof both);
@@ -82,7 +83,7 @@ GPTLITE_INLINE void store_pairs(Bf16* p, Pairs pairs, All) {
   _mm512_storeu_si512(p, _mm512_permutexvar_epi16((__m512i)order, apart));
 }
 #else
-// bf16 in the upper half of each word; what is below is of no meaning.
+// Rounds to bf16 in the upper half of each word. The lower half is undefined.
 GPTLITE_INLINE Words rounded_bf16(Vec v) {
   const Words bits = words(v);
   return words(select(is_nan(v), floats(bits | 0x400000u), floats(bits + 0x7FFFu + ((bits >> 16) & 1u))));

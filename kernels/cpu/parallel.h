@@ -1,4 +1,4 @@
-// Runs a body on ranges of tasks, in parallel where the context has threads.
+// Parallel loops over tasks, on the threads of the caller's context (GptliteThreads).
 #pragma once
 
 #include <stdint.h>
@@ -8,14 +8,15 @@
 namespace gptlite {
 namespace GPTLITE_ISA {
 
-constexpr int64_t kTaskElements = 32768;  // at least as many elements to a thread: less is not worth waking one
+constexpr int64_t kTaskElements = 32768;  // minimum per thread; fewer do not pay for waking one
 
-// How many items of `elements` elements each make a task.
+// Returns the number of items, of `elements` elements each, that make a task of at least kTaskElements.
 static inline int64_t task_items(int64_t elements) {
   return elements >= kTaskElements ? 1 : kTaskElements / (elements + 1) + 1;
 }
 
-// body(first, last) on ranges that cover [0, count), of at least `grain` items.
+// Calls body(first, last) on ranges of at least `grain` items that cover [0, count), in parallel if the context has
+// threads.
 template <class Body>
 static inline void parallel(const void* context, int64_t count, int64_t grain, Body body) {
   if (count <= 0) return;

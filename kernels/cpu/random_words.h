@@ -1,4 +1,4 @@
-// The words of philox.h for a run of columns at once, and the dropout that they decide.
+// Vectorized random words of philox.h (Philox4x32-10) for consecutive columns, and dropout with these words.
 #pragma once
 
 #include "philox.h"
@@ -7,21 +7,21 @@
 namespace gptlite {
 namespace GPTLITE_ISA {
 
-// The words of 2 * kLanes columns, in their order.
+// Random words of 2 * kLanes columns, in the order of the columns.
 struct RandomWords {
   Words half[2];
 };
 
 #if defined(__AVX2__)
 
-typedef uint64_t Wide __attribute__((vector_size(4 * kLanes)));  // a counter to a lane, in its lower half
+typedef uint64_t Wide __attribute__((vector_size(4 * kLanes)));  // one counter per lane, in the lower half
 
 #if defined(__AVX512F__)
 GPTLITE_INLINE Wide product(Wide counters, uint32_t by) {
   return (Wide)_mm512_mul_epu32((__m512i)counters, _mm512_set1_epi64(by));
 }
 GPTLITE_INLINE Wide first_groups(int64_t group) { return Wide{0, 1, 2, 3, 4, 5, 6, 7} + static_cast<uint64_t>(group); }
-// The lanes of a and b in turn.
+// Interleaves the 64-bit lanes of a and b.
 GPTLITE_INLINE RandomWords interleaved(Wide a, Wide b) {
   const __m512i lower = _mm512_setr_epi64(0, 8, 1, 9, 2, 10, 3, 11);
   const __m512i upper = _mm512_setr_epi64(4, 12, 5, 13, 6, 14, 7, 15);
@@ -41,7 +41,8 @@ GPTLITE_INLINE RandomWords interleaved(Wide a, Wide b) {
 }
 #endif
 
-// Only the lower halves of the lanes count until the end: the upper ones hold what the products leave there.
+// The lower half of each 64-bit lane is a word of a Philox counter. The upper half holds leftovers of the products,
+// which do no harm, because the multiplication reads only lower halves.
 GPTLITE_INLINE RandomWords random_words(const DropoutRow& row, int64_t column) {
   Wide counter0 = first_groups(column / 4), counter1 = Wide{} + row.position, counter2 = Wide{} + row.sample;
   Wide counter3 = Wide{} + row.head;
@@ -70,12 +71,12 @@ GPTLITE_INLINE RandomWords random_words(const DropoutRow& row, int64_t column) {
 
 #endif
 
-// Dropped elements are 0 whatever they were.
+// Returns v * scale where the random word is at least `threshold`, else 0, even for NaN or infinity.
 GPTLITE_INLINE Vec dropped_out(Vec v, Words random, uint32_t threshold, float scale) {
   return select(at_least(random, Words{} + threshold), v * scale, Vec{});
 }
 
-// body(column, random words, lanes) over a row.
+// Calls body(column, random words, lanes) over the columns of a row.
 template <class Body>
 GPTLITE_INLINE void for_random_columns(const DropoutRow& row, int64_t width, Body body) {
   int64_t column = 0;

@@ -1,4 +1,5 @@
-// A residual sum, with the bias and the dropout before it, and the layer norm or RMS norm after it.
+// Residual sum fused with the norm after it, forward and backward: h = residual + dropout(x + bias), and y = layer norm
+// or RMS norm of h.
 #include "column_sums.h"
 #include "norm.h"
 #include "random_words.h"
@@ -7,7 +8,8 @@ namespace gptlite {
 namespace GPTLITE_ISA {
 namespace {
 
-// body(column, keep, lanes) over the row number `row` of [batch, positions]; keep(v): v dropped out, v without dropout.
+// Calls body(column, keep, lanes) over row `row` of [batch * positions, width]. keep(v) applies dropout to v, or
+// returns v if `dropout` is NULL.
 template <class Body>
 GPTLITE_INLINE void for_dropout_columns(const GptliteDropout* dropout, int64_t row, int64_t positions, int64_t width,
                                         Body body) {
@@ -36,7 +38,7 @@ struct Forward {
   const W* beta;
   int64_t width;
 
-  // Writes a row of h; returns about its mean, which an RMS norm does not need.
+  // Writes a row of h. Returns its approximate mean, which an RMS norm does not need.
   float sum_up(int64_t row, int64_t positions, const GptliteDropout* dropout) const {
     const int64_t start = row * width;
     Vec total = {};
@@ -68,7 +70,7 @@ struct Backward {
   const W* weight;
   int64_t width;
 
-  // Adds a row's part to the sums of columns: of the weight, of beta and of the bias.
+  // Computes dresidual and dx of a row, and adds its contribution to the column sums of the weight, beta and the bias.
   void row(int64_t row, int64_t positions, const GptliteDropout* dropout, float mean, float rstd, float* of_weight,
            float* of_beta, float* of_bias) const {
     const int64_t start = row * width;
@@ -79,7 +81,8 @@ struct Backward {
       Vec whole = slope(weighted<Rms>(upper, weight, column, lanes), normal);
       if (dh) whole += load(dh + at, lanes);
       const Vec branch = keep(whole);
-      // All loads come before the stores: sums whose addresses differ by pages would wait for each other.
+      // All loads come before the stores. A load whose address differs from an earlier store's by a multiple of the
+      // page size would wait for that store.
       const Vec weight_sum = fma(upper, normal, load(of_weight + column, lanes));
       const Vec beta_sum = Rms ? Vec{} : load(of_beta + column, lanes) + upper;
       if (of_bias) store(of_bias + column, load(of_bias + column, lanes) + branch, lanes);

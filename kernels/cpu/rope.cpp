@@ -1,4 +1,5 @@
-// RMS norm and rotation of the query and key heads of a packed qkv tensor.
+// RMS norm (QK norm) and rotary position embedding (RoPE, arXiv:2104.09864) of the query and key heads of a packed qkv
+// tensor, forward and backward. Columns i and width / 2 + i of a head, (a, b), become (a cos - b sin, b cos + a sin).
 #include "column_sums.h"
 
 namespace gptlite {
@@ -7,15 +8,15 @@ namespace {
 
 struct Shape {
   int64_t tokens;
-  int64_t angles;  // rows of cos and sin
+  int64_t angles;  // number of rows of cos and sin
   int64_t groups;
-  int64_t queries;  // of a group, before its k and v
+  int64_t queries;  // per group, before its k and v
   int64_t width;
 
-  int64_t rows() const { return groups * (queries + 2); }  // of a token
+  int64_t rows() const { return groups * (queries + 2); }  // heads per token
 };
 
-// A token's angles; sin is times `sign`. Unread without a rotation.
+// Cosines and sines of a token, NULL without a rotation. Sines are multiplied by `sign`, -1 for the inverse rotation.
 struct Angles {
   const float* cos;
   const float* sin;
@@ -28,7 +29,8 @@ GPTLITE_INLINE Angles angles_of(const Angles& all, const Shape& shape, int64_t t
   return Angles{all.cos + at, all.sin + at, all.sign};
 }
 
-// body(column, lanes) of the pairs (column, column + half), where half = width / 2; of single columns without a rotation.
+// Calls body(column, lanes) for the pairs of columns (column, column + width / 2), or without a rotation for all
+// columns.
 template <bool rotates, class Body>
 GPTLITE_INLINE void for_pairs(int64_t width, Body body) {
   for_columns<2>(rotates ? width / 2 : width, [&](int64_t column, auto, auto lanes) GPTLITE_LAMBDA {
@@ -49,7 +51,7 @@ GPTLITE_INLINE Vec scaled(Vec v, const W* gain, int64_t column, Lanes lanes) {
   return gain ? v * load(gain + column, lanes) : v;
 }
 
-// One over the root of the mean square.
+// Returns 1 / sqrt(mean(x^2) + eps).
 template <class T>
 GPTLITE_INLINE float rstd_of(const T* x, int64_t width, float eps) {
   float sums[1];
@@ -74,8 +76,8 @@ GPTLITE_INLINE void forward_row(T* out, const T* x, const W* gain, const Angles&
   });
 }
 
-// The gradient of a row: dy is turned back, then dx = rstd * (w - x * rstd^2 * mean(w * x)) with w = dy * gain. Adds to the
-// gain's gradient, where it is wanted.
+// Computes the gradient of a row: dy is rotated back, then dx = rstd * (w - x * rstd^2 * mean(w * x)) with w = dy *
+// gain. Adds the gradient of the gain to of_gain, unless that is NULL.
 template <bool rotates, class T, class W>
 GPTLITE_INLINE void backward_row(T* dx, const T* dy, const T* x, const W* gain, const Angles& angles, int64_t width,
                                  float eps, float* of_gain) {
@@ -113,7 +115,7 @@ GPTLITE_INLINE void backward_row(T* dx, const T* dy, const T* x, const W* gain, 
   });
 }
 
-// row(at, is_key) for the query and key heads of a token, `at` elements after its start; v is copied.
+// Calls row(at, is_key) for the query and key heads of a token, which start `at` elements into the token. Copies v.
 template <class T, class Row>
 GPTLITE_INLINE void for_heads(const Shape& shape, T* out, const T* in, Row row) {
   for (int64_t group = 0, at = 0; group < shape.groups; ++group) {
@@ -165,7 +167,8 @@ void backward(T* dx, W* dq_gain, W* dk_gain, float* workspace, const T* dy, cons
   if (dk_gain) sum_parts(context, dk_gain, of_k, parts.count, width);
 }
 
-// Of the dtypes; without a norm, the gradient is the rotation by the negative angle.
+// Runs the forward pass for element type T and gain type W. Without a norm this is also the backward pass, with the
+// sign of the angles reversed.
 template <class T, class W>
 void forward_any(void* out, const void* x, const Angles& angles, const void* q_gain, const void* k_gain,
                  const Shape& shape, float eps, const void* context) {
@@ -176,7 +179,7 @@ void forward_any(void* out, const void* x, const Angles& angles, const void* q_g
          static_cast<const W*>(k_gain), shape, eps, context);
 }
 
-// f(T{}, W{}): the elements' type, and the gains', which is the same or fp32.
+// Calls f(T{}, W{}) with the type of the elements and that of the gains, which is the same or fp32.
 template <class Function>
 int with_dtypes(int dtype, int gain_dtype, Function f) {
   return with_dtype(dtype, [&](auto element) {
@@ -201,7 +204,7 @@ int rope_backward(void* dqkv, void* dq_gain, void* dk_gain, float* workspace, co
                   const float* cos, const float* sin, const void* q_gain, const void* k_gain, int64_t tokens,
                   int64_t angles, int64_t groups, int64_t queries, int64_t width, float eps, int dtype, int gain_dtype,
                   void* context) {
-  const Shape shape{groups == 0 ? 0 : tokens, angles, groups, queries, width};  // no heads: no workspace
+  const Shape shape{groups == 0 ? 0 : tokens, angles, groups, queries, width};  // without heads there is no workspace
   const Angles back{cos, sin, -1.0f};
   return with_dtypes(dtype, gain_dtype, [&](auto element, auto gain_element) {
     using T = decltype(element);

@@ -1,15 +1,15 @@
-// A vector of fp32 lanes for the instruction set that the file is compiled for: 16 (AVX-512), 8 (AVX2, FMA, F16C) or 4
-// (anything else). `Vec` is the compiler's own vector type, so + - * / and unary - work on it, also with a float.
+// Vectors of fp32 lanes for the instruction set that the file is compiled for: 16 lanes (AVX-512), 8 (AVX2, FMA, F16C)
+// or 4 (any other). `Vec` is a vector type of the compiler, so + - * / and unary - work on it, also with a float.
 //
-//   load(p, lanes), store(p, v, lanes)   fp32, bf16 or fp16 in memory (float, Bf16, Half), any alignment.
-//   lanes                                All{}, or First{n}: the first n, 0 < n < kLanes; memory past them is not
-//                                        touched, and load fills the rest with 0.
-//   for_columns<n>(width, body)          calls body(column, Index<k>, lanes) over a row, k < n: an accumulator.
-//   sum_columns<n>(width, sums, body)    n sums over a row.
-//   with_dtype(dtype, f)                 f(T{}) with T = float, Bf16 or Half: its return value, or GPTLITE_UNSUPPORTED.
+//   load(p, lanes), store(p, v, lanes)   access fp32, bf16 or fp16 in memory (float, Bf16, Half), with any alignment.
+//   lanes                                All{} or First{n}, the first n lanes, 0 < n < kLanes. Memory after them is not
+//                                        accessed, and load sets the other lanes to 0.
+//   for_columns<n>(width, body)          calls body(column, Index<k>, lanes) along a row; k < n selects an accumulator.
+//   sum_columns<n>(width, sums, body)    computes n sums over a row.
+//   with_dtype(dtype, f)                 returns f(T{}) with T = float, Bf16 or Half, or GPTLITE_UNSUPPORTED.
 //
-// All functions are static and always inlined: a copy in one object file could be linked into code for lesser CPUs.
-// For the same reason kernels call no templates of the standard library that could stay out of line.
+// All functions are static and always inlined: the linker could merge copies of a function, so that code for an older
+// CPU calls one for a newer CPU. So kernels do not call templates of the standard library that may not be inlined.
 #pragma once
 
 #include <stdint.h>
@@ -21,7 +21,7 @@
 #include "gptlite_kernels.h"
 
 #if defined(__AVX2__) || defined(__AVX512F__)
-// GCC 12 warns of the undefined values in its own header.
+// GCC 12 warns about undefined values in its own header.
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
@@ -69,7 +69,7 @@ GPTLITE_INLINE Vec broadcast(float value) { return Vec{} + value; }
 GPTLITE_INLINE Words words(Vec v) { return (Words)v; }
 GPTLITE_INLINE Vec floats(Words w) { return (Vec)w; }
 
-// ---- comparison and selection. max, min: b where either is NaN.
+// ---- comparison and selection. max and min return b if either operand is NaN.
 
 #if defined(__AVX512F__)
 
@@ -116,7 +116,7 @@ GPTLITE_INLINE Mask mask_of(First first) { return (Mask)(Mask{0, 1, 2, 3} < firs
 
 GPTLITE_INLINE Vec abs(Vec v) { return floats(words(v) & 0x7FFFFFFFu); }
 
-// v, with another number in the lanes that are not of the row.
+// Returns v with `fill` in the lanes past the end of the row.
 GPTLITE_INLINE Vec fill_past(Vec v, All, float) { return v; }
 GPTLITE_INLINE Vec fill_past(Vec v, First first, float fill) { return select(mask_of(first), v, broadcast(fill)); }
 template <class Lanes>
@@ -127,7 +127,7 @@ GPTLITE_INLINE Vec zero_past(Vec v, Lanes lanes) {
 GPTLITE_INLINE int lanes_in(All) { return kLanes; }
 GPTLITE_INLINE int lanes_in(First first) { return first.count; }
 
-// ---- sums and maxima over the lanes, halves first
+// ---- sum and maximum over the lanes, by adding or comparing halves
 
 #if defined(__AVX512F__)
 GPTLITE_INLINE __m256 upper_half(Vec v) { return _mm512_extractf32x8_ps(v, 1); }
@@ -149,7 +149,7 @@ GPTLITE_INLINE float sum(Vec v) {
 #endif
 }
 
-// Not NaN unless all lanes are, as max is.
+// Returns the maximum over the lanes. May ignore NaN, like max.
 GPTLITE_INLINE float max_lane(Vec v) {
 #if defined(__AVX2__)
 #if defined(__AVX512F__)
@@ -166,7 +166,7 @@ GPTLITE_INLINE float max_lane(Vec v) {
 #endif
 }
 
-// ---- one number in memory <-> fp32
+// ---- conversion of one element to and from fp32
 
 GPTLITE_INLINE float bits_to_float(uint32_t bits) {
   float value;
@@ -184,7 +184,7 @@ GPTLITE_INLINE float to_float(Bf16 value) { return bits_to_float(static_cast<uin
 GPTLITE_INLINE float to_float(Half value) {
   const uint32_t sign = static_cast<uint32_t>(value.bits & 0x8000u) << 16, magnitude = value.bits & 0x7FFFu;
   if (magnitude >= 0x7C00u) return bits_to_float(sign | 0x7F800000u | ((magnitude & 0x3FFu) << 13));
-  // The exponent's bias is off by 112: a product by 2^112 mends it, of subnormal numbers too.
+  // The exponent biases of fp16 and fp32 differ by 112. A multiplication by 2^112 corrects that, also for subnormals.
   return bits_to_float(sign | float_to_bits(bits_to_float(magnitude << 13) * 0x1p112f));
 }
 
@@ -206,7 +206,7 @@ GPTLITE_LAMBDA inline Half from_float<Half>(float value) {
   if (magnitude > 0x7F800000u) return Half{static_cast<uint16_t>(sign | 0x7E00u | ((magnitude >> 13) & 0x3FFu))};
   if (magnitude >= 0x477FF000u) return Half{static_cast<uint16_t>(sign | 0x7C00u)};
   if (magnitude < 0x38800000u) {
-    // Subnormal: adding 0.5 leaves the rounded number, in units of 2^-24, in the low bits.
+    // Subnormal: adding 0.5 leaves the rounded number, as a multiple of 2^-24, in the low bits.
     const float shifted = bits_to_float(magnitude) + 0.5f;
     return Half{static_cast<uint16_t>(sign | (float_to_bits(shifted) - 0x3F000000u))};
   }
@@ -214,17 +214,17 @@ GPTLITE_LAMBDA inline Half from_float<Half>(float value) {
   return Half{static_cast<uint16_t>(sign | (rounded >> 13))};
 }
 
-// ---- vectors in memory
+// ---- loads and stores of vectors
 
 #if defined(__AVX512F__)
 
-// A permutation each: shifting and narrowing would take three instructions.
+// The conversions use a permutation, because shifting and narrowing would take three instructions.
 GPTLITE_INLINE Vec from_bf16(__m256i v) {
   const Words upper = Words{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} << 16;
   return _mm512_castsi512_ps(_mm512_maskz_permutexvar_epi16(0xAAAAAAAA, (__m512i)upper, _mm512_castsi256_si512(v)));
 }
 #if defined(__AVX512BF16__)
-GPTLITE_INLINE __m256i to_bf16(Vec v) { return (__m256i)_mm512_cvtneps_pbh(v); }  // 0 for what would be subnormal
+GPTLITE_INLINE __m256i to_bf16(Vec v) { return (__m256i)_mm512_cvtneps_pbh(v); }  // flushes subnormals to 0
 #else
 GPTLITE_INLINE __m256i to_bf16(Vec v) {
   const Words bits = words(v), odd_words = {0x00030001, 0x00070005, 0x000B0009, 0x000F000D, 0x00130011, 0x00170015,
@@ -321,7 +321,7 @@ GPTLITE_INLINE void store(T* p, Vec v, First first) {
 
 #endif
 
-// Bytes that are not 0.
+// Returns the mask of the bytes that are not 0.
 GPTLITE_INLINE Mask load_bools(const uint8_t* p, All) {
 #if defined(__AVX512F__)
   const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
@@ -338,16 +338,16 @@ GPTLITE_INLINE Mask load_bools(const uint8_t* p, First first) {
   return load_bools(lanes, All{});
 }
 
-// ---- functions of fp32 numbers
+// ---- elementary functions
 
-// exp of numbers up to 88, within 1.2 ULP; 0 where it would be subnormal (some CPUs make such numbers a hundred times
-// slower); exp(0) is 1. NaN stays.
+// Returns exp(x) for x <= 88 within 1.2 ULP, exp(0) = 1, NaN for NaN, and 0 where the result would be subnormal: some
+// CPUs are a hundred times slower with subnormals.
 GPTLITE_INLINE Vec exp_below_88(Vec x) {
   const float log2e = 0x1.715476p+0f, ln2 = 0x1.62e4p-1f, ln2_rest = 0x1.7f7d1cp-20f, to_integer = 0x1.8p23f;
   const Vec least = broadcast(-87.33654f);
   const Vec shifted = fma(x, broadcast(log2e), broadcast(to_integer)), power = shifted - to_integer;
   const Vec r = fma(power, broadcast(-ln2_rest), fma(power, broadcast(-ln2), x));
-  // exp r - 1 - r over r^2, |r| <= ln 2 / 2: minimax, 3e-9 of exp r.
+  // (exp(r) - 1 - r) / r^2 for |r| <= ln(2) / 2, by a minimax polynomial with an error of 3e-9 exp(r).
   Vec p = fma(broadcast(1.3814467e-3f), r, broadcast(8.3687804e-3f));
   p = fma(p, r, broadcast(4.1668394e-2f));
   p = fma(p, r, broadcast(1.6666520e-1f));
@@ -356,17 +356,17 @@ GPTLITE_INLINE Vec exp_below_88(Vec x) {
 #if defined(__AVX512F__)
   return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, least, _CMP_NLT_UQ), p, power);
 #else
-  // 2^power as a product of two, each a normal number.
+  // 2^power as a product of two factors, so that both are normal numbers.
   const Mask whole = (Mask)(words(shifted) - float_to_bits(to_integer)), half = whole >> 1;
   const Vec found = p * (Vec)((half + 127) << 23) * (Vec)((whole - half + 127) << 23);
   return select(less(x, least), Vec{}, found);
 #endif
 }
 
-// The same of any number: +inf past the range.
+// Returns exp(x) for any x, +inf if it overflows.
 GPTLITE_INLINE Vec exp(Vec x) { return exp_below_88(min(broadcast(89.0f), x)); }
 
-// 1 / v within 2 ULP, for 1e-30 < v < 1e30.
+// Returns 1 / v with an error of at most 2 ULP, for 1e-30 < v < 1e30.
 GPTLITE_INLINE Vec reciprocal(Vec v) {
 #if defined(__AVX512F__)
   const Vec near = _mm512_rcp14_ps(v);
@@ -376,7 +376,7 @@ GPTLITE_INLINE Vec reciprocal(Vec v) {
 #endif
 }
 
-// ---- rows and dtypes
+// ---- loops over rows, and dispatch on the dtype
 
 template <class Body, int... accumulators>
 GPTLITE_INLINE int64_t full_columns(int64_t width, Body& body, std::integer_sequence<int, accumulators...>) {
@@ -397,8 +397,8 @@ GPTLITE_INLINE void for_columns(int64_t width, Body body) {
   if (column < width) body(column, Index<0>{}, First{static_cast<int>(width - column)});
 }
 
-// Sums over a row, in a fixed order and in blocks, so that their error does not grow with its width:
-// body(column, lanes, terms) adds its terms to terms[0 .. count - 1], in lanes past the row 0.
+// Computes `count` sums over a row, in a fixed order and in blocks, so that the error does not grow with the width.
+// body(column, lanes, terms) adds a vector to each of terms[0] to terms[count - 1], with 0 in lanes past the row.
 template <int count, class Body>
 GPTLITE_INLINE void sum_columns(int64_t width, float (&sums)[count], Body body) {
   constexpr int accumulators = count == 1 ? 4 : 2;

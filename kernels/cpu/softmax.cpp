@@ -1,4 +1,5 @@
-// Softmax over rows, masked by a tensor or causally.
+// Softmax of attention scores, forward and backward, with an arbitrary mask tensor or the causal mask:
+// y = softmax(scale * x + mask), and dx = scale * y * (dy - sum(dy * y)).
 #include <math.h>
 #include <string.h>
 
@@ -9,7 +10,8 @@ namespace gptlite {
 namespace GPTLITE_ISA {
 namespace {
 
-// Rows of 16 bits up to this width are kept as fp32 between the passes; of wider ones exp is taken twice.
+// Maximum width of 16-bit rows whose exponentials are kept as fp32 between the passes. For wider rows they are computed
+// twice.
 constexpr int64_t kKept = 16384;
 
 struct NoMask {
@@ -19,7 +21,7 @@ struct NoMask {
   }
 };
 
-// A row of a mask tensor, whose elements may be apart, or all the same one.
+// A row of a boolean mask. The stride between its elements may be other than 1, and is 0 for a broadcast mask.
 struct BoolMask {
   const uint8_t* data;
   int64_t stride;
@@ -55,7 +57,8 @@ struct AddedMask {
   }
 };
 
-// exps(column, lanes): exp of a score less the greatest; 0 past the row. Writes them where they are of use later.
+// Writes the softmax of a row to y. exps(column, lanes) returns the exponentials exp(score - maximum), and 0 past the
+// row. They are kept in y itself if it is fp32, else in a buffer.
 template <class T, class Exps>
 GPTLITE_INLINE void normalized(T* y, int64_t width, Exps exps) {
   const bool kept = sizeof(T) == sizeof(float) || width <= kKept;
@@ -67,7 +70,7 @@ GPTLITE_INLINE void normalized(T* y, int64_t width, Exps exps) {
     if (kept) store(keep + column, e, lanes);
     terms[0] += e;
   });
-  // No score but -inf: zeros.
+  // A row in which all scores are -inf becomes zeros.
   const float inverse = total[0] == 0.0f ? 0.0f : 1.0f / total[0];
   for_columns<4>(width, [&](int64_t column, auto, auto lanes) GPTLITE_LAMBDA {
     const Vec e = kept ? load(keep + column, lanes) : exps(column, lanes);
@@ -86,7 +89,7 @@ GPTLITE_INLINE void softmax_row(T* y, const T* x, int64_t width, float scale, co
     tops[k.value] = max(fill_past(score(column, lanes), lanes, least), tops[k.value]);
   });
   const float top = max_lane(max(max(tops[0], tops[1]), max(tops[2], tops[3])));
-  // The greatest of nothing but -inf (and NaN, which the sum will see) is no number to subtract.
+  // If all scores are -inf or NaN, subtract 0: -inf - -inf is NaN. A NaN score still makes the sum NaN.
   const Vec shift = broadcast(top == least ? 0.0f : top);
   normalized(y, width, [&](int64_t column, auto lanes) GPTLITE_LAMBDA {
     return zero_past(exp_below_88(score(column, lanes) - shift), lanes);
@@ -105,7 +108,7 @@ GPTLITE_INLINE void softmax_row_backward(T* dx, const T* dy, const T* y, int64_t
   });
 }
 
-// row_mask(b, h, q): the mask of a row.
+// Runs softmax_row over all rows. mask_of_row(b, h, q) returns the mask of a row.
 template <class T, class MaskOf>
 int masked_rows(T* y, const T* x, int64_t batch, int64_t heads, int64_t queries, int64_t keys, float scale,
                 const void* context, MaskOf mask_of_row) {
@@ -118,6 +121,7 @@ int masked_rows(T* y, const T* x, int64_t batch, int64_t heads, int64_t queries,
   return 0;
 }
 
+// Returns how many keys a query sees under the causal mask.
 int64_t keys_seen(int64_t query, int64_t queries, int64_t keys) {
   const int64_t seen = query + keys - queries + 1;
   return seen < 0 ? 0 : seen;

@@ -1,4 +1,5 @@
-// Many tensors as if they were one, their elements in a line: a few large ones and hundreds of tiny ones cost the same.
+// Division of many tensors into tasks of equal size. The elements of all tensors are treated as one sequence (the
+// "line"), so a few large tensors and hundreds of tiny ones balance equally well.
 #pragma once
 
 #include "simd.h"
@@ -6,15 +7,16 @@
 namespace gptlite {
 namespace GPTLITE_ISA {
 
-// Where the line's place, `offset` elements after the start of a tensor, cuts the tensor: between whole vectors.
+// Returns where a boundary, `offset` elements after the start of a tensor, divides the tensor: rounded up to whole
+// vectors, within [0, count].
 static inline int64_t cut(int64_t offset, int64_t count) {
   if (offset <= 0) return 0;
   const int64_t rounded = (offset + kLanes - 1) / kLanes * kLanes;
   return rounded < count ? rounded : count;
 }
 
-// body(tensor, from, to) for all parts of tensors between the line's places `first` and `last`, in order. What lies on
-// which side of a place depends on that place alone.
+// Calls body(tensor, from, to), in order, for the parts of tensors between positions `first` and `last` of the line.
+// The rounding of a boundary depends only on its position, so adjacent ranges share no element and leave none out.
 template <class Count, class Body>
 static inline void for_parts(int64_t num_tensors, Count count_of, int64_t first, int64_t last, Body body) {
   int64_t start = 0;
@@ -25,7 +27,7 @@ static inline void for_parts(int64_t num_tensors, Count count_of, int64_t first,
   }
 }
 
-// All their elements.
+// Returns the number of elements of all tensors.
 template <class Count>
 static inline int64_t line_length(int64_t num_tensors, Count count_of) {
   int64_t length = 0;

@@ -1,4 +1,4 @@
-// The tile registers of AMX: 8, of 16 rows of 64 bytes.
+// Products of 32 by 32 blocks of bf16 matrices on the 8 tile registers of AMX, each of 16 rows of 64 bytes.
 #pragma once
 
 #include <immintrin.h>
@@ -7,10 +7,11 @@
 namespace gptlite {
 namespace amx {
 
-// Tiles 0-3 are the product, 2 by 2; 4 and 5 left operands, 6 and 7 right ones.
+// Tiles 0 to 3 hold the product (2 by 2 tiles of fp32), tiles 4 and 5 the left operand, tiles 6 and 7 the right
+// operand. The tiles are configured while the object exists.
 class Tiles {
  public:
-  static constexpr int64_t kElements = 512;  // of a tile
+  static constexpr int64_t kElements = 512;  // bf16 elements of a tile
 
   Tiles() {
     alignas(64) Config config{};
@@ -19,12 +20,12 @@ class Tiles {
       config.row_bytes[tile] = 64;
       config.rows[tile] = 16;
     }
-    __asm__ volatile("" ::"r"(&config) : "memory");  // some compilers do not know that it is read
+    __asm__ volatile("" ::"r"(&config) : "memory");  // some compilers miss that the next line reads it
     _tile_loadconfig(&config);
   }
   ~Tiles() { _tile_release(); }
 
-  // c [32, 32] (+)= a b over `depth`.
+  // Computes c [32, 32] = a b, or c += a b if `add`. `depth`, the dimension that is summed over, is a multiple of 32.
   static void multiply(float* c, int64_t c_stride, const uint16_t* a, int64_t a_stride, const uint16_t* b,
                        int64_t b_stride, int64_t depth, bool add) {
     const int64_t a_bytes = a_stride * 2, b_bytes = b_stride * 4;
@@ -42,12 +43,12 @@ class Tiles {
     end(c, c_stride);
   }
 
-  // The same of packed operands: a tile's rows follow each other, then the tile of the next 32 of depth; the other 16
-  // rows of a, and columns of b, begin `other` elements on.
+  // Computes the same from packed operands. The rows of a tile are contiguous, and the tile of the next 32 in depth
+  // follows. The other 16 rows of a, or columns of b, start `other` elements later.
   static void multiply_packed(float* c, int64_t c_stride, const uint16_t* a, const uint16_t* b, int64_t other,
                               int64_t depth, bool add) {
     begin(c, c_stride, add);
-    const char* next = reinterpret_cast<const char*>(c + 32);  // likely the next product: there when it is wanted
+    const char* next = reinterpret_cast<const char*>(c + 32);  // probably the next product: prefetch it
     for (int64_t at = 0; at < depth * 16; at += kElements) {
       _tile_loadd(4, a + at, 64);
       _tile_loadd(6, b + at, 64);
@@ -69,7 +70,7 @@ class Tiles {
   static void begin(const float* c, int64_t c_stride, bool add) {
     const float* const lower = c + 16 * c_stride;
     const int64_t c_bytes = c_stride * 4;
-    __asm__ volatile("" ::: "memory");  // some compilers do not know that tiles are read
+    __asm__ volatile("" ::: "memory");  // some compilers miss that tile loads read memory
     if (add) {
       _tile_loadd(0, c, c_bytes);
       _tile_loadd(1, c + 16, c_bytes);

@@ -1,6 +1,6 @@
-// The gradient of a linear layer's weight, dyᵀ x over many rows, of bf16. A task makes a block of it: by panels of rows,
-// operands are packed into tiles that stay in the cache, dy's transposed, x's rows in pairs. `Dot` multiplies tiles, by
-// AMX or by vectors of pairs (AVX512-BF16).
+// Gradients of a linear layer in bf16: dw = dyᵀ x, and dbias, the sum of dy over rows. A task computes one block of dw.
+// It loops over panels of kDepth rows. For each panel, the operands are packed into tiles that stay in the L2 cache: dy
+// transposed, x in pairs of rows. `Dot` multiplies the tiles: Tiles (AMX) or PairDots (AVX512-BF16).
 #pragma once
 
 #include <immintrin.h>
@@ -18,7 +18,7 @@ namespace GPTLITE_ISA {
 
 constexpr int64_t kTile = 512;   // elements: 16 columns of 32 rows
 constexpr int64_t kDepth = 256;  // rows of a panel
-constexpr int64_t kSide = 384;   // columns of an operand to a task, at most: all fits a cache of 2 MB
+constexpr int64_t kSide = 384;   // maximum columns of an operand per task, to fit a 2 MB cache
 
 struct Block {
   int64_t first, count, padded;
@@ -33,7 +33,8 @@ GPTLITE_INLINE __m512i load_row(const uint16_t* rows, int64_t stride, int64_t ro
   return row < count ? _mm512_maskz_loadu_epi16(mask, rows + row * stride) : _mm512_setzero_si512();
 }
 
-// Two left tiles [16 columns, 32 rows] of a square of 32 rows and columns; adds its columns to `sums`, if not NULL.
+// Packs a square of 32 rows and 32 columns of dy into two left tiles [16 columns, 32 rows]. Adds the column sums to
+// `sums` unless it is NULL. Rows from `count` on are zeros.
 GPTLITE_INLINE void pack_left(uint16_t* upper, uint16_t* lower, const uint16_t* from, int64_t stride, int64_t count,
                               __mmask32 mask, float* sums) {
   alignas(64) float rows[32 * 16], pairs[2][16 * 16];
@@ -60,7 +61,7 @@ GPTLITE_INLINE void pack_left(uint16_t* upper, uint16_t* lower, const uint16_t* 
   }
 }
 
-// Two right tiles [16 pairs of rows, 16 columns] of such a square.
+// Packs a square of 32 rows and 32 columns of x into two right tiles [16 pairs of rows, 16 columns].
 GPTLITE_INLINE void pack_right(uint16_t* left, uint16_t* right, const uint16_t* from, int64_t stride, int64_t count,
                                __mmask32 mask, float*) {
   const __m512i low = interleaved(0, 32), high = interleaved(16, 48);
@@ -73,7 +74,7 @@ GPTLITE_INLINE void pack_right(uint16_t* left, uint16_t* right, const uint16_t* 
   }
 }
 
-// All columns of a block in a panel of rows; tiles of 16 columns one after the other, each over the panel's depth.
+// Packs all columns of a block in a panel of rows. For each 16 columns, the tiles of the whole panel are contiguous.
 template <class Pack>
 void pack(uint16_t* to, const uint16_t* from, int64_t stride, const Block& rows, const Block& columns, float* sums,
           Pack square) {
@@ -88,7 +89,8 @@ void pack(uint16_t* to, const uint16_t* from, int64_t stride, const Block& rows,
   }
 }
 
-// Columns of a matrix in the coming panel, drawn into the cache a few lines at a time.
+// Prefetch of a block's columns in the next panel into the L2 cache. Each call of draw() fetches an equal share of the
+// cache lines, so that `calls` calls fetch all.
 class Coming {
  public:
   Coming(const uint16_t* from, int64_t stride, int64_t row, int64_t rows, const Block& columns, int64_t calls)
@@ -108,7 +110,7 @@ class Coming {
   int64_t stride_, lines_, count_, each_, drawn_ = 0;
 };
 
-// `count` sums, rounded to bf16.
+// Store `count` sums, rounded to bf16, as bf16 or as fp32.
 static inline void store_rounded(uint16_t* to, const float* from, int64_t count) {
   for (int64_t i = 0; i < count; i += 32) {
     const __m512bh both = _mm512_cvtne2ps_pbh(_mm512_loadu_ps(from + i + 16), _mm512_loadu_ps(from + i));
@@ -148,6 +150,7 @@ struct Workspace {
   Scratch scratch_;
 };
 
+// Computes one block of dw. The blocks of the first inputs also compute dbias.
 template <class Dot, class Out>
 void make_block(const Problem<Out>& of, const Block& outputs, const Block& inputs, const Workspace& room) {
   const int64_t products = outputs.padded / 32 * (inputs.padded / 32);
@@ -179,7 +182,8 @@ void make_block(const Problem<Out>& of, const Block& outputs, const Block& input
   if (bias_sums != nullptr) store_rounded(of.dbias + outputs.first, bias_sums, outputs.count);
 }
 
-// Into blocks of kSide squared at most, and as many to each thread, if the blocks stay large enough to be worth it.
+// Division of dw into down * across blocks of at most kSide by kSide. The number of blocks is a multiple of the number
+// of threads, if the blocks do not become too small for that.
 struct Cut {
   int64_t down, across, height, width;
 };

@@ -1,4 +1,4 @@
-// The gradient of a linear layer's weight of bf16 by AMX.
+// Weight and bias gradients of a linear layer in bf16 (weight_gradient.h), with AMX.
 #include "tiles_amx.h"
 #include "weight_gradient.h"
 

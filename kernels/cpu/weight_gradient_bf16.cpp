@@ -1,4 +1,4 @@
-// The gradient of a linear layer's weight of bf16 by AVX512-BF16, for CPUs without AMX.
+// Weight and bias gradients of a linear layer in bf16 (weight_gradient.h), with AVX512-BF16, for CPUs without AMX.
 #include "pair_dots.h"
 #include "weight_gradient.h"
 

@@ -1,9 +1,9 @@
-// AdamW and Adam over many tensors.
+// AdamW (arXiv:1711.05101) and Adam (arXiv:1412.6980) over many tensors; gptlite_kernels.h has the formula.
 //
-// A block has 16384 elements of a tensor: parameter, moments and gradient are read once, parameter and moments written
-// once, 24 bytes and a gradient for each element, the least there is; and 2 for a copy in 16 bits. Tensors come in lists
-// of 56 in the kernel's arguments; steps, the gradients' scale and found_inf stay on the device, so nothing waits for
-// the host. The steps advance in a second kernel, since all blocks of a tensor read them.
+// Traffic: each element's parameter and two moments are read and written once, and its gradient is read once. That is
+// the minimum: 24 bytes plus the gradient. A 16-bit copy of the parameter adds 2 bytes. Tensors are passed in lists of
+// 56, as kernel arguments. The step counts, the gradient scale and found_inf stay on the device, so nothing waits for
+// the host. A second kernel increments the step counts, because all blocks of a tensor read them.
 #include "flat.cuh"
 
 namespace gptlite {
@@ -11,7 +11,7 @@ namespace {
 
 constexpr int64_t kChunk = 16384;
 constexpr int kBlock = 256;
-constexpr int kListed = 56;  // arguments of a kernel take 4 KB at most
+constexpr int kListed = 56;  // limited by the 4 KB of kernel arguments
 
 struct Tensors {
   GptliteAdam tensor[kListed];
@@ -30,10 +30,10 @@ struct Options {
   const float* found_inf;
 };
 
-// What all elements of a tensor share.
+// Factors of the update that are the same for all elements of a tensor.
 struct Step {
   float scale;
-  float decay;      // of the parameter: lr * weight_decay
+  float decay;      // lr * weight_decay, or 0 for Adam
   float step_size;  // lr / bias1
   float root;       // 1 / sqrt(bias2)
 };
@@ -46,7 +46,7 @@ __device__ Step step_of(const Options& options, float steps) {
               static_cast<float>(options.lr / bias1), static_cast<float>(1.0 / sqrt(bias2))};
 }
 
-// Elements of a load or store of at most 16 bytes, of V.
+// Number of elements that one load or store moves of V elements: V, or 16 bytes of them if that is less.
 template <int V, typename T>
 constexpr int kPart = V < kFullPack<T> ? V : kFullPack<T>;
 
@@ -67,7 +67,7 @@ __device__ __forceinline__ bool aligned(const void* at) {
   return reinterpret_cast<uintptr_t>(at) % (kPart<V, T> * sizeof(T)) == 0;
 }
 
-// C: of the copy; float for none.
+// Updates V elements from index `at` on. T is the gradient's type. C is the type of the copy, or float for no copy.
 template <typename T, typename C, int V>
 __device__ __forceinline__ void update(const GptliteAdam& tensor, const Options& options, const Step& step,
                                        int64_t at) {
@@ -92,7 +92,7 @@ __device__ __forceinline__ void update(const GptliteAdam& tensor, const Options&
   if constexpr (!std::is_same<C, float>::value) store_all<V>(static_cast<C*>(tensor.copy) + at, p);
 }
 
-// Elements start .. end of a tensor.
+// Updates elements start to end - 1 of a tensor, in packs if all its arrays are aligned. The rest are single elements.
 template <typename T, typename C>
 __device__ __forceinline__ void update_all(const GptliteAdam& tensor, const Options& options, const Step& step,
                                            int64_t start, int64_t end) {
@@ -109,6 +109,8 @@ __device__ __forceinline__ void update_all(const GptliteAdam& tensor, const Opti
   for (int64_t at = single + threadIdx.x; at < end; at += kBlock) update<T, C, 1>(tensor, options, step, at);
 }
 
+// Grid: ceil(count / 16384) blocks per tensor of the list. Block: 256 threads, for 16384 elements of one tensor. A
+// thread updates every 256th pack of them.
 template <typename T>
 __global__ void __launch_bounds__(kBlock) adamw_kernel(Tensors tensors, Options options) {
   GPTLITE_SHARED(Step, shared);
@@ -128,6 +130,7 @@ __global__ void __launch_bounds__(kBlock) adamw_kernel(Tensors tensors, Options 
     update_all<T, Fp16>(tensor, options, step, start, end);
 }
 
+// One block of 56 threads. Each thread increments the step count of one tensor, unless the step is skipped.
 __global__ void __launch_bounds__(kListed) advance_steps(Tensors tensors, const float* found_inf) {
   if (found_inf != nullptr && found_inf[0] != 0.0f) return;
   if (static_cast<int>(threadIdx.x) < tensors.listed) tensors.tensor[threadIdx.x].step[0] += 1.0f;

@@ -1,27 +1,31 @@
-// Bias and activation, forward and backward.
+// Bias and activation of an MLP, forward and backward: y = f(x + bias), or for a gated kind (SwiGLU, GeGLU)
+// y = f(gate + bias) * (value + bias). The gate and value of a unit are two adjacent columns of x.
 //
-// A thread keeps to a pack of units and walks down the rows, four of them under way at once (columns.cuh): the bias
-// stays in registers. Forward: x read, y written once: 2 elements moved for each of x, gated 1.5. Backward: dy and x
-// read, dx written: 3, gated 2.5; dbias is summed in registers on the way, in at most 256 parts, which column_sums.cu
-// adds up. Both the least there is. Of a gated kind a unit has two columns of x, side by side: gate and value.
+// Grid (columns.cuh): a block of up to 256 threads covers a range of columns and loops over rows. A thread stays in a
+// pack of units, whose bias it keeps in registers, and advances down the rows with four loads in flight. The backward
+// kernel also sums dbias in registers, in at most 256 parts, which column_sums.cu adds.
+//
+// Traffic, the minimum in both directions: the forward pass reads x and writes y, 2 elements moved per element of x
+// (1.5 if gated). The backward pass reads dy and x and writes dx, 3 elements (2.5 if gated).
 #include "columns.cuh"
 
 namespace gptlite {
 namespace {
 
 constexpr float kTanhFactor = 0.7978845608028654f;  // sqrt(2 / pi)
-constexpr float kTanhSlope = 2.0f * kTanhFactor * 0.044715f;  // of the square
+constexpr float kTanhSlope = 2.0f * kTanhFactor * 0.044715f;  // factor of x^2
 constexpr float kErfFactor = 0.7071067811865476f;     // sqrt(1 / 2)
 constexpr float kNormalDensity = 0.3989422804014327f;  // 1 / sqrt(2 pi)
 
-// 1 / (1 + exp(-x)); 0 and 1 at the ends.
+// Returns 1 / (1 + exp(-x)). The result is 0 where exp(-x) overflows.
 template <typename T>
 __device__ __forceinline__ float sigmoid(float x) {
   if constexpr (std::is_same<T, float>::value) return 1.0f / (1.0f + expf(-x));
   return fast_inverse(1.0f + fast_exp2(-kLog2E * x));
 }
 
-// (1 + tanh u) / 2 is the sigmoid of 2 u, which keeps its relative accuracy where it is small.
+// GELU in its tanh approximation (arXiv:1606.08415): x (1 + tanh u) / 2 with u = sqrt(2 / pi) (x + 0.044715 x^3).
+// Computed as x sigmoid(2 u), which equals it and keeps its relative accuracy where the result is small.
 template <typename T>
 struct TanhGelu {
   __device__ __forceinline__ static float value(float x) {
@@ -30,7 +34,7 @@ struct TanhGelu {
   __device__ __forceinline__ static float slope(float x) {
     const float s = sigmoid<T>(x * fmaf(kTanhSlope, x * x, 2.0f * kTanhFactor));
     const float change = s * (1.0f - s);
-    // Past where the cube is infinite the slope is s: not infinity times 0.
+    // For large |x|, `change` is 0 and x^2 may overflow. 0 * infinity would make the slope NaN.
     return change == 0.0f ? s : s + x * change * fmaf(3.0f * kTanhSlope, x * x, 2.0f * kTanhFactor);
   }
 };
@@ -53,7 +57,7 @@ struct Silu {
   }
 };
 
-// NaN stays.
+// Both functions propagate NaN: the comparisons with NaN are false.
 struct Relu {
   __device__ __forceinline__ static float value(float x) { return x <= 0.0f ? 0.0f : x; }
   __device__ __forceinline__ static float slope(float x) { return x > 0.0f ? 1.0f : value(x); }
@@ -80,9 +84,9 @@ template <typename T>
 struct Function<T, GPTLITE_GEGLU> : ErfGelu<T> {};
 
 template <int Kind>
-constexpr int kColumns = Kind >= GPTLITE_SWIGLU ? 2 : 1;  // of x a unit
+constexpr int kColumns = Kind >= GPTLITE_SWIGLU ? 2 : 1;  // columns of x per unit
 
-// C columns of x: a pack, or where there are no packs, single elements.
+// C columns of x: a pack, or C single elements if rows are not aligned to packs.
 template <typename T, int C, bool Packed>
 struct Columns {
   Pack<T, C> pack;
@@ -116,6 +120,8 @@ __device__ __forceinline__ void load_bias(float* bias, const T* from, bool insid
   for (int k = 0; k < C; ++k) bias[k] = from != nullptr && inside ? loaded.at(k) : 0.0f;
 }
 
+// V: units of a thread. Grid and block: see ColumnGrid. A thread loads four of its rows before it computes and stores
+// them.
 template <typename T, int V, int Kind>
 __global__ void __launch_bounds__(kColumnBlock)
     forward_kernel(T* y, const T* x, const T* bias_row, int64_t rows, int64_t width, ColumnGrid grid) {
@@ -144,6 +150,7 @@ __global__ void __launch_bounds__(kColumnBlock)
   }
 }
 
+// Same grid and block as the forward kernel. `parts` is NULL if dbias is not wanted.
 template <typename T, int V, int Kind>
 __global__ void __launch_bounds__(kColumnBlock)
     backward_kernel(T* dx, float* parts, const T* dy, const T* x, const T* bias_row, int64_t rows, int64_t width,
@@ -207,7 +214,7 @@ int backward(void* dx, void* dbias, float* parts, const void* dy, const void* x,
   return add_parts(ColumnSums{{dbias, nullptr, nullptr}, parts, grid.chunks, K * width, dtype}, stream);
 }
 
-// f(the kind as a type), which returns an error's number.
+// Calls f with `kind` as a compile-time constant, and returns the error number that f returns.
 template <typename F>
 int by_kind(int kind, F f) {
   switch (kind) {
@@ -246,7 +253,8 @@ int gptlite_cuda_bias_activation_forward(void* y, const void* x, const void* bia
   });
 }
 
-// Gated, a pack is of x and dx, half of one of dy: more columns a thread would take too many registers for their sums.
+// For a gated kind, a thread has a full pack of x and dx, but half a pack of dy. With more columns, the sums of a
+// thread would take too many registers.
 int gptlite_cuda_bias_activation_backward(void* dx, void* dbias, float* workspace, const void* dy, const void* x,
                                           const void* bias, int64_t rows, int64_t width, int kind, int dtype,
                                           void* stream) {

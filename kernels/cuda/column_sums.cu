@@ -1,6 +1,4 @@
-// The second stage of sums over rows: parts [parts, width] fp32 to one row. A block has 32 columns, its 32 warps take
-// every 32nd part, and the first warp adds the warps' sums up: few parts in turn, so that the wait is short, and always
-// in the same order. Moves the parts once, which the first stage has just left in the L2 cache.
+// Second stage of column sums (columns.cuh): adds the parts [parts, width], fp32, of each sum to one row [width].
 #include "columns.cuh"
 #include "reduce.cuh"
 
@@ -9,6 +7,9 @@ namespace {
 
 constexpr int kWarps = 32;
 
+// Grid: `tiles` blocks of 32 columns per sum. Block: 32 warps. A lane has a column. Each warp adds every 32nd part, and
+// the first warp adds the sums of the warps, always in the same order. The division among warps keeps chains of
+// dependent loads short. Each part is read once, usually from the L2 cache, where the first stage has just written it.
 __global__ void __launch_bounds__(kWarps* kWarp) add_parts_kernel(ColumnSums sums, int64_t tiles) {
   GPTLITE_SHARED(float, shared);
   const int which = static_cast<int>(blockIdx.x / tiles);

@@ -1,16 +1,17 @@
-// Sums over rows, column by column, in two stages and a fixed order: blocks leave parts in the workspace, another
-// kernel adds the parts up. And the walk down the columns of a matrix, where that is all a kernel does.
+// Column sums of a [rows, width] matrix, such as the gradient of a bias, in two stages and a fixed order: each block
+// writes a partial sum (a "part") to the workspace, and a second kernel (column_sums.cu) adds the parts. Also the grid
+// of kernels that loop down the columns of a matrix.
 #pragma once
 
 #include "dtype.cuh"
 
 namespace gptlite {
 
-constexpr int64_t kMaxParts = 256;  // of a sum; as gptlite_rows_workspace has room for
+constexpr int64_t kMaxParts = 256;  // per sum; gptlite_rows_workspace has room for so many
 constexpr int kMaxSums = 3;
 
-// One matrix of parts [parts, width] for each sum, one after the other; out[i] [width] of `dtype`, or NULL: not wanted.
-// No parts: zeros.
+// Arguments of add_parts, for up to three sums. `parts` holds one matrix [count, width] of parts per sum, in order. Sum
+// i is written to out[i] [width], of `dtype`, unless out[i] is NULL. With count 0, the sums are zeros.
 struct ColumnSums {
   void* out[kMaxSums];
   const float* parts;
@@ -21,21 +22,23 @@ struct ColumnSums {
 
 int add_parts(const ColumnSums& sums, void* stream);
 
-// A block walks down `across` packs of columns, `down` rows at a time; a thread keeps to its columns.
+// Grid of blocks of across * down threads. A block covers `across` packs of columns and `down` rows at a time. A thread
+// stays in the columns of its pack and advances down the rows.
 struct ColumnGrid {
   int across;
   int down;
-  int64_t tiles;   // side by side
-  int64_t chunks;  // one under the other: rows chunk * down + i, step chunks * down
+  int64_t tiles;   // ranges of columns
+  int64_t chunks;  // sets of rows: from chunk * down + i in steps of chunks * down
 
   int block() const { return across * down; }
   int64_t blocks() const { return tiles * chunks; }
 };
 
 constexpr int kColumnBlock = 256;
-constexpr int kRowsAtOnce = 4;  // rows a thread loads before it uses them
+constexpr int kRowsAtOnce = 4;  // rows that a thread loads before it uses them
 
-// At most `most` chunks, and no more than there are rows.
+// Returns the grid for a matrix [rows, width] in packs of `elements`, with at most `most` chunks. There are no more
+// chunks than give each thread kRowsAtOnce rows.
 inline ColumnGrid column_grid(int64_t rows, int64_t width, int elements, int64_t most) {
   const int64_t packs = divide_up(width, elements);
   ColumnGrid grid = {};
@@ -49,9 +52,9 @@ inline ColumnGrid column_grid(int64_t rows, int64_t width, int elements, int64_t
   return grid;
 }
 
-// A thread's place in it.
+// Position of a thread in the grid: its first column and row, and the distance to its next row.
 struct ColumnThread {
-  int64_t column;  // the first of its pack
+  int64_t column;  // first column of the thread's pack
   int64_t row;
   int64_t step;
   int64_t chunk;
@@ -67,13 +70,12 @@ struct ColumnThread {
   }
 };
 
-// Writes the block's part of a sum, of each thread's V columns: adds up the rows of threads. `shared`: V floats a
-// thread.
+// Adds up the sums of threads with the same V columns, and writes the block's part. `shared` has V floats per thread.
 template <int V>
 __device__ __forceinline__ void store_part(float* parts, const float* sum, const ColumnGrid& grid,
                                            const ColumnThread& at, int64_t width, float* shared) {
   const int threads = grid.across * grid.down;
-  __syncthreads();  // the part before is read
+  __syncthreads();  // until the previous sum has been read from `shared`
 #pragma unroll
   for (int k = 0; k < V; ++k) shared[k * threads + threadIdx.x] = sum[k];
   __syncthreads();

@@ -1,12 +1,15 @@
-// Cross entropy of logits, which become their own gradient; and the two halves of it where ranks share the columns.
+// Cross entropy with label smoothing and z-loss (formula: GptliteLoss in gptlite_kernels.h). The gradient overwrites
+// the logits. A second version, in two kernels, is for logits whose columns are divided among tensor-parallel ranks.
 //
-// A block has a row. It reads it once, with a running maximum, a sum of exponentials and, where labels are smoothed, a
-// sum, and keeps it in shared memory, where the gradient is then computed from and written once, the target's element
-// last and alone, so that the others need no question: 2 elements moved for each, the least there is, for
-// rows that fit (227 KB on sm_90, 163 on sm_80: all of 50304 columns in 16 bits, twice on sm_90). Longer rows are read
-// again, from the L2 cache as far as it goes. Nothing is read where the target is to be ignored. The first half for
-// shared columns moves 1 element, the second 2. Rows may start anywhere: what isn't aligned to a pack, at both ends,
-// goes singly.
+// A block has one row. The block reads the row once, with an online softmax (running maximum and sum of exponentials,
+// arXiv:1805.02867) and, for label smoothing, the sum of the logits. It keeps the row in shared memory, computes the
+// gradient from there and writes it once. The element of the target is written last, by one thread, so that the loop
+// over the others needs no comparison.
+//
+// Traffic: 2 elements moved per logit, the minimum, if the row fits into shared memory (227 KB on sm_90, 163 KB on
+// sm_80: 50304 columns of 16 bits fit, and on sm_90 two such rows). Longer rows are read again, partly from the L2
+// cache. Rows with an ignored target are not read. For divided columns, the first kernel moves 1 element per logit, the
+// second 2. Rows need no alignment: elements before and after the aligned packs are processed one by one.
 #include "flat.cuh"
 #include "reduce.cuh"
 
@@ -14,7 +17,7 @@ namespace gptlite {
 namespace {
 
 constexpr int kBlock = 512;
-constexpr int kMostBlock = 1024;  // where a processor has room for one row alone
+constexpr int kMostBlock = 1024;  // if a multiprocessor has room for only one row
 constexpr int kMostWarps = kMostBlock / kWarp;
 constexpr int kPacksAtOnce = 4;
 constexpr int64_t kSlots = 3 * kMostWarps;  // floats of shared memory before the row
@@ -32,15 +35,16 @@ struct Logits {
     return static_cast<T*>(data) + blockIdx.x * row_stride;
   }
 
-  // The column of the row's target, here or not; -1 where it is to be ignored.
+  // Returns the column of the row's target, which is out of range if another rank has it, or -1 if the target is
+  // ignored.
   __device__ __forceinline__ int64_t target() const {
     const int64_t number = targets[blockIdx.x];
     return number == loss.ignore_index ? -1 : number - loss.first;
   }
 };
 
-// Calls body(packs of kPacksAtOnce, pack's number) and, for what is left of the thread's share, body(one pack, number):
-// no question in between whether a pack is there.
+// Calls body(N, first) until all packs of a thread are processed. N is kPacksAtOnce, and 1 for the remaining packs. The
+// packs of a call are first + i * blockDim.x for i < N, so the body needs no bounds checks.
 template <typename F>
 __device__ __forceinline__ void for_packs(const Run& run, F body) {
   const uint32_t block = blockDim.x;
@@ -51,7 +55,7 @@ __device__ __forceinline__ void for_packs(const Run& run, F body) {
   for (; pack < run.packs; pack += block) body(std::integral_constant<int, 1>{}, pack);
 }
 
-// The thread that has the column in for_packs, or among the single ones: no other reads or writes it.
+// Returns the thread that processes `column`, in for_packs or as a single element. No other thread accesses the column.
 template <typename T>
 __device__ __forceinline__ uint32_t owner(const Run& run, int64_t column) {
   if (column < run.head) return static_cast<uint32_t>(column);
@@ -59,8 +63,9 @@ __device__ __forceinline__ uint32_t owner(const Run& run, int64_t column) {
   return static_cast<uint32_t>((column - run.head) / kFullPack<T>) % blockDim.x;
 }
 
-// exp(x - base) of many x. In 16 bits a multiplication and addition in one, and a power of 2: the rounding of the base's
-// product is the same for all x, as if it were another base. A base beyond 2e38 is out of its range.
+// Computes exp(x - base) for many x. For 16-bit elements, by one fused multiply-add and a power of 2. The product
+// log2(e) * base is rounded once for all x, so the error is that of a slightly different base. It overflows for a base
+// beyond 2e38.
 template <typename T>
 struct Exponential {
   float base;
@@ -74,7 +79,7 @@ struct Exponential {
   }
 };
 
-// A thread's part of a row: sum of exp(x - maximum), and of x where that is wanted.
+// Online softmax of a thread's part of a row: its maximum, the sum of exp(x - maximum) and, if Total, the sum of x.
 template <bool Total>
 struct Online {
   float maximum = -INFINITY;
@@ -96,12 +101,12 @@ struct Online {
     maximum = higher;
   }
 
-  // Over the block, all threads of which have the result; the maximum is finite but for rows with infinities alone or
-  // NaN.
+  // Combines the parts of all threads of the block, which all get the result. A maximum of -inf becomes 0, so that
+  // exp(x - maximum) is not NaN.
   __device__ __forceinline__ void reduce(float* slots) {
     const int threads = static_cast<int>(blockDim.x);
     const float all = group_reduce<Max>(maximum, threads, slots), base = all == -INFINITY ? 0.0f : all;
-    // A thread that saw nothing, or -inf alone, has a sum of 0; one that saw NaN, NaN: under any maximum.
+    // A maximum of -inf means that the thread had no elements, or only -inf or NaN. Its sum is 0 or NaN with any base.
     float sums[2] = {sum * expf(maximum - base), total};
     group_reduce<Sum>(sums, threads, slots + kMostWarps);
     maximum = base;
@@ -110,7 +115,8 @@ struct Online {
   }
 };
 
-// Reads the row; keeps its packs in `kept`. Every thread keeps what it will itself need.
+// Reads the row and, if Keep, stores its packs in `kept`. A thread later reads only the packs that it stored, so no
+// barrier is needed.
 template <bool Total, bool Keep, typename T>
 __device__ __forceinline__ Online<Total> read_row(const T* x, const Run& run, T* kept) {
   constexpr int V = kFullPack<T>;
@@ -133,7 +139,7 @@ __device__ __forceinline__ Online<Total> read_row(const T* x, const Run& run, T*
   return online;
 }
 
-// What turns a row into its gradient: factor * exp(x - base) - each, and `hit` less at the target.
+// The gradient of a row: factor * exp(x - base) - each, minus `hit` at the target. loss.scale is in all three.
 template <typename T>
 struct Slope {
   Exponential<T> exponential;
@@ -141,7 +147,7 @@ struct Slope {
   float each;
   float hit;
 
-  // `log_sum`: of all columns. exp(x - base) times `inverse` is a probability.
+  // log_sum is over the columns of all ranks. exp(x - base) * inverse is the softmax.
   __device__ __forceinline__ Slope(const GptliteLoss& loss, float base, float inverse, float log_sum)
       : exponential(base),
         factor((1.0f + 2.0f * loss.z_loss * log_sum) * inverse * loss.scale),
@@ -159,7 +165,8 @@ struct Slope {
   }
 };
 
-// Writes the gradient in the row's place but for `hit`, from the row or from what was kept of it.
+// Overwrites the row with its gradient, without the `hit` at the target. Reads the packs from `kept` if Keep, else from
+// the row.
 template <bool Keep, typename T>
 __device__ __forceinline__ void write_gradient(T* x, const Run& run, const T* kept, const Slope<T>& slope) {
   constexpr int V = kFullPack<T>;
@@ -189,7 +196,8 @@ __device__ __forceinline__ void write_zeros(T* x, const Run& run) {
   if (static_cast<int>(threadIdx.x) < run.head + run.tail) x[run.single(threadIdx.x)] = T{};
 }
 
-// Total: with label smoothing. Keep: the row fits into shared memory, and its gradient is wanted.
+// Grid: one block per row. Block: up to 512 threads, or 1024 if a multiprocessor has shared memory for only one row.
+// Total: label smoothing is on. Keep: the gradient is wanted, and the row fits into shared memory.
 template <typename T, bool Total, bool Keep>
 __global__ void __launch_bounds__(kMostBlock) whole_kernel(float* losses, Logits logits, bool want_gradient) {
   GPTLITE_SHARED(float, shared);
@@ -203,7 +211,7 @@ __global__ void __launch_bounds__(kMostBlock) whole_kernel(float* losses, Logits
   const GptliteLoss& loss = logits.loss;
   const int64_t target = logits.target();
   const bool here = target >= 0 && target < logits.columns;
-  // One thread sees to the target: it reads it before it writes there, and no other does either.
+  // Only the owner of the target's column accesses the target. It reads the logit here, before it overwrites the row.
   const bool mine = threadIdx.x == (here ? owner<T>(run, target) : 0);
   const float hit = mine && here ? to_float(x[target]) : NAN;
   T* kept = reinterpret_cast<T*>(shared + kSlots);
@@ -221,6 +229,8 @@ __global__ void __launch_bounds__(kMostBlock) whole_kernel(float* losses, Logits
   if (mine && here) x[target] = from_float<T>(slope.of(hit) - slope.hit);
 }
 
+// Grid: one block per row, of up to 512 threads. Writes the row's log sum exp, target logit (0 if another rank has it)
+// and sum, over the columns of this rank.
 template <typename T>
 __global__ void __launch_bounds__(kBlock) stats_kernel(float* stats, Logits logits) {
   GPTLITE_SHARED(float, shared);
@@ -235,6 +245,8 @@ __global__ void __launch_bounds__(kBlock) stats_kernel(float* stats, Logits logi
   out[2] = row.total;
 }
 
+// Same grid and block as stats_kernel. Overwrites the row with its gradient. With log_sum as the base, exp(x - base) is
+// already the softmax.
 template <typename T>
 __global__ void __launch_bounds__(kBlock) gradient_kernel(Logits logits, const float* log_sum) {
   T* x = logits.row<T>();
@@ -248,7 +260,8 @@ __global__ void __launch_bounds__(kBlock) gradient_kernel(Logits logits, const f
   if (mine) x[target] = from_float<T>(slope.of(hit) - slope.hit);
 }
 
-// Threads for a row: as many as have four packs each, at most `most`.
+// Returns the number of threads for a row: a multiple of a warp, so that a thread has about four packs, and at most
+// `most`.
 int block_for(int64_t columns, int elements, int64_t most) {
   const int64_t threads = divide_up(divide_up(columns, kPacksAtOnce * elements), kWarp) * kWarp;
   return static_cast<int>(threads < kWarp ? kWarp : threads < most ? threads : most);
@@ -262,7 +275,7 @@ int whole(float* losses, const Logits& logits, bool want_gradient, void* stream)
   const auto keeps = total ? whole_kernel<T, true, true> : whole_kernel<T, false, true>;
   const bool keep = want_gradient && kept <= limit && allow_shared(keeps, kept);
   const auto kernel = keep ? keeps : total ? whole_kernel<T, true, false> : whole_kernel<T, false, false>;
-  // One block a processor must keep the memory busy alone.
+  // If a multiprocessor has shared memory for only one block, this block must saturate the memory alone.
   const int block = block_for(logits.columns, kFullPack<T>, keep && 2 * kept > limit ? kMostBlock : kBlock);
   return launch(kernel, logits.rows, block, keep ? kept : slots, stream, losses, logits, want_gradient);
 }

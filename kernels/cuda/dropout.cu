@@ -1,8 +1,9 @@
-// Dropout, whose backward pass is the same.
+// Dropout (Srivastava et al., JMLR 2014) with a counter-based mask (philox.h). The backward pass is the same function
+// of the gradient, so the mask is computed again and never stored.
 //
-// A few threads have a row, and four packs of it under way at once; x is read once and y written once, 2 elements moved
-// for each, the least there is. The mask is made on the way: ten rounds of Philox for every four elements, some 20
-// instructions an element, which in 16 bits is about what fits beside the memory's traffic.
+// Traffic: x is read once and y is written once, 2 elements moved per element, the minimum. Philox takes ten rounds for
+// four elements, about 20 instructions per element. For 16-bit elements, that is about as much as the memory traffic
+// hides.
 #include "dropout.cuh"
 
 namespace gptlite {
@@ -10,6 +11,8 @@ namespace {
 
 constexpr int kPacksAtOnce = 4;
 
+// A row takes `threads` threads: a power of two up to a warp, with several rows per block of 128, or a whole block of
+// up to 512. A thread loads four packs of its row before it stores them.
 template <typename T, int V>
 __global__ void __launch_bounds__(kLongBlock)
     dropout_kernel(T* y, const T* x, int64_t rows, int64_t heads, int64_t positions, int64_t width,

@@ -1,4 +1,4 @@
-// Dropout of packs of a row.
+// Dropout of packs of a row, with the counter-based mask of philox.h.
 #pragma once
 
 #include "../include/philox.h"
@@ -6,7 +6,7 @@
 
 namespace gptlite {
 
-// v, columns column .. column + V - 1 of a row, dropped out.
+// Applies dropout to v, which holds columns column to column + V - 1 of a row. Four columns share one call of Philox.
 template <int V>
 __device__ __forceinline__ void drop(float* v, const GptliteDropout& dropout, const DropoutRow& row, int64_t column) {
   if constexpr (V % 4 == 0) {
@@ -23,7 +23,7 @@ __device__ __forceinline__ void drop(float* v, const GptliteDropout& dropout, co
   }
 }
 
-// Where row `row` of a tensor [batch, heads, positions, width] stands in the mask.
+// Returns the Philox counter and key of row `row` of a tensor [batch, heads, positions, width].
 __device__ __forceinline__ DropoutRow place_of_row(const GptliteDropout& dropout, int64_t row, int64_t heads,
                                                    int64_t positions) {
   int64_t matrix, position, batch = 0, head = 0;

@@ -1,4 +1,5 @@
-// Elements of three dtypes, packs of them that are loaded at once, and the choice of a template by a dtype's number.
+// Element types (fp32, bf16, fp16), packs of elements that one instruction loads or stores, and dispatch from a dtype
+// number to a template argument. Arithmetic is in fp32: elements are converted when loaded and rounded when stored.
 #pragma once
 
 #include "launch.cuh"
@@ -54,8 +55,8 @@ __device__ __forceinline__ Fp16 from_float<Fp16>(float x) {
 #endif
 }
 
-// 2^x and 1 / x by one instruction, good to 2 units in the last place, but for results below 2^-126, which are 0.
-// __expf and __fdividef spend four more instructions on those.
+// Return 2^x and 1 / x by one instruction, accurate to 2 units in the last place. Results below 2^-126 are flushed to
+// 0; __expf and __fdividef take four more instructions to keep them.
 __device__ __forceinline__ float fast_exp2(float x) {
 #ifdef GPTLITE_EMU
   return exp2f(x);
@@ -78,8 +79,8 @@ __device__ __forceinline__ float fast_inverse(float x) {
 
 constexpr float kLog2E = 1.4426950408889634f;
 
-// The hardware's exponential where the result is rounded to 16 bits; the exact one's 20 instructions would cost more
-// than the memory does there.
+// Returns exp(x), from the hardware's approximation if the result is rounded to 16 bits. There, the 20 instructions of
+// expf would take longer than the memory traffic.
 template <typename T>
 __device__ __forceinline__ float exponential(float x) {
   if constexpr (std::is_same<T, float>::value) return expf(x);
@@ -88,7 +89,8 @@ __device__ __forceinline__ float exponential(float x) {
 
 constexpr int kPackBytes = 16;
 
-// Element k of 32-bit words: a float, or an integer of 8 bits. k is known at compile time.
+// Returns element k of an array of T that is stored as 32-bit words: a float, or for uint8_t an integer. k must be a
+// compile-time constant after unrolling, so that the words stay in registers.
 template <typename T>
 __device__ __forceinline__ auto element(const uint32_t* word, int k) {
   if constexpr (std::is_same<T, float>::value) return __uint_as_float(word[k]);
@@ -105,7 +107,7 @@ __device__ __forceinline__ auto element(const uint32_t* word, int k) {
 #endif
 }
 
-// Two elements of 16 bits in a word, rounded by one instruction.
+// Returns two 16-bit elements as one word, `low` in the lower half. One instruction rounds both.
 template <typename T>
 __device__ __forceinline__ uint32_t pair_of(float low, float high) {
 #ifdef GPTLITE_EMU
@@ -121,8 +123,8 @@ __device__ __forceinline__ uint32_t pair_of(float low, float high) {
 #endif
 }
 
-// N elements that are loaded or stored at once. Whole words, not an array of T: nvcc takes 16-bit elements apart, each
-// with its own register and, in the end, its own store.
+// N elements that are loaded or stored together. They are kept as 32-bit words, because nvcc would split an array of
+// 16-bit elements into one register and one store per element.
 template <typename T, int N>
 struct Pack {
   static constexpr int kWords = N * static_cast<int>(sizeof(T)) / 4;
@@ -154,11 +156,11 @@ struct Pack<T, 1> {
   __device__ __forceinline__ static Pack of(const float* values) { return Pack{from_float<T>(values[0])}; }
 };
 
-// Elements in a pack of 16 bytes.
+// Number of elements in a pack of 16 bytes, the widest access of a thread.
 template <typename T>
 constexpr int kFullPack = kPackBytes / static_cast<int>(sizeof(T));
 
-// In accesses of 16 bytes, or of the pack's size where that is less.
+// Loads a pack in accesses of 16 bytes, or of the size of the pack if that is less. `at` must be aligned to the access.
 template <int N, typename T>
 __device__ __forceinline__ Pack<T, N> load_pack(const T* at) {
   if constexpr (N == 1) {
@@ -180,7 +182,8 @@ __device__ __forceinline__ Pack<T, N> load_pack(const T* at) {
   }
 }
 
-// In the place of the pack, if `wanted`; without a branch, which would cost copies of registers where loops meet.
+// Loads into `pack` if `wanted`, else leaves it unchanged. Uses a predicated load, because a branch would cost register
+// copies where its two paths merge.
 template <int N, typename T>
 __device__ __forceinline__ void load_pack_if(bool wanted, Pack<T, N>& pack, const T* at) {
 #ifndef GPTLITE_EMU
@@ -196,7 +199,8 @@ __device__ __forceinline__ void load_pack_if(bool wanted, Pack<T, N>& pack, cons
   if (wanted) pack = load_pack<N>(at);
 }
 
-// Four words to global memory by one instruction: an assignment to a uint4 becomes four where others are near.
+// Stores four words to global memory by one instruction. nvcc may split an assignment to a uint4 into four stores if
+// other stores are near.
 __device__ __forceinline__ void store_words(void* at, const uint32_t* word) {
 #ifdef GPTLITE_EMU
   *static_cast<uint4*>(at) = make_uint4(word[0], word[1], word[2], word[3]);
@@ -218,7 +222,7 @@ __device__ __forceinline__ void store_pack(T* at, const Pack<T, N>& pack) {
   }
 }
 
-// The same to shared memory.
+// Stores a pack of 16 bytes to shared memory.
 template <int N, typename T>
 __device__ __forceinline__ void keep_pack(T* at, const Pack<T, N>& pack) {
   static_assert(Pack<T, N>::kWords == 4, "one access of 16 bytes");
@@ -243,7 +247,7 @@ __device__ __forceinline__ void store_floats(T* at, const float* values) {
   store_pack<N>(at, Pack<T, N>::of(values));
 }
 
-// The same for a dtype known at run time: a weight, a bias, a mask. Its branch is the same for a whole block.
+// Loads elements whose dtype is known only at run time (weight, bias, mask). All threads take the same branch.
 template <int N>
 __device__ __forceinline__ void load_floats(float* out, const void* data, int dtype, int64_t index) {
   if (dtype == GPTLITE_FP32) return load_floats<N>(out, static_cast<const float*>(data) + index);
@@ -260,7 +264,7 @@ __device__ __forceinline__ void store_float(void* data, int dtype, int64_t index
     static_cast<Fp16*>(data)[index] = from_float<Fp16>(value);
 }
 
-// f(an element of the dtype), which returns an error's number.
+// Calls f with a value of the element type of `dtype`, and returns the error number that f returns.
 template <typename F>
 int by_dtype(int dtype, F f) {
   if (dtype == GPTLITE_FP32) return f(float{});
@@ -273,7 +277,7 @@ inline bool is_float_dtype(int dtype) {
   return dtype == GPTLITE_FP32 || dtype == GPTLITE_BF16 || dtype == GPTLITE_FP16;
 }
 
-// Whether all pointers, of which any may be NULL, are aligned to a pack.
+// Returns whether all pointers are aligned to a pack of 16 bytes. NULL counts as aligned.
 template <typename... Pointers>
 bool aligned(Pointers... pointers) {
   return ((reinterpret_cast<uintptr_t>(pointers) % kPackBytes == 0) && ...);

@@ -1,16 +1,18 @@
-// Runs of elements that start anywhere, and lists of tensors given to a kernel by value.
+// Access to contiguous elements of any alignment, and the assignment of blocks to the tensors of a list, for kernels
+// over many tensors (AdamW, gradient norm) and over rows of any stride (cross entropy).
 #pragma once
 
 #include "dtype.cuh"
 
 namespace gptlite {
 
-// Elements at `data`: single ones until a pack is aligned, packs, single ones again.
+// Division of `count` contiguous elements into `head` single elements before the first 16-byte boundary, `packs` packs
+// of 16 bytes, and `tail` single elements.
 struct Run {
   int64_t count;
-  uint32_t packs;  // of up to 2^34 elements
+  uint32_t packs;  // 32 bits are enough for 2^34 elements
   int head;  // single elements before the packs
-  int tail;  // and after
+  int tail;  // single elements after the packs
 
   template <typename T>
   __device__ __forceinline__ static Run of(const T* data, int64_t count) {
@@ -24,12 +26,12 @@ struct Run {
     return run;
   }
 
-  // Element of single number i < head + tail.
+  // Returns the index of single element i, 0 <= i < head + tail.
   __device__ __forceinline__ int64_t single(int i) const { return i < head ? i : count - tail + (i - head); }
 };
 
-// Of `count` tensors, the one that block `block` works on: first[i] is the number of tensor i's first block, and a
-// tensor of no elements has none.
+// Returns which of `count` tensors block `block` works on, by binary search. first[i] is the first block of tensor i.
+// An empty tensor has no blocks, so the last i with first[i] <= block is the tensor.
 __device__ __forceinline__ int find_tensor(const int* first, int count, int block) {
   int low = 0, high = count - 1;
   while (low < high) {

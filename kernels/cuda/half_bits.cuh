@@ -1,5 +1,5 @@
-// Rounding to 16 bits without the GPU's instructions: what the emulator uses. To nearest, ties to even, as the GPU
-// does.
+// Conversion between fp32 and bf16 or fp16 bits in plain C++, for the emulator (kernels/emu), which has no GPU
+// instructions. Rounds to nearest, ties to even, like the GPU.
 #pragma once
 
 #include <math.h>
@@ -30,8 +30,9 @@ inline uint16_t float_to_fp16(float x) {
   const uint32_t bits = float_bits(x), magnitude = bits & 0x7fffffff;
   const uint16_t sign = static_cast<uint16_t>(bits >> 16 & 0x8000);
   if (magnitude > 0x7f800000) return 0x7fff;
-  if (magnitude >= 0x477ff000) return sign | 0x7c00;  // from 65520 on: infinity
-  // Below 2^-14 an fp16 counts units of 2^-24: so does an fp32 of at least 0.5, whose sum does the rounding.
+  if (magnitude >= 0x477ff000) return sign | 0x7c00;  // 65520 and above round to infinity
+  // Below 2^-14, fp16 values are multiples of 2^-24. So are fp32 values in [0.5, 1): adding 0.5 rounds to that
+  // multiple.
   if (magnitude < 0x38800000)
     return static_cast<uint16_t>(sign | (float_bits(bits_float(magnitude) + 0.5f) - 0x3f000000));
   return static_cast<uint16_t>(sign | ((magnitude - 0x38000000 + 0xfff + (magnitude >> 13 & 1)) >> 13));

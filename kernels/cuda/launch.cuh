@@ -1,9 +1,9 @@
-// How a kernel is launched: by nvcc, or by the emulator (kernels/emu), which compiles the same sources with a host
-// compiler.
+// Kernel launches and device queries, for nvcc and for the emulator (kernels/emu), which compiles the same sources with
+// a host compiler.
 //
-// Beyond the language of kernels, the sources use of CUDA's runtime only what stands here: dim3, cudaStream_t,
-// cudaSuccess, cudaErrorInvalidValue, cudaGetLastError, cudaFuncSetAttribute, cudaGetDevice and cudaDeviceGetAttribute.
-// The emulator defines these, GPTLITE_SHARED and gptlite::emu::launch, which returns 0 or an error's number.
+// Of the CUDA runtime, the sources use only dim3, cudaStream_t, cudaSuccess, cudaErrorInvalidValue, cudaGetLastError,
+// cudaFuncSetAttribute, cudaGetDevice and cudaDeviceGetAttribute. The emulator defines these, GPTLITE_SHARED and
+// gptlite::emu::launch, which returns 0 or an error number.
 #pragma once
 
 #include <type_traits>
@@ -19,7 +19,7 @@
 #include "../include/gptlite_kernels.h"
 
 #ifndef GPTLITE_EMU
-// `name` points to the block's dynamic shared memory, aligned to 16 bytes.
+// Declares `name`, a pointer to the block's dynamic shared memory, aligned to 16 bytes.
 #define GPTLITE_SHARED(type, name)                                \
   extern __shared__ __align__(16) unsigned char gptlite_shared[]; \
   type* name = reinterpret_cast<type*>(gptlite_shared)
@@ -27,11 +27,11 @@
 
 namespace gptlite {
 
-constexpr int64_t kMaxGrid = 2147483647;    // blocks of a grid's first dim
-constexpr int64_t kPlainShared = 48 * 1024;  // bytes of dynamic shared memory that need no leave
+constexpr int64_t kMaxGrid = 2147483647;    // maximum gridDim.x
+constexpr int64_t kPlainShared = 48 * 1024;  // bytes of dynamic shared memory without a request
 
-// Launches kernel<<<blocks, block, shared, stream>>>(args...), arguments converted to the kernel's own types. Returns 0
-// or the cudaError_t. No blocks: nothing to do, where CUDA would call it an error.
+// Launches kernel<<<blocks, block, shared, stream>>>(arguments...), with the arguments converted to the kernel's
+// parameter types. Returns 0 or the cudaError_t. Does nothing for 0 blocks, which CUDA would report as an error.
 template <typename... Parameters, typename... Arguments>
 int launch(void (*kernel)(Parameters...), int64_t blocks, int64_t block, int64_t shared, void* stream,
            Arguments... arguments) {
@@ -48,7 +48,8 @@ int launch(void (*kernel)(Parameters...), int64_t blocks, int64_t block, int64_t
 #endif
 }
 
-// Whether a block of the kernel may have so many bytes of dynamic shared memory; asks for leave beyond 48 KB.
+// Returns whether a block of the kernel can have `bytes` of dynamic shared memory. More than 48 KB must be requested
+// from the runtime, which this function does.
 template <typename... Parameters>
 bool allow_shared(void (*kernel)(Parameters...), int64_t bytes) {
   if (bytes <= kPlainShared) return true;
@@ -56,11 +57,11 @@ bool allow_shared(void (*kernel)(Parameters...), int64_t bytes) {
   if (cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize,
                            static_cast<int>(bytes)) == cudaSuccess)
     return true;
-  cudaGetLastError();  // the refusal is not the next launch's error
+  cudaGetLastError();  // clear the error, which the next launch would report
   return false;
 }
 
-// An attribute of the current device, or `otherwise` where it can't be told.
+// Returns an attribute of the current device, or `otherwise` if the query fails.
 inline int64_t device_attribute(cudaDeviceAttr attribute, int64_t otherwise) {
   int device = 0, value = 0;
   if (cudaGetDevice(&device) != cudaSuccess || cudaDeviceGetAttribute(&value, attribute, device) != cudaSuccess)
@@ -68,7 +69,7 @@ inline int64_t device_attribute(cudaDeviceAttr attribute, int64_t otherwise) {
   return value;
 }
 
-// Multiprocessors of the current device.
+// Returns the number of multiprocessors of the current device. 108 is that of an A100.
 inline int64_t processors() { return device_attribute(cudaDevAttrMultiProcessorCount, 108); }
 
 constexpr int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }

@@ -1,15 +1,16 @@
-// Layer norm and RMS norm, forward and backward.
+// Layer norm (Ba et al., arXiv:1607.06450) and RMS norm (Zhang and Sennrich, arXiv:1910.07467), forward and backward:
+// y = (x - mean) * rstd * weight + bias, and for an RMS norm y = x * rstd * weight.
 //
-// Forward: a row is read once into registers (row.cuh), reduced twice (mean, then squares about it; once for an RMS norm)
-// and written once: 2 elements moved for each, the least there is; weight and bias come from the caches. Rows beyond 8192
-// are read twice.
-// Backward: norm_backward.cuh.
+// Traffic of the forward pass: a row is read once into registers (row.cuh), reduced twice (the mean, then the squared
+// deviations; for an RMS norm only the squares) and written once. That is 2 elements moved per element, the minimum;
+// weight and bias come from the caches. Rows wider than 8192 are read twice. The backward pass is in norm_backward.cuh.
 #include "layer_norm.cuh"
 #include "norm_backward.cuh"
 
 namespace gptlite {
 namespace {
 
+// Held rows. Grid and block: see row_grid. A thread holds E elements of its row.
 template <typename T, int V, int E, bool Rms>
 __global__ void __launch_bounds__(kMostThreads<E>) forward_held(Norm norm, const T* x, int threads) {
   GPTLITE_SHARED(float, slots);
@@ -28,6 +29,7 @@ __global__ void __launch_bounds__(kMostThreads<E>) forward_held(Norm norm, const
   norm_held<T, V, E, Rms>(norm, at, width, v, slots);
 }
 
+// Long rows. Grid: one block of 512 threads per row.
 template <typename T, int V, bool Rms>
 __global__ void __launch_bounds__(kLongBlock) forward_long(Norm norm, const T* x) {
   GPTLITE_SHARED(float, slots);
@@ -86,7 +88,7 @@ int gptlite_cuda_layer_norm_backward(void* dx, void* dweight, void* dbias, float
   g.rstd = rstd;
   g.rows = rows;
   g.width = width;
-  if (mean == nullptr && rows > 0)  // of no rows there is no mean either
+  if (mean == nullptr && rows > 0)  // with 0 rows, `mean` may be NULL for a layer norm too
     return norm_backward<false, true, 1>(g, {dweight}, dtype, stream);
   return norm_backward<false, false, 2>(g, {dweight, dbias}, dtype, stream);
 }

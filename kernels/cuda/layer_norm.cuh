@@ -1,5 +1,5 @@
-// What layer_norm.cu and residual_norm.cu share of the forward pass: a row's mean and deviation, and the rows normed. An
-// RMS norm (Rms) takes the mean as 0 and does not write it.
+// Forward pass of layer norm and RMS norm, shared by layer_norm.cu and residual_norm.cu: the mean and the reciprocal
+// standard deviation (rstd) of a row, and the normalized row. For an RMS norm (Rms), the mean is 0 and is not written.
 #pragma once
 
 #include <type_traits>
@@ -12,25 +12,25 @@ struct Norm {
   void* y;
   float* mean;
   float* rstd;
-  const void* weight;  // or NULL, of an RMS norm
+  const void* weight;  // may be NULL for an RMS norm
   const void* bias;    // or NULL
   int weight_dtype;
   int64_t rows;
   int64_t width;
   float eps;
-  float inverse_width;  // a division's slow path would take registers and a stack
+  float inverse_width;  // avoids a division, which takes registers and stack
 };
 
-// f(std::true_type) for an RMS norm, else f(std::false_type).
+// Calls f with `rms` as a compile-time constant.
 template <typename F>
 int by_norm(bool rms, F f) {
   return rms ? f(std::true_type{}) : f(std::false_type{});
 }
 
-// Bytes of shared memory for the reductions below.
+// Bytes of shared memory for the reductions below: three floats per warp.
 constexpr int64_t kNormShared = 3 * kMaxWarps * sizeof(float);
 
-// Writes the norm of v, columns column .. column + V - 1, to `row` of y.
+// Normalizes v, which holds columns column to column + V - 1, and writes it to `row` of y.
 template <typename T, int V, bool Rms>
 __device__ __forceinline__ void store_normed(const Norm& norm, int64_t row, int64_t column, const float* v, float mean,
                                              float rstd) {
@@ -57,8 +57,8 @@ __device__ __forceinline__ void store_normed(const Norm& norm, int64_t row, int6
   store_floats<V>(static_cast<T*>(norm.y) + row * norm.width + column, y);
 }
 
-// Norms the row that a group holds in v, zeros past its end. The mean first, then the squares of what is left: no
-// cancellation.
+// Normalizes a held row: v has a thread's E elements, with zeros past the row's end. Computes the mean first and then
+// the squared deviations from it, which avoids the cancellation of E[x^2] - mean^2.
 template <typename T, int V, int E, bool Rms>
 __device__ __forceinline__ void norm_held(const Norm& norm, const RowThread& at, int width, const float* v,
                                           float* slots) {
@@ -71,7 +71,8 @@ __device__ __forceinline__ void norm_held(const Norm& norm, const RowThread& at,
   }
 #pragma unroll
   for (int i = 0; i < kPacks; ++i) {
-    // Zeros are apart from a mean alone; singly, the branch would spill.
+    // Skip the zeros past the row's end, whose deviation from the mean is not 0. For an RMS norm they add nothing, and
+    // with single elements the branch would spill registers.
     if (!(Rms && V == 1) && (at.lane + i * at.threads) * V >= width) continue;
 #pragma unroll
     for (int k = 0; k < V; ++k) squares = fmaf(v[i * V + k] - mean, v[i * V + k] - mean, squares);
@@ -89,8 +90,9 @@ __device__ __forceinline__ void norm_held(const Norm& norm, const RowThread& at,
   }
 }
 
-// A walked row's moments, kept about a running mean: no cancellation either (Chan, Golub, LeVeque 1979). Those of an RMS
-// norm are the sum of squares.
+// Moments of a part of a long row: the count, the mean and the sum of squared deviations from it. Two parts are merged
+// by the formula of Chan, Golub and LeVeque (1979), without cancellation. For an RMS norm, only the sum of squares is
+// used.
 template <bool Rms>
 struct Moments {
   float count;
@@ -121,7 +123,7 @@ struct Moments {
     merge(V, middle, about);
   }
 
-  // Over a block of kLongBlock threads, which all have the result: every warp in turn, in order.
+  // Merges the moments of a block of kLongBlock threads, in a fixed order. All threads get the result.
   __device__ __forceinline__ void merge_block(float* slots) {
     if constexpr (Rms) {
       squares = group_reduce<Sum>(squares, kLongBlock, slots);
@@ -145,7 +147,7 @@ struct Moments {
   }
 };
 
-// Norms `row` of x, of which the thread's moments are given; walks it a second time.
+// Normalizes a long row of x, in a second pass over it. `moments` are those of the thread's elements.
 template <typename T, int V, bool Rms>
 __device__ __forceinline__ void norm_long(const Norm& norm, const RowThread& at, const T* x, Moments<Rms> moments,
                                           float* slots) {

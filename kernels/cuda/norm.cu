@@ -1,15 +1,16 @@
-// The norm of many tensors, such as all gradients of a model.
+// L2 norm over all elements of many tensors, such as the gradients of a model: the square root of the sum of squares.
 //
-// Each block sums the squares of 65536 elements of a tensor, in fp32 within a pack of 16 bytes and in fp64 beyond, and
-// leaves one number; one block adds those up. Every element is read once, the least there is. Tensors come in lists of
-// 128 in the kernel's arguments: nothing is copied to the device, nothing waits for the host.
+// A first kernel writes one partial sum for every 65536 elements, a second kernel adds the partial sums. Squares are
+// added in fp32 within a pack of 16 bytes, and in fp64 from there on. Every element is read once, the minimum traffic.
+// Tensors are passed in lists of 128, as kernel arguments, so nothing is copied to the device and nothing waits for the
+// host.
 #include "flat.cuh"
 #include "reduce.cuh"
 
 namespace gptlite {
 namespace {
 
-constexpr int64_t kChunk = 65536;  // as gptlite_norm_workspace has room for
+constexpr int64_t kChunk = 65536;  // gptlite_norm_workspace uses the same number
 constexpr int kBlock = 512;
 constexpr int kFinalBlock = 1024;
 constexpr int kPacksAtOnce = 4;
@@ -22,7 +23,7 @@ struct Tensors {
   int listed;
 };
 
-// Over the block; thread 0 has the sum.
+// Adds `value` over the block. Only thread 0 gets the sum.
 __device__ __forceinline__ double block_sum(double value, double* shared) {
   for (int offset = kWarp / 2; offset > 0; offset /= 2) value += __shfl_xor_sync(kAllLanes, value, offset);
   if (threadIdx.x % kWarp == 0) shared[threadIdx.x / kWarp] = value;
@@ -33,7 +34,7 @@ __device__ __forceinline__ double block_sum(double value, double* shared) {
 
 __device__ __forceinline__ float square(float x) { return x * x; }
 
-// A double in the place of two floats, which need not be aligned for it.
+// Stores a double in two floats, because the workspace need not be aligned to 8 bytes.
 __device__ __forceinline__ void store_double(float* at, double value) {
   uint64_t bits;
   memcpy(&bits, &value, sizeof bits);
@@ -48,7 +49,8 @@ __device__ __forceinline__ double load_double(const float* at) {
   return value;
 }
 
-// parts: a double for each block.
+// Grid: ceil(count / 65536) blocks per tensor of the list. Block: 512 threads, for 65536 elements of one tensor, with
+// four packs per thread in flight. Writes one double to `parts` for each block.
 template <typename T>
 __global__ void __launch_bounds__(kBlock) square_sums(float* parts, Tensors tensors) {
   GPTLITE_SHARED(double, shared);
@@ -79,6 +81,7 @@ __global__ void __launch_bounds__(kBlock) square_sums(float* parts, Tensors tens
   if (threadIdx.x == 0) store_double(parts + 2 * static_cast<int64_t>(blockIdx.x), sum);
 }
 
+// One block of 1024 threads, which adds the `count` partial sums.
 __global__ void __launch_bounds__(kFinalBlock) root_of_sum(float* out, const float* parts, int64_t count) {
   GPTLITE_SHARED(double, shared);
   double sum = 0.0;

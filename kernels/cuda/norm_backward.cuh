@@ -1,15 +1,20 @@
-// The backward pass of layer norm and of RMS norm (Rms), alone or after a residual sum with dropout: what layer_norm.cu
-// and residual_norm.cu share.
+// Backward pass of layer norm and of RMS norm (Rms), alone or after a residual sum with dropout. Shared by
+// layer_norm.cu and residual_norm.cu. For the normalized rows y = xhat * weight + bias, with xhat = (h - mean) * rstd:
+//   dh = rstd * (dy * weight - mean of (dy * weight) - xhat * mean of (dy * weight * xhat))
+//   dweight = sum over rows of dy * xhat,  dbias = sum over rows of dy
+// An RMS norm has mean 0, and neither the first of the two means nor dbias.
 //
-// Rows of up to 8192: two stages. In the first, a processor's one or two blocks walk all rows. A group of threads
-// (row.cuh) holds a row of x and dy in registers, reduces its two sums at once and writes the row of dx; dweight and
-// dbias of the group's columns stay in registers from row to row, the weights in shared memory, as floats. Each pack of
-// the next row is fetched into the registers of this row's as soon as that is used up. Rows of 513 to 1024 elements of
-// 16 bits are a warp's, 24 or 32 elements a thread, all of them used at 768 and 1024: no thread waits for another warp.
-// At the end the groups of a block are added up in shared memory, and the block writes its parts, at most 256 in all;
-// column_sums.cu adds those up. So 3 elements are moved for each, the least there is, and 16 bytes a column and block
-// for the parts. Longer rows, and three sums of rows that aren't aligned: a block walks its rows one by one, reads each
-// twice, and keeps its parts in the L2 cache.
+// Held rows, of up to 8192 elements, take two stages. In the first, one or two blocks per multiprocessor loop over all
+// rows. A group of threads (row.cuh) holds a row of h and dy in registers, reduces both sums at once and writes the row
+// of dh. Its sums for dweight and dbias stay in registers from row to row. The weights are in shared memory, as floats.
+// Each pack of the next row is loaded into the registers of this row's pack as soon as the latter is used. Rows of 513
+// to 1024 elements of 16 bits take one warp, with 24 or 32 elements per thread, so no thread waits for another warp. At
+// the end, a block adds the sums of its groups in shared memory and writes them as parts. There are at most 256 parts
+// per sum, which column_sums.cu adds in the second stage. Traffic: 3 elements moved per element, the minimum, and for
+// the parts 16 bytes per column and block.
+//
+// Longer rows, and unaligned rows with three sums: a block loops over its rows one by one, reads each row twice, and
+// updates its parts in memory, where they stay in the L2 cache.
 #pragma once
 
 #include "columns.cuh"
@@ -18,54 +23,58 @@
 namespace gptlite {
 
 struct NormGradient {
-  void* dx;        // dh dropped out; NULL without dropout
-  void* dh;        // the whole gradient of h
-  float* parts;    // dweight's, dbias's (not of an RMS norm) and those of the bias before the norm
+  void* dx;        // dh after dropout; NULL without dropout
+  void* dh;        // the complete gradient of h
+  float* parts;    // of dweight, dbias (not for an RMS norm) and the bias before the norm
   const void* dy;  // or NULL
-  const void* add;  // of dh, from elsewhere, or NULL
+  const void* add;  // gradient of h from other uses, or NULL
   const void* h;
-  const void* weight;  // or NULL, of an RMS norm
-  const float* mean;   // NULL of an RMS norm
+  const void* weight;  // may be NULL for an RMS norm
+  const float* mean;   // NULL for an RMS norm
   const float* rstd;
   int64_t rows;
   int64_t width;
   int64_t positions;
-  GptliteDropout dropout;  // where dx is
+  GptliteDropout dropout;  // used if dx is not NULL
   int weight_dtype;
-  float inverse_width;  // set below: a division's slow path would take registers and a stack
+  float inverse_width;  // set below; avoids a division, which takes registers and stack
 };
 
-// What there is beside the norm: nothing; a residual sum, whose gradient is added; dropout before that sum.
+// Operation before the norm: nothing; a residual sum, so that dh has the gradient `add` added; or dropout and then the
+// sum.
 enum class Before { nothing, sum, dropout };
 
-// Template parameters below: T, V: the elements, and how many go at once. Sums: 2, one less for an RMS norm, and one more
-// where the gradient of the bias before the norm is wanted too.
+// Template parameters below: T is the element type, V the number of elements of a pack, Sums the number of column sums:
+// dweight, dbias (not for an RMS norm), and the gradient of the bias before the norm if kSumBefore.
 template <bool Rms, int Sums>
 constexpr bool kSumBefore = Sums == (Rms ? 2 : 3);
 
-// E elements of a row for each thread; Warp: a warp has a row, which spares the barriers and the arithmetic of addresses.
+// E: elements of a row that a thread holds. Warp: a row takes exactly one warp, known at compile time, which saves
+// barriers and address arithmetic.
 template <int E_, bool Warp_>
 struct GradientLayout {
   static constexpr int E = E_;
   static constexpr bool Warp = Warp_;
 };
 
-// Threads of the largest block, which alone fills a processor's registers: a thread has E of each sum, and its part of
-// h, dy and dh. As large as no word is spilled; rows that need more threads are walked.
+// Number of threads in the largest block, which fills the registers of a multiprocessor alone: a thread holds E
+// elements of each sum and of h, dy and dh. The numbers are the largest without register spills. Rows that need more
+// threads are processed as long rows.
 template <int E, Before B, int Sums>
 constexpr int kGradientBlock = E < 16    ? 448
                                : E == 16 ? (B == Before::dropout && Sums == 3 ? 384 : 512)
                                : E == 24 ? (B == Before::nothing ? 512 : 384)
                                          : (Sums <= 2 ? 384 : 256);
 
-// Where element k of a thread is among floats of which four in a row are one thread's: no bank conflicts.
+// Returns the position of a thread's element k in shared memory. Four consecutive floats belong to one thread and the
+// next four to the next thread, which avoids bank conflicts.
 template <int V>
 __device__ __forceinline__ int held_at(int k, int lane, int threads) {
   if constexpr (V == 1) return k * threads + lane;
   return (k / 4 * threads + lane) * 4 + k % 4;
 }
 
-// A row's packs of h, dy and what is added to the gradient of h. Those past the row's end stay zeros.
+// A thread's packs of a row of h, dy and (if Add) the gradient that is added to dh. Packs past the row's end are zeros.
 template <typename T, int V, int E, bool Add>
 struct GradientRow {
   static constexpr int kPacks = E / V;
@@ -80,7 +89,7 @@ struct GradientRow {
   }
 };
 
-// The weights of columns column .. column + V - 1; ones for an RMS norm without.
+// Loads the weights of columns column to column + V - 1: ones if an RMS norm has no weight.
 template <int V, bool Rms>
 __device__ __forceinline__ void load_weight(float* weight, const NormGradient& g, int64_t column) {
   if constexpr (Rms) {
@@ -100,8 +109,8 @@ __device__ __forceinline__ void add_pack(float* v, const NormGradient& g, int64_
   for (int k = 0; k < V; ++k) v[k] += add[k];
 }
 
-// Adds up one sum of a block's groups of threads, in order, and writes the block's part of it. `shared`: E floats for
-// each thread of the block.
+// Adds one column sum over the block's groups of threads, in a fixed order, and writes it as the block's part. `shared`
+// has E floats per thread of the block.
 template <int V, int E>
 __device__ __forceinline__ void store_part_of_groups(float* parts, float (&sum)[E], int width, int threads,
                                                      float* shared) {
@@ -111,7 +120,7 @@ __device__ __forceinline__ void store_part_of_groups(float* parts, float (&sum)[
   }
   const int unit = threads < kWarp ? kWarp : threads, units = blockDim.x / unit, held = threads * E;
   const int lane = threadIdx.x % unit;
-  __syncthreads();  // the sum before is read
+  __syncthreads();  // until the previous sum has been read from `shared`
 #pragma unroll
   for (int k = 0; lane < threads && k < E; ++k)
     shared[threadIdx.x / unit * held + held_at<V>(k, lane, threads)] = sum[k];
@@ -131,12 +140,14 @@ __device__ __forceinline__ void store_part_of_groups(float* parts, float (&sum)[
   }
 }
 
+// Held rows. Grid: one or two blocks per multiprocessor, and at most 256. Block: whole groups of row_threads threads,
+// one row per group, up to kGradientBlock threads. A group advances by `step` rows.
 template <typename T, int V, typename Layout, Before B, bool Rms, int Sums>
 __global__ void __launch_bounds__(kGradientBlock<Layout::E, B, Sums>)
     norm_backward_held(NormGradient g, int row_threads) {
   GPTLITE_SHARED(float, shared);
-  constexpr int E = Layout::E, kProduct = Rms ? 0 : 1;  // the place of the product's sum, which is an RMS norm's only one
-  constexpr bool kHoldAdd = B == Before::sum && sizeof(T) == 2 && V > 1;  // registers
+  constexpr int E = Layout::E, kProduct = Rms ? 0 : 1;  // kProduct: index of the sum dy*w*xhat
+  constexpr bool kHoldAdd = B == Before::sum && sizeof(T) == 2 && V > 1;  // limited by registers
   const int threads = Layout::Warp ? kWarp : row_threads;
   const RowThread at(threads);
   const int64_t step = static_cast<int64_t>(gridDim.x) * (blockDim.x / threads);
@@ -149,7 +160,7 @@ __global__ void __launch_bounds__(kGradientBlock<Layout::E, B, Sums>)
 #pragma unroll
   for (int i = 0; i < E / V; ++i)
     held.load(g, i, at.row * width + column + i * across, any && column + i * across < width);
-  // Weights as floats, in shared memory: registers are short.
+  // Weights go to shared memory, because registers are scarce, as floats, so that they are converted only once.
 #pragma unroll 1
   for (int i = 0; static_cast<int>(threadIdx.x) < threads && i < E / V; ++i) {
     float weight[V] = {};
@@ -160,8 +171,8 @@ __global__ void __launch_bounds__(kGradientBlock<Layout::E, B, Sums>)
   __syncthreads();
   int64_t row = at.row;
   int turn = 0;
-  // A block's groups take as many turns, for they meet in the reduction: as many as its first. A row past the last is
-  // worked on, too: it has the group's row before, which is neither added nor written.
+  // All groups of a block run as many iterations as its first group, because the reduction has a barrier. A group with
+  // `row` past the last row takes part in the reduction, but neither adds nor writes anything.
   for (int64_t first = row - threadIdx.x / threads; first < g.rows; first += step, row += step, turn ^= 1) {
     const float shift = -mean * rstd;
     float c[kProduct + 1] = {};
@@ -180,7 +191,7 @@ __global__ void __launch_bounds__(kGradientBlock<Layout::E, B, Sums>)
     if (row >= g.rows) continue;
     DropoutRow place = {};
     if (B == Before::dropout) place = place_of_row(g.dropout, row, 1, g.positions);
-    // rstd * (dy * weight - (c[0] + xhat * c[1]) / width), of h itself.
+    // dh = rstd * (dy * weight - (c[0] + xhat * c[1]) / width), expanded to a linear function of h.
     const float scale = rstd, slope = -rstd * rstd * c[kProduct] * g.inverse_width;
     const float constant = Rms ? 0.0f : -rstd * c[0] * g.inverse_width - mean * slope;
     const bool more = row + step < g.rows;
@@ -197,7 +208,7 @@ __global__ void __launch_bounds__(kGradientBlock<Layout::E, B, Sums>)
         v[k] = fmaf(scaled, scale, Rms ? held.h[i].at(k) * slope : fmaf(held.h[i].at(k), slope, constant));
         if (kHoldAdd) v[k] += held.add[i].at(k);
       }
-      // The next row's pack takes the place of this one as soon as that is used up.
+      // This pack is used up: load the next row's pack into its registers.
       held.load(g, i, place_at + step * width, more);
       if (B != Before::nothing && !kHoldAdd) add_pack<T, V>(v, g, place_at);
       store_floats<V>(static_cast<T*>(g.dh) + place_at, v);
@@ -217,8 +228,8 @@ __global__ void __launch_bounds__(kGradientBlock<Layout::E, B, Sums>)
                                width, threads, weights);
 }
 
-// Adds v to a part of a sum; at the block's first row, writes it. A thread keeps to its columns, so only it is
-// concerned.
+// Adds v to the block's part of sum `which`, or stores v if `first`, for the block's first row. No barrier is needed,
+// because a thread always accesses the same columns.
 template <int V>
 __device__ __forceinline__ void add_to_part(const NormGradient& g, int which, int64_t column, const float* v,
                                             bool first) {
@@ -230,7 +241,7 @@ __device__ __forceinline__ void add_to_part(const NormGradient& g, int which, in
   store_floats<V>(at, part);
 }
 
-// A pack of dy and of h, normed, and its weights.
+// A pack of dy (zeros if dy is NULL), of xhat, the normalized h, and of the weights.
 template <typename T, int V, bool Rms>
 struct GradientPack {
   float dy[V];
@@ -249,6 +260,8 @@ struct GradientPack {
   }
 };
 
+// Long rows. Grid: up to 256 blocks of 512 threads, each with every gridDim.x-th row. The first loop computes the row's
+// sums c, the second writes dh.
 template <typename T, int V, bool Residual, bool Rms, int Sums>
 __global__ void __launch_bounds__(kLongBlock) norm_backward_long(NormGradient g) {
   GPTLITE_SHARED(float, slots);
@@ -258,7 +271,7 @@ __global__ void __launch_bounds__(kLongBlock) norm_backward_long(NormGradient g)
   for (int64_t row = blockIdx.x; row < g.rows; row += gridDim.x, turn ^= 1) {
     const float mean = Rms ? 0.0f : g.mean[row], rstd = g.rstd[row];
     float c[kProduct + 1] = {};
-#pragma unroll (sizeof(T) < 4 && !(Rms && V == 1) ? 2 : 1)  // registers
+#pragma unroll (sizeof(T) < 4 && !(Rms && V == 1) ? 2 : 1)  // limited by registers
     for (int64_t column = start; column < g.width; column += step) {
       const GradientPack<T, V, Rms> pack(g, row, column, mean, rstd);
 #pragma unroll
@@ -293,8 +306,9 @@ __global__ void __launch_bounds__(kLongBlock) norm_backward_long(NormGradient g)
   }
 }
 
-// Threads of a block: as many whole groups as fit. Where a group is of several warps, which wait for each other and in
-// the end for the block, two blocks of half the size, unless those have room for fewer rows.
+// Returns the number of threads of a block: as many whole groups as fit into `most`. If a group has several warps,
+// which wait for each other at barriers, half of that, so that two blocks share a multiprocessor, unless this holds
+// fewer rows.
 inline int gradient_block(int threads, int most) {
   const int one = most / threads, half = most / 2 / threads;
   return (threads > kWarp && 2 * half >= one ? half : one) * threads;
@@ -322,8 +336,9 @@ int launch_layout(const NormGradient& g, int64_t* count, void* stream) {
   return launch(kernel, *count, block, shared, stream, g, threads);
 }
 
-// A warp has rows of 513 to 1024 elements; wider ones have 32 elements a thread unless 16 leave fewer without work.
-// Only elements of 16 bits have the registers for more than 16; dropout's own work leaves little to gain.
+// Chooses the layout of held rows. Rows of 513 to 1024 elements take one warp. Wider rows have 32 elements per thread,
+// unless 16 per thread leave fewer unused. More than 16 fit into the registers only for 16-bit elements, and with
+// dropout the gain would be small.
 template <typename T, int V, Before B, bool Rms, int Sums>
 int launch_held(const NormGradient& g, int64_t* count, void* stream) {
   if constexpr (V == 1) {
@@ -349,7 +364,7 @@ int launch_held(const NormGradient& g, int64_t* count, void* stream) {
   else return launch_held<T, V, Before::dropout, Rms, Sums>(g, count, stream);
 }
 
-// out: the gradients that the sums are for, or NULL.
+// Launches both stages. out[i] is where column sum i is written, or NULL.
 template <bool Residual, bool Rms, int Sums>
 int norm_backward(NormGradient g, void* const (&out)[Sums], int dtype, void* stream) {
   if (!is_float_dtype(g.weight_dtype)) return static_cast<int>(cudaErrorInvalidValue);

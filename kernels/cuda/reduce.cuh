@@ -1,4 +1,4 @@
-// Sums and maxima over the threads of a row, in a fixed order.
+// Sums and maxima over the threads that share a row. The order of operations is fixed, so results are reproducible.
 #pragma once
 
 #include "launch.cuh"
@@ -12,14 +12,16 @@ struct Sum {
   __device__ static __forceinline__ float of(float a, float b) { return a + b; }
 };
 
-// Leaves NaN out: the exponentials that follow a maximum bring it back.
+// fmaxf ignores NaN. In a softmax, the exponentials computed after the maximum are NaN again.
 struct Max {
   __device__ static __forceinline__ float of(float a, float b) { return fmaxf(a, b); }
 };
 
-// N values over each group of `threads` threads, which all have the results: groups of a power of two up to a warp, or
-// of whole warps. All of a block must call it. Groups beyond a warp need `slots`, N floats for each warp of the block;
-// the same slots may be used again after another __syncthreads() alone, so calls in turn have slots in turn.
+// Reduces N values over each group of `threads` consecutive threads; all threads of the group get the results.
+// `threads` is a power of two up to a warp, or a multiple of a warp. All threads of the block must make the call. Warps
+// reduce by shuffles. Groups of several warps then combine the warps' results in `slots`, N floats of shared memory per
+// warp of the block. Reuse of `slots` requires another __syncthreads() in between, so consecutive calls use different
+// slots.
 template <typename Op, int N>
 __device__ __forceinline__ void group_reduce(float (&value)[N], int threads, float* slots) {
   for (int offset = (threads < kWarp ? threads : kWarp) / 2; offset > 0; offset /= 2) {

@@ -1,9 +1,10 @@
-// Residual sum, with bias and dropout before it, and layer norm or RMS norm, forward and backward.
+// Residual sum of a pre-norm transformer block, fused with the norm after it, forward and backward:
+// h = residual + dropout(x + bias), and y = layer norm or RMS norm of h.
 //
-// Forward: x and residual are read once, h and y written once: 4 elements moved for each, the least there is. The row
-// of h, rounded as it is written, stays in registers and is normed there; the mask is made on the way (philox.h) and
-// never stored. Rows beyond 8192 read h again. Backward (norm_backward.cuh): h, dy and dh read once, dresidual and dx
-// written, dx only where something was dropped: 4 or 5 elements moved.
+// Forward: the row of h is rounded to the dtype, written, and normalized from registers. The dropout mask is computed
+// (philox.h) and never stored. x and residual are read once, h and y are written once: 4 elements moved per element,
+// the minimum. Rows wider than 8192 read h again. Backward (norm_backward.cuh): h, dy and dh are read once, dresidual
+// is written, and with dropout dx too: 4 or 5 elements moved.
 #include "layer_norm.cuh"
 #include "norm_backward.cuh"
 
@@ -20,7 +21,8 @@ struct Branch {
   GptliteDropout dropout;
 };
 
-// v: h of columns column .. column + V - 1, rounded, from packs of x and of the residual.
+// Computes h in columns column to column + V - 1, from packs of x and of the residual. Writes the rounded h to memory
+// and returns it in v.
 template <typename T, int V>
 __device__ __forceinline__ void branch_sum(float* v, const Branch& branch, const Norm& norm, const Pack<T, V>& x,
                                            const Pack<T, V>& residual, const DropoutRow& place, int64_t row,
@@ -42,6 +44,7 @@ __device__ __forceinline__ void branch_sum(float* v, const Branch& branch, const
   store_pack<V>(static_cast<T*>(branch.h) + row * norm.width + column, h);
 }
 
+// Held rows. Grid and block: see row_grid. A thread holds E elements of its row.
 template <typename T, int V, int E, bool Rms>
 __global__ void __launch_bounds__(kMostThreads<E>) forward_held(Norm norm, Branch branch, int threads) {
   GPTLITE_SHARED(float, slots);
@@ -72,6 +75,7 @@ __global__ void __launch_bounds__(kMostThreads<E>) forward_held(Norm norm, Branc
   norm_held<T, V, E, Rms>(norm, at, width, v, slots);
 }
 
+// Long rows. Grid: one block of 512 threads per row.
 template <typename T, int V, bool Rms>
 __global__ void __launch_bounds__(kLongBlock) forward_long(Norm norm, Branch branch) {
   GPTLITE_SHARED(float, slots);
@@ -87,7 +91,7 @@ __global__ void __launch_bounds__(kLongBlock) forward_long(Norm norm, Branch bra
                      load_pack<V>(static_cast<const T*>(branch.residual) + start + column), place, at.row, column);
     moments.template add<V>(v);
   }
-  // A thread reads again what it wrote itself.
+  // No barrier is needed before h is read again: a thread reads only elements that it wrote.
   norm_long<T, V, Rms>(norm, at, static_cast<const T*>(branch.h), moments, slots);
 }
 
@@ -145,7 +149,7 @@ int gptlite_cuda_residual_norm_backward(void* dx, void* dresidual, void* dbias, 
   g.width = width;
   g.positions = positions;
   if (dropout != nullptr) g.dropout = *dropout;
-  if (mean == nullptr && g.rows > 0) {  // of no rows there is no mean either
+  if (mean == nullptr && g.rows > 0) {  // with 0 rows, `mean` may be NULL for a layer norm too
     if (dbias == nullptr) return norm_backward<true, true, 1>(g, {dweight}, dtype, stream);
     return norm_backward<true, true, 2>(g, {dweight, dbias}, dtype, stream);
   }

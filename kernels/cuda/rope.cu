@@ -1,10 +1,15 @@
-// RMS norm and rotation of the query and key heads of a packed qkv tensor, forward and backward.
+// RMS norm (QK norm) and rotary position embedding (RoPE, arXiv:2104.09864) of the query and key heads of a packed qkv
+// tensor, forward and backward. The value heads are copied. Columns i and half + i of a head, (a, b), become
+// (a cos - b sin, b cos + a sin).
 //
-// A warp or a part of it has a head; a thread has a pack of its first half and the same pack of its second half, so a
-// rotation needs no other thread. Groups next to each other have heads next to each other, which share their cosines
-// and sines. Forward: a head read and written once, 2 elements moved for each. Backward of a norm: dout and qkv read,
-// dqkv written, 3; the gains' gradients are summed in registers on the way, in at most 256 parts, which column_sums.cu
-// adds up. Without a norm, the gradient is the rotation by the negative angle: the forward kernel, again 2.
+// A head (a "row") takes a warp or a part of a warp. A thread has a pack of the first half of the head and the same
+// pack of the second half, so the rotation needs no other thread. Adjacent groups of threads have adjacent heads, which
+// are mostly of the same token and share its cosines and sines.
+//
+// Traffic: the forward pass reads and writes each head once, 2 elements moved per element. The backward pass with a
+// norm reads dout and qkv and writes dqkv, 3 elements. It sums the gradients of the gains in registers, in at most 256
+// parts, which column_sums.cu adds. Without a norm, the backward pass is a rotation by the negative angle, which the
+// forward kernel computes, again with 2 elements.
 #include "columns.cuh"
 #include "row.cuh"
 
@@ -12,31 +17,31 @@ namespace gptlite {
 namespace {
 
 constexpr int kBlock = 256;
-constexpr int kSingly = 8;  // elements of a half for each thread, where heads are not aligned to packs
+constexpr int kSingly = 8;  // elements of a half per thread, if heads are not aligned to packs
 
 struct Rope {
   void* out;          // backward: dqkv
   const void* in;     // backward: dout
   const void* saved;  // backward: qkv
-  float* parts;       // of dq_gain, then of dk_gain, or NULL
-  const float* cos;   // or NULL
+  float* parts;       // parts of dq_gain, then of dk_gain, or NULL
+  const float* cos;   // NULL: no rotation
   const float* sin;
-  const void* gain[2];  // of q, of k; or NULL
-  int64_t rows;         // heads of all tokens
-  int64_t angles;       // rows of cos and sin
-  int heads;            // of a token, with k and v
-  int group;            // of those, from a group's first query to its v
+  const void* gain[2];  // of the q and k norms, or NULL
+  int64_t rows;         // number of heads of all tokens
+  int64_t angles;       // number of rows of cos and sin
+  int heads;            // per token, including k and v
+  int group;            // heads per group: its queries, k and v
   int width;
-  int half;  // column i turns with column half + i
+  int half;  // columns i and half + i form a pair
   int gain_dtype;
   float eps;  // negative: no norm
   float inverse_width;
-  float sign;  // of sin
+  float sign;  // factor of sin
 };
 
 enum Kind { kQuery, kKey, kValue };
 
-// A thread's place in a head: columns column(p) .. column(p) + V - 1, p < P, and those `half` after them.
+// Position of a thread: its head and its columns, column(p) to column(p) + V - 1 for p < P, and those plus `half`.
 template <int V, int P>
 struct HeadThread {
   int64_t row;
@@ -56,7 +61,7 @@ struct HeadThread {
   __device__ __forceinline__ int column(int p) const { return (lane + p * threads) * V; }
 };
 
-// A thread's packs of a head; zeros past its end.
+// A thread's packs of both halves of a head, with zeros past the end of the head.
 template <typename T, int V, int P>
 struct HeadPacks {
   Pack<T, V> first[P] = {};
@@ -83,7 +88,7 @@ struct HeadPacks {
   }
 };
 
-// Turns V pairs of columns from `column` on.
+// Rotates V pairs of columns from `column` on, by the angles of `token`.
 template <int V>
 __device__ __forceinline__ void rotate(const Rope& r, int64_t token, int column, float* first, float* second) {
   if (r.cos == nullptr) return;
@@ -100,6 +105,7 @@ __device__ __forceinline__ void rotate(const Rope& r, int64_t token, int column,
   }
 }
 
+// Multiplies V columns from `column` on by the gain of the query or key norm, if there is one.
 template <int V>
 __device__ __forceinline__ void scale(const Rope& r, Kind kind, int column, float* v) {
   const void* gain = kind == kKey ? r.gain[1] : r.gain[0];
@@ -110,6 +116,7 @@ __device__ __forceinline__ void scale(const Rope& r, Kind kind, int column, floa
   for (int k = 0; k < V; ++k) v[k] *= loaded[k];
 }
 
+// Block: 256 threads, with one head per group of `threads`. Grid: as many blocks as cover all heads.
 template <typename T, int V, int P>
 __global__ void __launch_bounds__(kBlock) forward_kernel(Rope r, int threads) {
   const int64_t row = static_cast<int64_t>(blockIdx.x) * (kBlock / threads) + threadIdx.x / threads;
@@ -144,7 +151,8 @@ __global__ void __launch_bounds__(kBlock) forward_kernel(Rope r, int threads) {
   x.store(r, at);
 }
 
-// Adds up the sums of a block's groups, in order, and writes the block's parts. `shared`: 2 * width floats for each warp.
+// Adds the sums of the block's groups in a fixed order, and writes them as the block's parts. `shared` has 2 * width
+// floats per warp.
 template <int V, int P>
 __device__ __forceinline__ void store_gain_parts(const Rope& r, const HeadThread<V, P>& at, float (&sum)[4][P * V],
                                                  float* shared) {
@@ -173,18 +181,21 @@ __device__ __forceinline__ void store_gain_parts(const Rope& r, const HeadThread
   }
 }
 
+// Block: as in the forward kernel. Grid: up to 256 blocks if there are gains, else 32 per multiprocessor; each block
+// loops over heads. Recomputes rstd from qkv, so the forward pass stores nothing.
 template <typename T, int V, int P>
 __global__ void __launch_bounds__(kBlock, V > 1 ? 2 : 1) backward_kernel(Rope r, int threads) {
   GPTLITE_SHARED(float, shared);
   const int group = static_cast<int>(threadIdx.x) / threads, groups = kBlock / threads;
   float sum[4][P * V] = {};
-  // All of a warp take as many turns, for they meet in the reduction; a row past the last is zeros.
+  // All threads of a warp run the same number of iterations, because they reduce together. A row past the last is
+  // zeros.
   for (int64_t start = static_cast<int64_t>(blockIdx.x) * groups; start < r.rows; start += gridDim.x * groups) {
     const int64_t row = start + group;
     const HeadThread<V, P> at(r, row, threads);
     HeadPacks<T, V, P> x, dy;
     if (row < r.rows) x.load(r, r.saved, at), dy.load(r, r.in, at);
-    float c[2] = {};  // squares of x, and products of x and the normed row's gradient
+    float c[2] = {};  // sums of x^2, and of x times the gradient of the normalized row
     float first[P][V], second[P][V];
 #pragma unroll
     for (int p = 0; p < P; ++p) {
@@ -258,7 +269,7 @@ int backward(Rope r, void* dq_gain, void* dk_gain, void* stream) {
   return add_parts(ColumnSums{{dq_gain, dk_gain, nullptr}, r.parts, blocks, r.width, r.gain_dtype}, stream);
 }
 
-// f(an element of the dtype, whether heads are read in packs), unless heads are too wide.
+// Calls f with a value of the element type and whether heads are read in packs. Returns an error if heads are too wide.
 template <typename F>
 int by_head(const Rope& r, int dtype, F f) {
   if (r.width > 2 * kSingly * kWarp || !is_float_dtype(r.gain_dtype)) return static_cast<int>(cudaErrorInvalidValue);

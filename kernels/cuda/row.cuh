@@ -1,10 +1,12 @@
-// How rows are laid over threads.
+// Assignment of rows to threads, shared by the softmax, norm, dropout and RoPE kernels.
 //
-// A row of up to 8192 elements (4096 where it isn't aligned to packs) is held in registers: each thread has packs lane,
-// lane + threads, lane + 2 threads, .. of it, `E` elements in all. Up to 1024 wide, a warp or a part of it has a row
-// and blocks have several; no thread waits for another warp there. Beyond, a block has a row, of as few threads as can
-// hold it, so that a processor has many rows in flight, one being read while another is reduced. Longer rows are walked
-// by a block of 512 threads, and read twice.
+// Held rows: a row of up to 8192 elements (4096 if it is not aligned to packs) stays in registers. Each of the row's
+// `threads` threads holds packs lane, lane + threads, lane + 2 threads, ..., `E` elements in total. Up to a width of
+// 1024 (256 if not aligned), a row takes a warp or less, and a block of 128 threads has several rows, so no thread
+// waits for another warp. A wider row takes a block of as few threads as can hold it. A multiprocessor then runs many
+// blocks, and reads one row while it reduces another.
+//
+// Long rows: a block of 512 threads loops over the row, and reads it twice.
 #pragma once
 
 #include "dtype.cuh"
@@ -12,24 +14,24 @@
 
 namespace gptlite {
 
-constexpr int64_t kHeldWidth = 8192;   // the widest row held
-constexpr int64_t kHeldSingly = 4096;  // element by element: each has a register and an address
-constexpr int kRowBlock = 128;         // threads of a block of several rows
-constexpr int kLongBlock = 512;        // of a block that walks a row; the most of any row kernel
+constexpr int64_t kHeldWidth = 8192;   // width of the widest held row
+constexpr int64_t kHeldSingly = 4096;  // the same without packs, where each element needs a register and an address
+constexpr int kRowBlock = 128;         // threads of a block with several rows
+constexpr int kLongBlock = 512;        // threads of a block with one long row, the maximum of the row kernels
 constexpr int kMaxWarps = kLongBlock / kWarp;
 
-// Threads of a kernel's largest block, for __launch_bounds__.
+// Number of threads in the largest block of a kernel, for __launch_bounds__.
 template <int E>
 constexpr int kMostThreads = E > 16 ? kRowBlock : kLongBlock;
 
-// V elements a pack; E elements a thread, 0 where rows are walked.
+// V: elements of a pack. E: elements of a row that a thread holds, or 0 for long rows.
 template <int V_, int E_>
 struct Layout {
   static constexpr int V = V_;
   static constexpr int E = E_;
 };
 
-// f(Layout) for rows of `width`, in packs of 16 bytes or of one element.
+// Calls f with the Layout for rows of `width`, in packs of 16 bytes if `packs`, else of one element.
 template <typename T, typename F>
 int by_layout(bool packs, int64_t width, F f) {
   constexpr int V = kFullPack<T>;
@@ -40,13 +42,14 @@ int by_layout(bool packs, int64_t width, F f) {
   return f(Layout<V, 16>{});
 }
 
-// Whether rows of `width` elements, one after the other from aligned pointers on, can be read in packs.
+// Returns whether contiguous rows of `width` elements can be read in packs, if the first row is aligned.
 template <typename T>
 bool rows_in_packs(int64_t width) {
   return width % kFullPack<T> == 0;
 }
 
-// Threads for one row of `width`, each with `elements`.
+// Returns the number of threads for a row of `width` if each holds `elements`: a power of two up to a warp, or a
+// multiple of a warp. `elements` is 0 for long rows.
 inline int row_threads(int64_t width, int elements) {
   if (elements == 0) return kLongBlock;
   const int64_t threads = divide_up(width, elements);
@@ -57,7 +60,7 @@ inline int row_threads(int64_t width, int elements) {
 }
 
 struct RowGrid {
-  int threads;  // of a row
+  int threads;  // per row
   int block;
   int64_t blocks;
 };
@@ -67,7 +70,8 @@ inline RowGrid row_grid(int64_t rows, int64_t width, int elements) {
   return RowGrid{threads, block, divide_up(rows, block / threads)};
 }
 
-// A thread's place. Of the last block's groups some may have no row: they go along, with width 0.
+// Row and lane of a thread. In the last block, `row` may be past the last row. Kernels with a reduction treat such a
+// row as one of width 0, because all threads of the block must take part.
 struct RowThread {
   int64_t row;
   int threads;
@@ -79,7 +83,7 @@ struct RowThread {
         lane(static_cast<int>(threadIdx.x) % threads_) {}
 };
 
-// a / b and a % b: 64-bit division takes 100 instructions.
+// Computes a / b and a % b, in 32 bits if both fit, because a 64-bit division takes 100 instructions.
 __device__ __forceinline__ void divide(int64_t a, int64_t b, int64_t* quotient, int64_t* remainder) {
   if (((a | b) >> 32) == 0) {
     *quotient = static_cast<uint32_t>(a) / static_cast<uint32_t>(b);

@@ -1,29 +1,31 @@
-// Softmax of attention scores, forward and backward, under any mask or the causal one.
+// Softmax of attention scores, forward and backward, with an arbitrary mask tensor or the causal mask:
+// y = softmax(scale * x + mask), and dx = scale * y * (dy - sum(dy * y)).
 //
 // Forward: a row is read once into registers (row.cuh), scaled, masked, reduced twice (maximum, sum of exponentials)
-// and written once: 2 elements moved for each, the least there is, plus the mask's bytes; the causal mask halves what
-// is read, and what is hidden is written as zeros unread. Backward: y and dy read once, one sum, dx written: 3 elements
-// moved. Rows beyond 8192 are read twice, in the forward pass with a running maximum; the second time mostly from the
-// L2 cache.
+// and written once. That is 2 elements moved per element, the minimum, plus the bytes of the mask. With the causal mask
+// only visible elements are read, about half of them for a square matrix; the hidden ones are written as zeros.
+// Backward: y and dy are read once, reduced once, and dx is written: 3 elements moved. Rows wider than 8192 are read
+// twice, the second time mostly from the L2 cache. Their forward pass is an online softmax (running maximum,
+// arXiv:1805.02867).
 #include "row.cuh"
 
 namespace gptlite {
 namespace {
 
-// Rows [matrices, queries, keys], or of four dims where there is a mask.
+// Scores [matrices, queries, keys]. With a mask, matrices is batch * heads.
 struct Scores {
   int64_t rows;
   int64_t keys;
   int64_t queries;
   int64_t heads;
-  int64_t stride[4];  // the mask's
+  int64_t stride[4];  // strides of the mask
   const void* mask;
   int mask_dtype;
   bool causal;
   float scale;
 };
 
-// The row's keys that may be seen: 0 where the thread has no row.
+// Returns how many keys the row sees, or 0 if the thread has no row.
 __device__ __forceinline__ int64_t seen_keys(const Scores& s, int64_t row) {
   if (row >= s.rows) return 0;
   if (!s.causal) return s.keys;
@@ -33,6 +35,7 @@ __device__ __forceinline__ int64_t seen_keys(const Scores& s, int64_t row) {
   return seen < 0 ? 0 : seen;
 }
 
+// Returns the index of the row's first element in the mask.
 __device__ __forceinline__ int64_t mask_row(const Scores& s, int64_t row) {
   if (s.mask_dtype == GPTLITE_NONE || row >= s.rows) return 0;
   int64_t matrix, query, batch, head;
@@ -41,8 +44,8 @@ __device__ __forceinline__ int64_t mask_row(const Scores& s, int64_t row) {
   return batch * s.stride[0] + head * s.stride[1] + query * s.stride[2];
 }
 
-// Masks the scores of columns column .. column + V - 1, all within the row. With V > 1 the mask's elements lie as x's
-// do.
+// Masks the scores of columns column to column + V - 1, all within the row. With V > 1, the mask must be contiguous
+// along keys and aligned to packs (mask_in_packs).
 template <int V>
 __device__ __forceinline__ void add_mask(float* v, const Scores& s, int64_t mask_at, int64_t column) {
   if (s.mask_dtype == GPTLITE_NONE) return;
@@ -59,7 +62,7 @@ __device__ __forceinline__ void add_mask(float* v, const Scores& s, int64_t mask
   for (int k = 0; k < V; ++k) v[k] += added[k];
 }
 
-// The scores of a pack; those not seen are -inf.
+// Computes the scores of a pack. Scores of keys that the row does not see are -inf.
 template <typename T, int V>
 __device__ __forceinline__ void score(float* v, const Pack<T, V>& x, const Scores& s, int64_t mask_at, int64_t column,
                                       int64_t seen) {
@@ -70,12 +73,13 @@ __device__ __forceinline__ void score(float* v, const Pack<T, V>& x, const Score
   for (int k = 0; k < V; ++k) v[k] = column + k < seen ? v[k] : -INFINITY;
 }
 
-// What exponentials are taken from: any number will do where all scores are -inf, or NaN.
+// Returns the number that is subtracted before the exponential: the maximum, or 0 if it is -inf, as -inf - -inf is NaN.
 __device__ __forceinline__ float finite_base(float maximum) { return maximum == -INFINITY ? 0.0f : maximum; }
 
-// A sum of 0 has no score but -inf: zeros.
+// Returns 1 / sum, or 0 if the sum is 0: a row in which all scores are -inf becomes zeros.
 __device__ __forceinline__ float inverse(float sum) { return sum == 0.0f ? 0.0f : 1.0f / sum; }
 
+// Held rows. Grid and block: see row_grid. A thread holds E scores of its row.
 template <typename T, int V, int E>
 __global__ void __launch_bounds__(kMostThreads<E>) forward_held(T* y, const T* x, Scores s, int threads) {
   GPTLITE_SHARED(float, slots);
@@ -118,6 +122,7 @@ __global__ void __launch_bounds__(kMostThreads<E>) forward_held(T* y, const T* x
   }
 }
 
+// Long rows. Grid: one block of 512 threads per row.
 template <typename T, int V>
 __global__ void __launch_bounds__(kLongBlock) forward_long(T* y, const T* x, Scores s) {
   GPTLITE_SHARED(float, slots);
@@ -125,7 +130,7 @@ __global__ void __launch_bounds__(kLongBlock) forward_long(T* y, const T* x, Sco
   const int64_t seen = seen_keys(s, at.row), start = at.row * s.keys, mask_at = mask_row(s, at.row);
   const int64_t first = static_cast<int64_t>(at.lane) * V, step = kLongBlock * V;
   float v[V], maximum = -INFINITY, sum = 0.0f;
-#pragma unroll (V == 1 ? 1 : 2)  // registers
+#pragma unroll (V == 1 ? 1 : 2)  // limited by registers
   for (int64_t column = first; column < seen; column += step) {
     score<T, V>(v, load_pack<V>(x + start + column), s, mask_at, column, seen);
     float higher = maximum;
@@ -139,9 +144,10 @@ __global__ void __launch_bounds__(kLongBlock) forward_long(T* y, const T* x, Sco
   }
   const float base = finite_base(group_reduce<Max>(maximum, kLongBlock, slots));
   sum *= exponential<T>(maximum - base);
-  // The thread's own maximum of -inf or NaN alone stood for a base of 0: its sum is 0 or NaN under any base.
+  // A thread that saw only -inf or NaN computed its sum with base 0 instead of its maximum. That sum is 0 or NaN with
+  // any base, so the factor above does no harm.
   const float factor = inverse(group_reduce<Sum>(sum, kLongBlock, slots + kMaxWarps));
-#pragma unroll (V == 1 ? 1 : 2)  // registers
+#pragma unroll (V == 1 ? 1 : 2)  // limited by registers
   for (int64_t column = first; column < s.keys; column += step) {
     if (column < seen) {
       score<T, V>(v, load_pack<V>(x + start + column), s, mask_at, column, seen);
@@ -155,6 +161,7 @@ __global__ void __launch_bounds__(kLongBlock) forward_long(T* y, const T* x, Sco
   }
 }
 
+// Same grid and block as forward_held. A thread holds E elements of dy and of y.
 template <typename T, int V, int E>
 __global__ void __launch_bounds__(kMostThreads<E>)
     backward_held(T* dx, const T* dy, const T* y, Scores s, int threads) {
@@ -196,6 +203,7 @@ __global__ void __launch_bounds__(kMostThreads<E>)
   }
 }
 
+// Same grid and block as forward_long.
 template <typename T, int V>
 __global__ void __launch_bounds__(kLongBlock) backward_long(T* dx, const T* dy, const T* y, Scores s) {
   GPTLITE_SHARED(float, slots);
@@ -227,7 +235,7 @@ __global__ void __launch_bounds__(kLongBlock) backward_long(T* dx, const T* dy, 
 
 constexpr int64_t kShared = 2 * kMaxWarps * sizeof(float);
 
-// Whether the mask, if any, can be read in packs of as many elements as x's.
+// Returns whether the mask can be read in packs of `elements`, or there is no mask.
 bool mask_in_packs(const Scores& s, int64_t elements) {
   if (s.mask_dtype == GPTLITE_NONE) return true;
   const int64_t size = s.mask_dtype == GPTLITE_BOOL ? 1 : s.mask_dtype == GPTLITE_FP32 ? 4 : 2;

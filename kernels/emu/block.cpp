@@ -1,3 +1,5 @@
+// Scheduling of the threads of a block, and the operations that synchronize them: __syncthreads, __syncwarp and
+// shuffles. A block in which these can never complete is a fault.
 #include "block.h"
 
 #include <stdio.h>
@@ -13,12 +15,12 @@ namespace {
 
 enum class State : uint8_t { ready, barrier, warp, exited };
 
-// What a thread asks of its warp; __syncwarp is a shuffle of nothing.
+// A warp-wide operation that a thread takes part in: a shuffle, or __syncwarp, which is a shuffle without a value.
 struct WarpCall {
   bool moves_value;
   Shuffle kind;
   unsigned mask;
-  uint64_t bits;  // given, then got
+  uint64_t bits;  // value of the lane, then the result
   int operand;
   int width;
 };
@@ -27,8 +29,8 @@ struct Thread {
   Fiber fiber;
   uint3 index;
   State state;
-  int line;          // where it waits
-  const void* code;  // the same, as an address
+  int line;          // source line at which the thread waits
+  const void* code;  // return address of the call at which the thread waits
   WarpCall call;
 };
 
@@ -37,10 +39,10 @@ Fiber host;
 const Launch* running_launch;
 uint3 block;
 int count;       // threads of the block
-int at_barrier;  // of them, waiting at __syncthreads
+int at_barrier;  // number of threads that wait at __syncthreads
 int exited;
-unsigned waiting[kWarp];  // lanes of each warp that wait for others of it
-int ready[kMaxThreads];   // threads that may go on, in no order
+unsigned waiting[kWarp];  // per warp, the lanes that wait for other lanes
+int ready[kMaxThreads];   // threads that can continue, unordered
 int num_ready;
 uint64_t schedule = 1;
 
@@ -60,7 +62,8 @@ const char* whereabouts(const Thread& thread) {
   return text;
 }
 
-// A thread waits for lanes of its warp: says which is not with it. Whether there is one.
+// Reports a fault if a lane in the mask of thread `waiter` is not at the same warp operation. Returns whether there is
+// one.
 bool missing_lane(int waiter) {
   const Thread& thread = threads[waiter];
   const char* name = thread.call.moves_value ? "shuffle" : "__syncwarp";
@@ -81,7 +84,7 @@ bool missing_lane(int waiter) {
   return false;
 }
 
-// All threads wait, and none for what can still come.
+// Reports the fault of a deadlock: all threads wait or have exited, and no wait can end.
 void fault_of_stuck_block() {
   for (int i = 0; i < count; ++i)
     if (threads[i].state == State::warp && missing_lane(i)) return;
@@ -92,7 +95,8 @@ void fault_of_stuck_block() {
               whereabouts(threads[other]));
 }
 
-// From a thread that is not ready: runs another. Comes back when this one is ready and its turn has come.
+// Called by a thread that must wait or has exited: runs a random ready thread. Returns when this thread is ready and
+// chosen again.
 void next_thread() {
   Thread& self = current();
   if (num_ready == 0) {
@@ -108,7 +112,7 @@ void next_thread() {
   if (&threads[next] != &self) threads[next].fiber.resume(self.fiber);
 }
 
-// A fiber outlives its block: it runs one thread of each.
+// Body of a fiber: runs one thread of each block, because fibers are reused from block to block.
 void run_threads() {
   for (;;) {
     running_launch->run(running_launch->arguments);
@@ -118,6 +122,7 @@ void run_threads() {
   }
 }
 
+// Returns the value that a shuffle gives to `thread`.
 uint64_t value_of_lane(int thread) {
   const WarpCall& call = threads[thread].call;
   const int lane = thread % kWarp, first = lane & ~(call.width - 1), last = first + call.width - 1;
@@ -127,20 +132,21 @@ uint64_t value_of_lane(int thread) {
   if (call.kind == Shuffle::down) source = lane + call.operand;
   if (call.kind == Shuffle::exclusive_or) source = lane ^ call.operand;
   const bool out = source > last || source < 0 || (call.kind == Shuffle::up && source < first);
-  if (out) source = lane;  // as CUDA says: its own value
+  if (out) source = lane;  // CUDA returns the lane's own value
   if (!(call.mask >> source & 1))
     fault(threads[thread].code, "shuffle of thread %d reads lane %d, which its mask %08x does not name", thread, source,
           call.mask);
   return threads[thread - lane + source].call.bits;
 }
 
-// All lanes of the mask are here.
+// Completes a warp operation once all lanes of the mask have reached it.
 void complete(int warp, unsigned mask) {
   uint64_t values[kWarp];
   const int first = warp * kWarp;
   for (int lane = 0; lane < kWarp; ++lane)
     if (mask >> lane & 1) values[lane] = threads[first + lane].call.moves_value ? value_of_lane(first + lane) : 0;
-  // Shuffles order no memory, and neither, here, does a __syncwarp of a part of the warp.
+  // Only a __syncwarp of the whole warp starts a new epoch. Shuffles do not order memory accesses, and the emulator
+  // does not count a __syncwarp of a part of the warp.
   bool whole = !current().call.moves_value;
   for (int lane = 0; lane < kWarp && first + lane < count; ++lane) {
     if (mask >> lane & 1) {
@@ -155,6 +161,7 @@ void complete(int warp, unsigned mask) {
   current().state = State::ready;
 }
 
+// Enters a warp operation. Waits until the other lanes of the mask enter it too.
 void call_warp(const WarpCall& call, int line, const void* code) {
   Thread& self = current();
   const int warp = running.thread / kWarp, lane = running.thread % kWarp;
@@ -186,7 +193,7 @@ void start_epoch() {
 
 void seed_schedule(uint64_t seed) { schedule = seed * 2 + 1; }
 
-// xorshift64* (Vigna 2016)
+// The generator xorshift64* (Vigna 2016), upper 32 bits.
 uint64_t random_number() {
   schedule ^= schedule >> 12;
   schedule ^= schedule << 25;

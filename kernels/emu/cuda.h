@@ -1,5 +1,6 @@
-// CUDA's language and runtime for a host compiler, as far as kernels/cuda uses them: it includes this file in place of
-// cuda_runtime.h. Compiled with g++'s thread and undefined-behaviour instrumentation, whose calls hooks.cpp answers.
+// The part of the CUDA language and runtime that kernels/cuda uses, for a host compiler. kernels/cuda includes this
+// file instead of cuda_runtime.h. It is compiled with the thread and undefined-behaviour instrumentation of g++, whose
+// calls hooks.cpp implements.
 #pragma once
 
 #include <math.h>
@@ -15,11 +16,12 @@
 #define __device__
 #define __host__
 #define __forceinline__ inline
-// Inlined at any level of optimization, so that a fault is told with the kernel's own line.
+// Inlined at any optimization level, so that a fault is reported with the line of the kernel.
 #define GPTLITE_INLINE __attribute__((always_inline)) inline
 #define __launch_bounds__(...)
 #define __align__(bytes) alignas(bytes)
-// One block runs at a time, so statics of the library can be its shared memory; memory.cpp treats them as such.
+// Static shared memory is a static variable of the library, since only one block runs at a time. memory.cpp treats all
+// writable statics as shared memory.
 #define __shared__ static
 
 struct alignas(8) uint2 {
@@ -71,7 +73,7 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int dev
 
 namespace gptlite::emu {
 
-// The same at every call of one fiber, which is all that a function of a kernel ever runs on.
+// Constant within a fiber, and a kernel function never moves to another fiber, so the compiler may merge calls.
 __attribute__((const)) uint3 thread_index();
 __attribute__((const)) uint3 block_index();
 __attribute__((const)) uint3 block_size();
@@ -93,11 +95,11 @@ GPTLITE_INLINE T shuffle_value(Shuffle kind, unsigned mask, T value, int operand
   return value;
 }
 
-// The block's dynamic shared memory.
+// Returns the dynamic shared memory of the block.
 void* shared_memory();
 
 struct Launch {
-  void (*run)(const void* arguments);  // one thread of it
+  void (*run)(const void* arguments);  // runs one thread of the kernel
   const void* kernel;
   const void* arguments;
   size_t argument_bytes;
@@ -106,7 +108,7 @@ struct Launch {
   size_t shared;
 };
 
-// Runs every block; returns 0 or the cudaError_t, and gptlite_emu_error() says more.
+// Runs all blocks. Returns 0 or the cudaError_t; gptlite_emu_error() describes the fault.
 int run(const Launch& launch);
 
 template <typename... Parameters>
@@ -125,7 +127,7 @@ int launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared, 
            std::common_type_t<Parameters>... arguments) {
   static_assert((std::is_trivially_copyable_v<Parameters> && ...), "an argument of a kernel is copied as bytes");
   static_assert((sizeof(Parameters) + ... + 0) <= 4096, "arguments of a kernel take 4 KB at most");
-  (void)stream;  // the kernel has ended when this returns
+  (void)stream;  // launches are synchronous
   const Call<Parameters...> call{kernel, {arguments...}};
   const void* address = reinterpret_cast<const void*>(kernel);
   return run({Call<Parameters...>::run, address, &call, sizeof(call), grid, block, shared});

@@ -1,3 +1,4 @@
+// Fault messages, with the kernel's name and source lines from addr2line.
 #include "fault.h"
 
 #include <dlfcn.h>
@@ -15,7 +16,7 @@ namespace {
 struct Fault {
   char message[512];
   const void* code;
-  const void* other;  // of two accesses, the earlier one's
+  const void* other;  // code of the earlier of two accesses, or NULL
   uint3 block;
   uint3 thread;
 };
@@ -23,7 +24,7 @@ struct Fault {
 Fault first{};
 std::string description;
 
-// What `addr2line` prints for an address of this library.
+// Returns the output of `addr2line` for an address in this library.
 std::string addr2line(const void* code, const char* option) {
   Dl_info info;
   if (!code || !dladdr(code, &info)) return "";
@@ -39,21 +40,22 @@ std::string addr2line(const void* code, const char* option) {
   return text;
 }
 
-// "load.cuh:12 < forward.cu:34": the line before a return address, and the lines that it was inlined in.
+// Returns the source line of a call, given its return address, and the lines that it was inlined into:
+// "load.cuh:12 < forward.cu:34". Lines of emu/cuda.h are left out.
 std::string lines(const void* code) {
   const std::string text = addr2line(static_cast<const char*>(code) - 1, "-i");
   std::string found;
   for (size_t at = 0, end; (end = text.find('\n', at)) != std::string::npos; at = end + 1) {
     std::string line = text.substr(at, end - at);
     if (line.find("/emu/cuda.h") == std::string::npos) {
-      line = line.substr(line.rfind('/') + 1);  // first: a folder may have a space in its name
-      found += (found.empty() ? "" : " < ") + line.substr(0, line.find(' '));  // less "(discriminator 2)"
+      line = line.substr(line.rfind('/') + 1);  // before the search for a space, which a folder name may contain
+      found += (found.empty() ? "" : " < ") + line.substr(0, line.find(' '));  // without "(discriminator 2)"
     }
   }
   return found.empty() ? "an unknown line" : found;
 }
 
-// The kernel's name with its template arguments, without its parameters.
+// Returns the name of a kernel with its template arguments, but without its parameter list.
 std::string kernel_name(const void* kernel) {
   std::string name = addr2line(kernel, "-f");
   name = name.substr(0, name.find('\n'));

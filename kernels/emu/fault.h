@@ -1,19 +1,20 @@
-// What a launch did wrong.
+// Faults of a kernel: illegal memory accesses, data races, misused barriers and undefined arithmetic.
 #pragma once
 
 namespace gptlite::emu {
 
-// Says what is wrong at the call that returns to `code`, and ends the launch: within a kernel it does not return.
-// Outside of one (a launcher's own arithmetic) it does. Only the first fault is kept.
+// Records a fault at the return address `code` and ends the launch. Within a kernel it does not return. In the host
+// code of a launcher it returns. Only the first fault is kept.
 __attribute__((format(printf, 2, 3))) void fault(const void* code, const char* format, ...);
 
-// The same of two accesses; the line of `other`, the earlier one, is told too.
+// Records a fault that two accesses cause together. The message also names the line of `other`, the earlier access.
 void fault_between(const void* code, const void* other, const char* message);
 
 bool faulted();
 void forget_fault();
 
-// Adds the kernel, the thread and the lines to a fault that ended a launch; not on a fiber's stack, which is small.
+// Completes the message of the fault that ended a launch with the kernel, the thread and the source lines. Must not be
+// called on a fiber, whose stack is too small.
 void describe_fault(const void* kernel);
 
 }  // namespace gptlite::emu

@@ -1,3 +1,4 @@
+// Stacks of fibers, and the first switch to a fiber.
 #include "fiber.h"
 
 #include <stdlib.h>
@@ -11,7 +12,7 @@ namespace {
 Fiber* entering;
 ucontext_t preparing;
 
-// A stack that overflows meets a page that can't be written.
+// Size of the inaccessible page below each stack, so that a stack overflow crashes instead of overwriting memory.
 size_t guard() { return static_cast<size_t>(sysconf(_SC_PAGESIZE)); }
 
 }  // namespace
@@ -20,7 +21,7 @@ Fiber::~Fiber() {
   if (stack_) munmap(stack_ - guard(), kStackBytes + guard());
 }
 
-// ucontext only to get on to the stack: its switches cost system calls, those of setjmp and longjmp don't.
+// Uses ucontext only to start on the new stack. Later switches use setjmp and longjmp, which need no system calls.
 void Fiber::prepare(void (*body)()) {
   if (!stack_) {
     void* memory = mmap(nullptr, kStackBytes + guard(), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);

@@ -1,7 +1,7 @@
-// Fibers: what takes turns on one CPU thread, each on a stack of its own.
+// Fibers (coroutines with separate stacks), which take turns on one CPU thread.
 #pragma once
 
-#undef _FORTIFY_SOURCE  // its longjmp refuses to go to another stack
+#undef _FORTIFY_SOURCE  // the fortified longjmp refuses to switch stacks
 #include <setjmp.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -17,12 +17,13 @@ class Fiber {
   Fiber& operator=(const Fiber&) = delete;
   ~Fiber();
 
-  // The next switch here calls body, which never returns. What ran here before is dropped where it stands.
+  // Makes the next switch to this fiber call body, which must never return. Whatever ran on the fiber before is
+  // abandoned.
   void prepare(void (*body)());
   bool prepared() const { return body_ != nullptr; }
   void drop() { body_ = nullptr; }
 
-  // Leaves `from`, which goes on where it is left at the next switch to it.
+  // Switches from the running fiber `from` to this one. A later switch to `from` continues after this call.
   void resume(Fiber& from) {
     if (_setjmp(from.registers_) == 0) _longjmp(registers_, 1);
   }
@@ -34,7 +35,7 @@ class Fiber {
 
   jmp_buf registers_;
   void (*body_)() = nullptr;
-  char* stack_ = nullptr;  // none: the stack of the thread that launches
+  char* stack_ = nullptr;  // NULL for the launching thread, which uses its normal stack
 };
 
 }  // namespace gptlite::emu

@@ -1,5 +1,6 @@
-// What g++ has the kernels call: before each access to memory (-fsanitize=thread), and where arithmetic or an address
-// has no meaning (-fsanitize=alignment, bounds, ..). Their own runtimes are not linked.
+// Functions that the instrumentation of g++ calls: before each memory access (-fsanitize=thread), and at undefined
+// arithmetic or addresses (-fsanitize=alignment, bounds, ...). They replace the sanitizer runtimes, which are not
+// linked.
 #include <stddef.h>
 #include <stdint.h>
 
@@ -14,7 +15,7 @@ using gptlite::emu::running;
 
 namespace {
 
-// A thread's own variables are no other's business, and most of what is accessed.
+// Checks an access unless it is to the thread's stack. Most accesses are, and they need no check.
 inline void check(const void* address, size_t bytes, size_t alignment, Access access, const void* code) {
   if (running.kernel && reinterpret_cast<uintptr_t>(address) - running.stack >= kStackBytes)
     gptlite::emu::check_access(address, bytes, alignment, access, code);
@@ -51,10 +52,10 @@ void __tsan_init() {}
 void __tsan_func_entry(void*) {}
 void __tsan_func_exit() {}
 void __tsan_vptr_update(void**, void*) {}
-// The guard of a launcher's static.
+// Read of the guard variable of a static in a launcher function.
 uint8_t __tsan_atomic8_load(const volatile uint8_t* address, int) { return __atomic_load_n(address, __ATOMIC_SEQ_CST); }
 
-// Linked with --wrap: calls of the C library, which the instrumentation leaves to its runtime.
+// Linked with --wrap, because g++ does not instrument calls of memcpy and memset.
 void* __real_memcpy(void* to, const void* from, size_t bytes);
 void* __real_memset(void* to, int value, size_t bytes);
 void* __wrap_memcpy(void* to, const void* from, size_t bytes) {

@@ -1,3 +1,5 @@
+// Shadow memory of the emulated device: for each byte that a kernel may write, the last write and read. An access races
+// if no barrier orders it after a recorded access of another thread, and one of the two is a write.
 #include "memory.h"
 
 #include <link.h>
@@ -14,10 +16,10 @@
 namespace gptlite::emu {
 namespace {
 
-constexpr uint64_t kEndless = uint64_t{1} << 26;  // accesses of a block that has lost its way
+constexpr uint64_t kEndless = uint64_t{1} << 26;  // accesses after which a block counts as endless
 
-// The last accesses of a byte: epoch * 2^16 + who, and where in the code. Who writes is a thread; who reads, where
-// there are several since the last barrier, one of the numbers below.
+// The last write and read of a byte. A record is epoch * 2^16 + who, with the address in the code beside it. `who` is a
+// thread, or for several readers since the last barrier one of the numbers below.
 struct Cell {
   uint64_t write;
   uint64_t read;
@@ -25,7 +27,7 @@ struct Cell {
   const void* read_code;
 };
 
-constexpr int kSeveralLanes = 1024;  // + the warp
+constexpr int kSeveralLanes = 1024;  // + the number of the warp
 constexpr int kSeveralWarps = 2048;
 constexpr int kSeveralBlocks = 2049;
 
@@ -34,15 +36,15 @@ struct Region {
   size_t bytes;
   bool writable;
   bool shared;
-  Epoch born;   // bytes not written since then are of no contents
-  Cell* cells;  // none: never written
+  Epoch born;   // bytes not written since then are uninitialized
+  Cell* cells;  // NULL for read-only memory
 
   bool holds(uintptr_t address) const { return address - first < bytes; }
   uintptr_t end() const { return first + bytes; }
 };
 
-std::map<uintptr_t, Region> lent;  // by their first byte
-std::vector<Region> library;  // its constants, and its statics: shared memory
+std::map<uintptr_t, Region> lent;  // registered memory, by its first address
+std::vector<Region> library;  // segments of the library: constants, and statics as shared memory
 Region dynamic{};
 Region arguments{};
 
@@ -50,7 +52,8 @@ uint64_t record(int who) { return epoch() << 16 | static_cast<uint64_t>(who); }
 Epoch when(uint64_t record) { return record >> 16; }
 int who(uint64_t record) { return static_cast<int>(record & 0xffff); }
 
-// Whether the recorded access and one of the running thread have no order. `since`: accesses before are of no matter.
+// Returns whether no barrier orders the recorded access and an access of the running thread now. Accesses before epoch
+// `since` are ignored.
 bool unordered(uint64_t record, Epoch since) {
   if (when(record) < since) return false;
   const int other = who(record);
@@ -62,7 +65,8 @@ bool unordered(uint64_t record, Epoch since) {
   return warp != running.thread / kWarp || when(record) >= epoch();
 }
 
-// The record of readers, after one more read: of the earlier ones, those are kept that a write may still meet.
+// Returns the record of readers after a read by the running thread. Earlier readers are kept if a later write could
+// race with them.
 uint64_t readers(uint64_t record_before, Epoch since) {
   const uint64_t mine = record(running.thread);
   const int other = who(record_before), warp = running.thread / kWarp;
@@ -123,7 +127,7 @@ const Region* find(uintptr_t address) {
 
 void fault_outside(uintptr_t address, size_t bytes, Access access, const void* code) {
   const Region* nearest = nullptr;
-  uintptr_t distance = 1 << 20;  // further off, it is a wild pointer
+  uintptr_t distance = 1 << 20;  // beyond that distance, the pointer is unrelated to any region
   const auto consider = [&](const Region& region) {
     const uintptr_t before = region.first - address, past = address - region.end();
     const uintptr_t off = region.holds(address) ? 0 : address < region.first ? before : past;
@@ -138,7 +142,8 @@ void fault_outside(uintptr_t address, size_t bytes, Access access, const void* c
         static_cast<ptrdiff_t>(address - nearest->first), nearest->bytes, space(*nearest));
 }
 
-// The loaded segments of this library.
+// Callback of dl_iterate_phdr: adds the loaded segments of this library as regions. Returns nonzero to stop at the
+// library.
 int add_segments(dl_phdr_info* info, size_t, void*) {
   const uintptr_t here = reinterpret_cast<uintptr_t>(&add_segments);
   bool ours = false;

@@ -1,4 +1,4 @@
-// The device: its limits, its runtime's functions, and what a test tells it.
+// The emulated device: its limits, launches, the functions of the CUDA runtime, and the C functions that tests call.
 #include <map>
 #include <mutex>
 #include <numeric>
@@ -11,12 +11,12 @@
 namespace gptlite::emu {
 namespace {
 
-constexpr size_t kPlainShared = 48 << 10;  // without leave
+constexpr size_t kPlainShared = 48 << 10;  // bytes available without cudaFuncSetAttribute
 constexpr uint64_t kMaxGridX = 2147483647, kMaxGrid = 65535, kMaxBlockZ = 64;
 
-int processors = 3;                       // few, so that blocks have several pieces of work
-size_t most_shared = 227 << 10;           // sm_90's; sm_80: 163 KB
-std::map<const void*, size_t> leave;      // dynamic shared memory that a kernel may have
+int processors = 3;                       // few, so that blocks loop several times
+size_t most_shared = 227 << 10;           // as on sm_90; sm_80 has 163 KB
+std::map<const void*, size_t> leave;      // limit of dynamic shared memory set for a kernel
 cudaError_t last_error = cudaSuccess;
 std::mutex one_launch;
 
@@ -33,7 +33,8 @@ size_t shared_limit(const void* kernel) {
   return found == leave.end() ? kPlainShared : found->second;
 }
 
-// Every block once, in an order of the seed: i * step + start modulo the count, which shares no factor with the step.
+// Runs every block once, in the pseudo-random order (i * step + start) mod count. step is coprime to count, so no block
+// is run twice.
 void run_blocks(const Launch& launch) {
   const uint64_t count = uint64_t{launch.grid.x} * launch.grid.y * launch.grid.z;
   uint64_t step = random_number() % count + 1;
@@ -92,7 +93,8 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
 
 extern "C" {
 
-// 1 where it could be lent, to be read (mode 0), written (1), or written before it is read (2).
+// Registers global memory with a Mode: read-only (0), writable (1), or to be written before it is read (2). Returns 1,
+// or 0 if it overlaps with registered memory.
 int gptlite_emu_register(void* address, int64_t bytes, int mode) {
   return lend_memory(address, static_cast<size_t>(bytes), static_cast<Mode>(mode));
 }
