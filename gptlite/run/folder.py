@@ -29,7 +29,7 @@ from gptlite.models.batch_norm import has_batch_norm
 from gptlite.models.spec import spec_of
 from gptlite.parallelism.mesh import Mesh
 from gptlite.parallelism.rank_sync import from_all, from_main
-from gptlite.progress import Console, counted
+from gptlite.progress import Console, Log, counted
 from gptlite.run.result import RESULT
 from gptlite.trainer.spike import Spike
 from gptlite.trainer.state import TrainState, model_tensors
@@ -58,6 +58,7 @@ class RunFolder:
         self.path = Path(config.run.dir).expanduser()
         self.config, self.mesh = config, mesh
         self._early: list[str] = []  # lines logged before train.log was opened
+        self._notices: dict[str, Log] = {}  # lines on differences from the checkpoint, printed once it is accepted
         self._log_file: TextIO | None = None
         self._console = Console()
         self.tokenizer: Tokenizer | None = None
@@ -73,6 +74,8 @@ class RunFolder:
         if self.resume_from is None:
             return
         meta, changes = from_main(self.mesh, lambda: self._accepted(state))
+        for notice, log in self._notices.items():
+            log(notice)
         weights_only = self.config.checkpoint.load == "weights"
         tensors = model_tensors(state.model, state.parts) if weights_only else state.tensors()
         load_tensors(self.resume_from, tensors, strict=not weights_only, verified=True, log=self.log, mesh=self.mesh)
@@ -341,7 +344,7 @@ class RunFolder:
             raise ConfigError(f"run.dir={self.config.run.dir}: {reason}")
 
     def _refuse(self, old: Config, where: str) -> None:
-        """Raise ConfigError if the model, the data or the seed differs from that in `old`; log other differences."""
+        """Raise ConfigError if the model, the data or the seed differs from that in `old`; note other differences."""
         new = self.config
         spec, known = spec_of(new.model), spec_of(old.model).vocab_size(old.model)
         if known is not None:  # replaces a size left open; tokenizers are compared later
@@ -351,8 +354,6 @@ class RunFolder:
         differences = compare_configs(to_dict(old), to_dict(new), self.config.checkpoint.load)
         if refusal := differences.refusal(self.config.checkpoint.load):
             raise ConfigError(f"{where}: {refusal}")
-        for notice in (differences.notice(), differences.resharding()):
-            if notice and notice not in self._early:  # config.yaml and the checkpoint may give the same notice
-                self.log(notice)
-        if (harmless := differences.harmless()) and harmless not in self._early:
-            self.record(harmless)
+        # Without duplicates, as config.yaml and the checkpoint may give the same notice.
+        self._notices |= dict.fromkeys(filter(None, (differences.notice(), differences.resharding())), self.log)
+        self._notices |= dict.fromkeys(filter(None, [differences.harmless()]), self.record)

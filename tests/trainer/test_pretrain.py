@@ -140,6 +140,14 @@ def test_another_run_is_refused_in_the_same_folder(run, text: Path, tmp_path: Pa
     assert snapshot(tmp_path / "a") == before
 
 
+def test_a_refused_resume_announces_no_resume(run, capsys) -> None:
+    run("a", "trainer.max_steps=4")
+    capsys.readouterr()
+    with pytest.raises(ConfigError, match=r"trainer.max_steps=3 is below step 4"):
+        run("a", "trainer.max_steps=3", "optimizer.lr=2e-3")
+    assert "resuming" not in capsys.readouterr().out
+
+
 def test_a_folder_inside_a_run_is_refused(run, tmp_path: Path) -> None:
     run("a", "trainer.max_steps=2")
     before = snapshot(tmp_path / "a")
