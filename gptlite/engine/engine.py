@@ -283,7 +283,7 @@ class Engine:
         return self._passes
 
     def _refuse_others(self) -> None:
-        """Raise ConfigError if the newest checkpoint in the folder is not from this training."""
+        """Raise ConfigError if this engine has neither saved nor loaded the newest checkpoint in the folder."""
         root = self._checkpointer.root
         held = step_folders(root)
         if held and held[0].resolve() not in self._own:

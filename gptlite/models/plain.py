@@ -144,7 +144,7 @@ def scores(spec: ModelSpec, part: nn.Module, x: Any, targets: Tensor) -> Tensor:
 
     words = f"the {spec.name} model returns no token logits, which lm-eval's tasks need"
     if type(spec).forward is not ModelSpec.forward:
-        raise ConfigError(f"{words}: {type(spec).__name__} has its own `forward`; define `scores` in it")
+        raise ConfigError(f"{words}: {type(spec).__name__} overrides `forward`; define its `scores` too")
     out = call(part, x)
     if not has_end(part):
         return out

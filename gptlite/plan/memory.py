@@ -298,9 +298,11 @@ class _Stage:
         return segment.tape(self.added, self.holds, given)
 
     def reduction(self, size: int, grads: int, shards: int) -> list[int]:
-        """Return the tape of a reduction with the fields of _Reduction; its input is held until the next reduction.
+        """Return the tape of a reduction; the arguments are the fields of _Reduction. The input is held until the next
+        reduction.
 
-        The resulting shards are model state. If the reduction dtype is not fp32, temporary shards of it come first.
+        The resulting shards count as model state and are not on the tape. If the reduction dtype is not fp32, temporary
+        shards in that dtype are.
         """
         received = size - size // shards if self.work.device == "cpu" else 0
         if self.work.reduce_item < MASTER:

@@ -256,7 +256,7 @@ def runs(model: Any, blocks: range) -> Runs:
 
 
 def with_blocks(model: Any, blocks: int) -> Any:
-    """Return a model's configuration with that many blocks, or unchanged if its blocks differ."""
+    """Return a model's configuration with that many blocks; unchanged if the model's blocks differ from each other."""
     return replace(model, **{spec_of(model).blocks_key: blocks}) if repeats(model) else model
 
 
