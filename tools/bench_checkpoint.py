@@ -1,11 +1,11 @@
-"""Benchmark of checkpoints on this machine: disk throughput beside dd, and the cost of asynchronous saves to training.
+"""Benchmark of checkpoints: throughput of saves compared with dd, and the cost of asynchronous saves in training.
 
 python tools/bench_checkpoint.py [megabytes=1000] [steps=100] [repeats=5] [folder=PATH] [any override of train.py]
 
-The first part saves `megabytes` of tensors synchronously, alternating with `dd conv=fsync` of the same bytes into the
-same folder (by default a temporary one in the working directory). The second part trains the configured run, by default
-the default run, in intervals of `steps` steps, alternately without a save and with an asynchronous save at the start.
-Results are medians of `repeats`. megabytes=0 or steps=0 skips a part.
+The first part saves `megabytes` of tensors synchronously, alternating with `dd conv=fsync` of the same bytes. Both
+write to a temporary folder in `folder`, by default the working directory. The second part trains the configured run in
+intervals of `steps` steps, alternately without a save and with an asynchronous save at the start of the interval.
+Results are medians of `repeats` measurements. megabytes=0 skips the first part, and steps=0 the second.
 """
 
 import os
@@ -27,7 +27,7 @@ from gptlite.errors import ConfigError
 
 @dataclass
 class Arguments:
-    """Arguments of the tool itself."""
+    """Arguments of this tool. Other arguments are overrides of train.py."""
 
     megabytes: int = 1000
     steps: int = 100
@@ -39,10 +39,10 @@ def main(arguments: list[str]) -> int:
     """Measure and print. Raises ConfigError for invalid arguments."""
     given, overrides = own_arguments(Arguments, arguments, __doc__)
     if not Path(given.folder).is_dir():
-        raise ConfigError(f"folder={given.folder} is not a folder; give one on the disk to measure")
+        raise ConfigError(f"folder={given.folder} is not a folder; give a folder on the disk to measure")
     if given.repeats < 1 or min(given.megabytes, given.steps) < 0:
         raise ConfigError(
-            f"repeats={given.repeats} must be at least 1, megabytes={given.megabytes}, steps={given.steps} at least 0"
+            f"repeats={given.repeats} must be at least 1; megabytes={given.megabytes}, steps={given.steps} at least 0"
         )
     with tempfile.TemporaryDirectory(prefix="bench-checkpoint-", dir=given.folder) as folder:
         if given.megabytes:
@@ -53,7 +53,7 @@ def main(arguments: list[str]) -> int:
 
 
 def against_dd(folder: Path, megabytes: int, repeats: int) -> None:
-    """Measure synchronous saves, alternating with dd."""
+    """Measure synchronous saves, alternating with dd, and print the throughputs and their ratio."""
     import torch
 
     from gptlite.checkpoint.checkpointer import Checkpointer
@@ -86,14 +86,14 @@ def against_dd(folder: Path, megabytes: int, repeats: int) -> None:
     rates = {name: size / median(each) / 1e6 for name, each in times.items()}
     shares = [dd / save for dd, save in zip(*times.values(), strict=True)]
     print(
-        f"{size / 1e6:.0f} MB: dd with fsync {rates['dd']:.0f} MB/s, synchronous save {rates['save']:.0f} MB/s: "
-        f"{median(shares):.0%} (median of {repeats} pairs: {', '.join(f'{share:.0%}' for share in shares)})",
+        f"{size / 1e6:.0f} MB: dd with fsync {rates['dd']:.0f} MB/s, synchronous save {rates['save']:.0f} MB/s, "
+        f"{median(shares):.0%} of dd (median of {repeats} pairs: {', '.join(f'{share:.0%}' for share in shares)})",
         flush=True,
     )
 
 
 def intervals(folder: Path, overrides: list[str], steps: int, repeats: int) -> None:
-    """Measure intervals of training without and with an asynchronous save."""
+    """Measure training intervals without and with an asynchronous save, and print the medians."""
     from gptlite.launch.launcher import keep_freed_memory
 
     keep_freed_memory()  # before any tensor is created: torch reads its huge page setting only once
@@ -109,6 +109,7 @@ def intervals(folder: Path, overrides: list[str], steps: int, repeats: int) -> N
     checkpointer = Checkpointer(CheckpointConfig(async_save=True, keep=1), folder / "run", mesh)
     for _ in range(5):
         take_step(state)
+    # `blocked` has the seconds for which each save blocks training.
     blocked, size = [], checkpointer.size(state.tensors())
 
     def save() -> None:
@@ -128,15 +129,15 @@ def intervals(folder: Path, overrides: list[str], steps: int, repeats: int) -> N
         return took
 
     kinds = {"without": lambda: interval(False), "with": lambda: interval(True)}
-    times = in_turn(kinds, repeats, warm_up=1)  # the first save allocates the copy
+    times = in_turn(kinds, repeats, warm_up=1)  # the first save allocates the host copy
     checkpointer.close()
     state.loader.close()
-    without, block = median(times["without"]), median(blocked[1:])
+    without, block = median(times["without"]), median(blocked[1:])  # without the warm-up
     longer = median(b / a - 1 for a, b in zip(*times.values(), strict=True))
     print(
-        f"{size / 1e6:.1f} MB, every {steps} steps: an interval takes {without:.2f} s without and "
+        f"{size / 1e6:.1f} MB every {steps} steps: an interval takes {without:.2f} s without and "
         f"{median(times['with']):.2f} s with an asynchronous save ({longer:+.2%}); the save blocks for "
-        f"{block * 1e3:.1f} ms ({block / without:.2%}), the first one for {blocked[0] * 1e3:.1f}; commits within "
+        f"{block * 1e3:.1f} ms ({block / without:.2%}), the first one for {blocked[0] * 1e3:.1f} ms; commits within "
         f"{checkpointer.save_seconds:.2f} s (medians of {repeats})"
     )
 

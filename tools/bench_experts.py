@@ -1,11 +1,12 @@
-"""Time a layer of experts on this machine: grouped products, a loop over experts, one product of equal FLOPs.
+"""Benchmark of an expert layer: grouped GEMMs, a loop over experts, and a single GEMM of equal FLOPs.
 
 python tools/bench_experts.py [experts=8] [top_k=2] [d_model=384] [d_ff=768] [tokens=2048] [layers=6] [precision=bf16]
     [repeats=15]
 
-Forward and backward; medians of interleaved calls. `products` are an expert's two, without the activation. `dispatch`
-is the sort of the choices, the rows to the experts and the weighted sum back; its share is of a step, forward and
-backward, of a GPT of that many layers (vocabulary 8192, 6 heads, sequences of 256).
+Each call is a forward and a backward pass on the CPU. Results are medians of interleaved calls. The GEMMs are an
+expert's two linear layers, without the activation. `dispatch` sorts the tokens by expert, gathers their rows and sums
+the experts' outputs by weight. Its fraction of a step refers to the forward and backward pass of a GPT with `layers`
+layers, a vocabulary of 8192, 6 heads and sequences of 256.
 """
 
 from collections.abc import Callable
@@ -35,7 +36,7 @@ class Arguments:
 
 
 def main(arguments: Arguments) -> None:
-    """Print the times and ratios. Raises ConfigError for numbers that do not fit each other."""
+    """Print the times and ratios. Raises ConfigError for invalid arguments."""
     if arguments.precision not in ("fp32", "bf16"):
         raise ConfigError(f"precision={arguments.precision} is not one of fp32, bf16")
     if arguments.tokens % 256 or arguments.tokens < 256:
@@ -48,13 +49,13 @@ def main(arguments: Arguments) -> None:
     times = {name: median(each) for name, each in found.items()}
     for name, each in times.items():
         print(f"{name:18s} {1e3 * each:9.2f} ms")
-    print(f"grouped over loop             {times['grouped'] / times['loop']:.2f} of the time")
-    print(f"grouped against one product   {times['one product'] / times['grouped']:.2f} of its speed")
-    print(f"dispatch in a step            {arguments.layers * times['dispatch'] / times['step']:.1%}")
+    print(f"grouped / loop, time          {times['grouped'] / times['loop']:.2f}")
+    print(f"grouped / one product, speed  {times['one product'] / times['grouped']:.2f}")
+    print(f"dispatch, fraction of a step  {arguments.layers * times['dispatch'] / times['step']:.1%}")
 
 
 def contenders(arguments: Arguments) -> dict[str, Callable[[], Any]]:
-    """Return the calls to time."""
+    """Return the calls to time, by name."""
     import torch
     import torch.nn.functional as F
 
@@ -75,7 +76,7 @@ def contenders(arguments: Arguments) -> dict[str, Callable[[], Any]]:
     )
     weights, chosen = torch.randn(a.tokens, a.experts).softmax(-1).topk(a.top_k)
     dispatch = Dispatch.of(chosen, a.experts)
-    rows = dispatch.rows(x)
+    rows = dispatch.rows(x)  # one row per token and chosen expert, sorted by expert
 
     def both(forward: Callable[..., Any], *inputs: Any) -> Callable[[], None]:
         leaves = [each.clone().requires_grad_() for each in inputs]

@@ -1,18 +1,21 @@
-"""Benchmark and correctness report of a GPU in about twenty minutes.
+"""Benchmark and correctness report for a GPU, in about twenty minutes.
 
-python tools/bench_gpu.py                  # all parts, each in its own process, into one report
+python tools/bench_gpu.py                  # all parts, each in a separate process, and one report
 python tools/bench_gpu.py part=gates|ceilings|kernels|steps|profile|peer|model [minutes=8] [peer=NANOGPT] [tree=PATH]
     [output=outputs/bench_gpu/DATE] [device=cuda] [size=full] [tests=tests/gpu] [wheels=wheels]
-python tools/bench_gpu.py part=wheels      # on a machine with network access: download what the tree needs as wheels
+python tools/bench_gpu.py part=wheels      # download the required packages as wheels; needs network access
 
-gates: tests/gpu, compute-sanitizer, gradients in bf16 by each attention backend against fp64. ceilings: a copy, a large
-product, the head's products. kernels: each kernel and direction alone. steps: GPT-3 Small and XL beside the planner's
-prediction. profile: kernels of a step by class, beside their lower bound. peer: nanoGPT (a clone of it). model:
-launches, bytes and least time of a step from a trace that needs no GPU, beside those of another source tree (`tree`).
+gates     tests/gpu, compute-sanitizer, and bf16 gradients of each attention backend compared with fp64
+ceilings  throughput of a copy, of a large GEMM and of the output head's GEMMs
+kernels   time of each kernel, forward and backward
+steps     training steps of GPT-3 Small and XL, compared with the planner's prediction
+profile   kernels of a step by class, compared with their lower bound
+peer      training steps of nanoGPT, from the clone `peer`
+model     launches, bytes and minimum time of a step, from a trace that needs no GPU, compared with source tree `tree`
 
-`device=cpu` runs the same code without a GPU, and `size=tiny` with small shapes. A part writes its results at once,
-stops itself after `minutes`, and runs from a source tree that is not installed: missing packages are taken from the
-wheels in the folder `wheels`. Exit codes: 0 success, 1 something failed, 2 refused.
+`device=cpu` runs without a GPU, and `size=tiny` uses small shapes. Each part writes results as they arrive, and stops
+after `minutes`. The source tree need not be installed: missing packages are taken from the folder `wheels`. Exit codes:
+0 success, 1 a part failed, 2 refused.
 """
 
 import sys
@@ -42,7 +45,7 @@ class Arguments:
 
 
 def main(arguments: Arguments) -> int:
-    """Run one part, or all of them. Raises ConfigError."""
+    """Run one part, or all, and return the exit code. Raises ConfigError for invalid arguments."""
     from gpu_bench import parts
 
     return parts.run(arguments)

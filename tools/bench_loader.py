@@ -1,10 +1,10 @@
-"""Benchmark of the data loader: tokens per second, and its fraction of the time of a training step.
+"""Benchmark of the data loader: tokens per second, and fraction of the time of a training step.
 
     python tools/bench_loader.py [tokens=200e6] [steps=20] [repeats=5] [KEY=VALUE of train.py]
 
-The first table reads a file of random uint16 tokens, in the page cache after a first pass, on one core: one data set
-and a blend of two, at several lengths, with the background thread used in training. The second part times a step of
-the default run, or of the given one, and the share that reading its batches would take without overlap.
+The first part reads a file of random uint16 tokens from the page cache on one core, with the background thread that
+training uses. It prints a table for one data set and a blend of two, at several sequence lengths. The second part times
+a step of the configured run, and the fraction of it that reading the batches would take without overlap.
 """
 
 import os
@@ -32,13 +32,13 @@ from gptlite.parallelism.config import ParallelismConfig
 from gptlite.parallelism.mesh import build_mesh
 
 VOCABULARY = 50_000
-LENGTHS = (256, 1024, 4096)
-READ = 20e6  # tokens in one measurement
+LENGTHS = (256, 1024, 4096)  # sequence lengths
+READ = 20e6  # tokens per measurement
 
 
 @dataclass
 class Arguments:
-    """Command-line arguments of the tool itself."""
+    """Arguments of this tool. Other arguments are overrides of train.py."""
 
     tokens: float = 200e6
     steps: int = 20
@@ -46,11 +46,11 @@ class Arguments:
 
 
 def main(arguments: list[str]) -> int:
-    """Print both results and return the exit code. Raises ConfigError."""
+    """Print both results and return the exit code. Raises ConfigError for invalid arguments."""
     settings, overrides = own_arguments(Arguments, arguments, __doc__)
     if settings.tokens < 10 * LENGTHS[-1] or min(settings.steps, settings.repeats) < 1:
         raise ConfigError(
-            f"tokens={settings.tokens:g} must be at least {10 * LENGTHS[-1]}, steps and repeats at least 1"
+            f"tokens={settings.tokens:g} must be at least {10 * LENGTHS[-1]}; steps and repeats must be at least 1"
         )
     config = load(overrides)
     with tempfile.TemporaryDirectory() as folder, one_core():
@@ -60,16 +60,17 @@ def main(arguments: list[str]) -> int:
 
 
 def written(folder: Path, count: int) -> np.ndarray:
-    """Write a file of `count` random uint16 tokens, and return it memory-mapped and read once."""
+    """Write a file of `count` random uint16 tokens. Return it memory-mapped and in the page cache."""
     path = folder / "tokens.bin"
     np.random.default_rng(0).integers(VOCABULARY, size=count, dtype=np.uint16).tofile(path)
     tokens = np.memmap(path, dtype=np.uint16, mode="r")
+    # The sum reads the whole file into the page cache.
     print(f"{count / 1e6:.0f}M tokens, sum {int(tokens.sum(dtype=np.uint64))}, in the page cache")
     return tokens
 
 
 def rates(tokens: np.ndarray, repeats: int) -> None:
-    """Print the tokens per second of each data mix and length."""
+    """Print the tokens per second of each data mix and sequence length."""
     half = len(tokens) // 2
     mixes = {
         "one data set": {"a": ("a", tokens, 1.0)},
@@ -83,7 +84,7 @@ def rates(tokens: np.ndarray, repeats: int) -> None:
             found = sorted(reading(loader(stream, micro), micro * length) for _ in range(repeats))
             rates = [f"{rate / 1e6:.0f}" for rate in (found[0], statistics.median(found), found[-1])]
             rows.append((words, f"{micro} x {length}", *rates))
-    print(*table(("million tokens/s, one core", "micro-batch", "least", "median", "most"), rows), sep="\n")
+    print(*table(("million tokens/s, one core", "micro-batch", "minimum", "median", "maximum"), rows), sep="\n")
 
 
 def loader(stream: SampleStream, micro: int) -> Loader:
@@ -99,7 +100,7 @@ def loader(stream: SampleStream, micro: int) -> Loader:
 
 
 def reading(loader: Loader, tokens: int) -> float:
-    """Return the tokens per second over about READ tokens after the first step. A micro-batch has `tokens` tokens."""
+    """Return the tokens per second over about READ tokens, after a first step. `tokens`: tokens per micro-batch."""
     with closing(loader):
         size, steps = loader.global_batch_size, max(1, round(READ / (8 * tokens)))
 
@@ -137,12 +138,12 @@ def share(config, steps: int) -> None:
         for micro in range(state.loader.micro_batches(position)):
             state.loader.batch(position, micro)
 
-    # Positions beyond those read ahead, so that each is read synchronously.
+    # The background thread has not read these positions ahead, so each is read synchronously.
     size, first = state.loader.global_batch_size, state.consumed_samples
     positions = [first + (2 * number + 10) * size for number in range(steps)]
     reading = statistics.median(seconds(partial(read, position)) for position in positions)
     state.loader.close()
-    print(f"\nstep {1e3 * whole:.1f} ms, reading its batches {1e3 * reading:.3f} ms: {reading / whole:.2%} of it")
+    print(f"\nstep {1e3 * whole:.1f} ms, reading its batches {1e3 * reading:.3f} ms, {reading / whole:.2%} of the step")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Benchmark the cost per step of an optimizer state in files, beside the disk's own speed.
+"""Benchmark of optimizer state in files: additional time per step, compared with the speed of the disk.
 
     python tools/bench_offload.py path=/nvme [elements=64e6] [buffer_mib=64] [steps=4]
 
-Times AdamW's step over `elements` parameters with its state in memory and in a file. No model runs between the steps,
-so nothing overlaps with the disk. The disk's speed is that of writing and reading as many bytes with O_DIRECT, 1 MiB a
-request, 8 at a time.
+Times AdamW steps over `elements` parameters, with the state in memory and in a file. No model runs between the steps,
+so no computation overlaps with disk transfers. The speed of the disk is measured by writing and reading the same number
+of bytes with O_DIRECT, in requests of 1 MiB, 8 at a time.
 """
 
 import time
@@ -36,10 +36,10 @@ class Arguments:
 
 
 def main(given: Arguments) -> None:
-    """Print the table. Raises ConfigError."""
+    """Print the results. Raises ConfigError if `path` is not a folder."""
     folder = Path(given.path).expanduser()
     if not folder.is_dir():
-        raise ConfigError(f"path={given.path} is not a folder; create it, or give another")
+        raise ConfigError(f"path={given.path} is not a folder; create it, or give another path")
     fused = select_ops(OpsConfig(), torch.device("cpu")).adamw
     parameter = nn.Parameter(torch.randn(int(given.elements)))
     parameter.grad = torch.randn_like(parameter)
@@ -50,20 +50,20 @@ def main(given: Arguments) -> None:
     assert isinstance(optimizer, StreamedStep)
     streamed = seconds_a_step(optimizer, given.steps)
     file = optimizer.stream.file
-    optimizer.settle()
+    optimizer.settle()  # waits for pending transfers, before the disk is measured
     size, direct = file.size, file.direct
     written, read = disk_rates(file, size)
     floor = size / written + size / read
     print(f"{given.elements / 1e6:.0f}M parameters, {size / 1e6:.0f} MB of state, {torch.get_num_threads()} threads, "
           f"{'O_DIRECT' if direct else 'page cache'}, two buffers of {given.buffer_mib} MiB")  # fmt: skip
-    print(f"the disk       writes {written / 1e6:.0f} MB/s, reads {read / 1e6:.0f} MB/s: {floor:.3f} s for the state")
-    print(f"in memory      {plain:.3f} s a step")
-    print(f"in a file      {streamed:.3f} s a step: {streamed - plain:.3f} s more, {(streamed - plain) / floor:.2f} "
-          f"of the disk's own time")  # fmt: skip
+    print(f"disk           writes {written / 1e6:.0f} MB/s, reads {read / 1e6:.0f} MB/s: {floor:.3f} s for the state")
+    print(f"in memory      {plain:.3f} s per step")
+    print(f"in a file      {streamed:.3f} s per step, {streamed - plain:.3f} s more: {(streamed - plain) / floor:.2f} "
+          f"of the disk time")  # fmt: skip
 
 
 def seconds_a_step(optimizer: torch.optim.Optimizer, steps: int) -> float:
-    """Return the mean seconds of `steps` steps after a first one, pending writes included."""
+    """Return the mean seconds per step after a first step, including pending writes."""
     optimizer.step()
     if isinstance(optimizer, StreamedStep):
         optimizer.stream.wait()
@@ -76,7 +76,7 @@ def seconds_a_step(optimizer: torch.optim.Optimizer, steps: int) -> float:
 
 
 def disk_rates(file: StateFile, size: int) -> tuple[float, float]:
-    """Return the bytes per second of writing and of reading a whole file, without other work."""
+    """Return the bytes per second of writing and of reading the whole file in chunks, without other work."""
     chunk = 64 * 2**20
     memory = aligned(chunk)
     rates = []

@@ -1,12 +1,12 @@
-"""Training steps of the peers in bench_ranks.py, each as fast as it can be configured without changes to the peer.
+"""Training steps of the peers in bench_ranks.py, in the fastest configuration that needs no changes to the peer.
 
-DeepSpeed trains nanoGPT's model. In bf16 its parameters and gradient reduction are bf16; ours reduces in fp32, twice
-the bytes. Gradients are all-reduced (`reduce_scatter: false`), which is its faster way with gloo.
+DeepSpeed trains nanoGPT's model. With bf16, it stores parameters and reduces gradients in bf16; gptlite reduces in
+fp32, which is twice the bytes. Gradients are all-reduced (`reduce_scatter: false`), which is faster with gloo.
 
-picotron's model is Llama's: RoPE for learned positions, RMSNorm for layer norm, SwiGLU with 8/3 of the width for GELU
-with 4, with equal numbers of parameters and FLOPs; embeddings are not tied. Its CPU mode computes in fp32, synchronizes
-the GPU after each message (left out here), keeps rotary tables in bf16 (fp32 here, which is faster), and clips no
-gradients.
+picotron trains Llama's model: RoPE, RMSNorm, and SwiGLU of 8/3 the width in place of learned positions, layer norm, and
+GELU of 4 times the width. The numbers of parameters and FLOPs are equal, and embeddings are not tied. Its CPU mode
+computes in fp32 and does not clip gradients. Two details differ here: the GPU is not synchronized after each message,
+and rotary tables are fp32 instead of bf16, which is faster.
 """
 
 import logging
@@ -33,7 +33,7 @@ def deepspeed_step(layout: str, size: Size, precision: str, fused: bool, nanogpt
     try:
         import deepspeed  # pyright: ignore[reportMissingImports]
     except ImportError:
-        raise ConfigError("peer=deepspeed is not installed: DS_BUILD_OPS=0 pip install deepspeed") from None
+        raise ConfigError("peer=deepspeed needs DeepSpeed: DS_BUILD_OPS=0 pip install deepspeed") from None
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     stage, share = int(layout.removeprefix("zero")), size.batch_size // dist.get_world_size()
     config = {
@@ -61,7 +61,7 @@ def deepspeed_step(layout: str, size: Size, precision: str, fused: bool, nanogpt
 
 
 def picotron_step(layout: str, size: Size, micro_batches: int, fused: bool, clone: Path) -> Callable[[], None]:
-    """Return a step of picotron's CPU mode, as in its train.py."""
+    """Return a step of picotron in CPU mode, as in picotron's train.py."""
     _import_picotron(clone)
     import picotron.process_group_manager as groups  # pyright: ignore[reportMissingImports]
     from picotron.model import Llama  # pyright: ignore[reportMissingImports]
@@ -86,7 +86,7 @@ def picotron_step(layout: str, size: Size, micro_batches: int, fused: bool, clon
         optimizer.zero_grad()
         if layout == "pp2":
             pipeline_parallel.train_step_pipeline_1f1b(model, loader, shape, torch.device("cpu"), torch.float32)
-        else:  # picotron's train.py, train_step, of one micro-batch
+        else:  # train_step of picotron's train.py, for one micro-batch
             given = next(loader)
             targets = given["target_ids"].reshape(-1)
             logits = model(input_ids=given["input_ids"]).view(len(targets), -1)
@@ -134,8 +134,8 @@ class _Batches:
 
 
 def _import_picotron(clone: Path) -> None:
-    """Make picotron importable without the GPU packages that it imports but never calls in CPU mode."""
-    os.environ.update(FLASH_ATTEN="0", DEVICE="cpu", DTYPE="float32")  # read by its model.py, set by its train.py
+    """Make picotron importable without the GPU packages that it imports but does not call in CPU mode."""
+    os.environ.update(FLASH_ATTEN="0", DEVICE="cpu", DTYPE="float32")  # read by picotron's model.py
     sys.path.insert(0, str(clone))
     for module, name in (
         ("flash_attn.flash_attn_interface", "flash_attn_func"),
@@ -147,5 +147,5 @@ def _import_picotron(clone: Path) -> None:
         sys.modules.setdefault(module, stub)
     from picotron.pipeline_parallel import pp_communications  # pyright: ignore[reportMissingImports]
 
-    # It synchronizes the GPU after each message, which fails on a torch without CUDA.
+    # picotron synchronizes the GPU after each message, which fails with a torch build without CUDA.
     pp_communications.torch = SimpleNamespace(empty=torch.empty, cuda=SimpleNamespace(synchronize=lambda: None))

@@ -1,20 +1,20 @@
-"""Benchmark of tools/preprocess.py and of Megatron-LM's preprocessing: tokens per second and memory.
+"""Benchmark of tools/preprocess.py and Megatron-LM's preprocessing: tokens per second and memory.
 
 python tools/bench_preprocess.py text=FILE.txt tokenizer=FILE.model [megabytes=64] [workers=1,2] [repeats=3]
     [megatron='COMMAND'] [folder=DIR]
 
-text       source of the corpora of JSON lines, one for each size in `megabytes`, e.g. 100,1000. Its paragraphs are
-           recombined at random, and one word in 50 is replaced by random letters, so that no tokenizer has seen all
-           words. Or give input=CORPUS.jsonl
-megatron   command of its tools/preprocess_data.py, e.g. 'python Megatron-LM/tools/preprocess_data.py'. It gets the
-           same lines, model and workers, and must produce the same tokens
-folder     temporary folder for corpora and outputs
+text       text file from which corpora of JSON lines are made, one for each size in `megabytes`, such as 100,1000.
+           Paragraphs are recombined at random, and one word in 50 is replaced by random letters, so that the tokenizer
+           also encounters new words. Alternatively, give input=CORPUS.jsonl
+megatron   command of Megatron-LM's tools/preprocess_data.py, such as 'python Megatron-LM/tools/preprocess_data.py'. It
+           gets the same corpus, tokenizer and number of workers, and must produce the same tokens
+folder     folder in which temporary corpora and outputs are written
 
-Each run is a separate command, timed from start to end. Runs of a repeat follow each other, and the last lines are
-medians. `start` is the time of the same command for one document, measured once per repeat; rates are given with it
-and, at the end, without it. `CPU` covers all processes, `largest` is the peak memory of one of them, `together` the
-peak of their sum, sampled 5 times a second (shared pages count for each). Exit codes: 0 done, 1 different tokens, 2
-refused.
+Each run is a separate command, timed from start to end. In each repeat, every case runs once. The last lines are
+medians. `start` is the time of the same command for a single document, measured once per repeat. The last lines give
+rates with and without it. `CPU` is the CPU time of all processes. `largest` is the peak memory of a single process, and
+`together` the peak of the sum over processes, sampled 5 times per second (shared pages count for each process). Exit
+codes: 0 done, 1 different tokens, 2 refused.
 """
 
 import hashlib
@@ -41,10 +41,10 @@ from gptlite.errors import ConfigError
 from gptlite.progress import Progress
 
 OURS = Path(__file__).with_name("preprocess.py")
-NEW_WORDS = 50  # one word in so many is random
-PARAGRAPHS = 40  # maximum of a document
-PART = 1 << 20  # bytes
-POLL, LOOK = 0.01, 0.2  # seconds between two polls of the process, and of its memory
+NEW_WORDS = 50  # one in this many words is random
+PARAGRAPHS = 40  # maximum number per document
+PART = 1 << 20  # bytes per read
+POLL, LOOK = 0.01, 0.2  # seconds between polls of the process, and between samples of its memory
 Case = tuple[str, int]  # name of the tool, and number of workers
 
 
@@ -63,7 +63,7 @@ class Arguments:
 
 
 class Run(NamedTuple):
-    """Cost of one command: seconds, CPU seconds, MiB of its largest process and of all processes."""
+    """Cost of one command: seconds, CPU seconds, peak MiB of the largest process, and peak MiB of all processes."""
 
     seconds: float
     cpu: float
@@ -77,7 +77,7 @@ Tokens = tuple[int, str]  # number of tokens, and their hash as int32
 def main(arguments: Arguments) -> int:
     """Print a line for each run and the medians of each corpus, and return the exit code."""
     if (arguments.text is None) == (arguments.input is None):
-        raise ConfigError("give text=FILE to make a corpus of, or input=CORPUS.jsonl, one of them")
+        raise ConfigError("give text=FILE, from which a corpus is made, or input=CORPUS.jsonl, but not both")
     if arguments.repeats < 1:
         raise ConfigError(f"repeats={arguments.repeats} must be at least 1")
     sizes, _ = numbers(arguments.megabytes, "megabytes"), numbers(arguments.workers, "workers")
@@ -99,12 +99,12 @@ def numbers(value: str, key: str) -> list[float]:
     except ValueError:
         found = [0.0]
     if min(found) <= 0:
-        raise ConfigError(f"{key}={value} must be numbers above 0 between commas, e.g. 1,2")
+        raise ConfigError(f"{key}={value} must be comma-separated numbers above 0, such as 1,2")
     return found
 
 
 def make_corpus(text: Path, corpus: Path, size: int) -> None:
-    """Write `size` bytes of JSON lines, deterministic for a given text."""
+    """Write about `size` bytes of JSON lines. The corpus is deterministic for a given text."""
     try:
         paragraphs = [each + "\n\n" for each in re.split(r"\n\s*\n", text.read_text(encoding="utf-8")) if each.strip()]
     except (OSError, ValueError) as error:
@@ -123,8 +123,8 @@ def make_corpus(text: Path, corpus: Path, size: int) -> None:
 
 
 def bench(corpus: Path, arguments: Arguments, folder: Path) -> bool:
-    """Do all runs on a corpus, and return True if all of them gave the same tokens."""
-    one = folder / "one.jsonl"
+    """Run all cases on a corpus, print the results, and return True if all runs produced the same tokens."""
+    one = folder / "one.jsonl"  # the first document, to measure the start
     with open(corpus, "rb") as file:
         one.write_bytes(file.readline())
     names = ["gptlite", *(["Megatron-LM"] if arguments.megatron else [])]
@@ -141,17 +141,17 @@ def bench(corpus: Path, arguments: Arguments, folder: Path) -> bool:
             made.append(last)
             print(line(case, last, found[0]), flush=True)
             if tokens and found not in tokens:
-                print(f"{case[0]} with {case[1]} workers: OTHER TOKENS", flush=True)
+                print(f"{case[0]} with {case[1]} workers: DIFFERENT TOKENS", flush=True)
             tokens.add(found)
     same, (count, _) = len(tokens) == 1, min(tokens)
-    print(f"medians of {arguments.repeats}, {count:,} tokens{', the same by all' if same else ''}")
+    print(f"medians of {arguments.repeats}, {count:,} tokens{', equal in all runs' if same else ''}")
     middle = {case: Run(*map(median, zip(*made, strict=True))) for case, made in runs.items()}
     show(middle, {name: median(each) for name, each in starts.items()}, count, counts)
     return same
 
 
 def run(case: Case, corpus: Path, arguments: Arguments, folder: Path) -> tuple[Run, Tokens]:
-    """Run one command, and return its cost and tokens. Its files are removed."""
+    """Run one command and return its cost and tokens. Removes its output."""
     name, workers = case
     output = folder / "output"
     if name == "gptlite":
@@ -172,7 +172,10 @@ def run(case: Case, corpus: Path, arguments: Arguments, folder: Path) -> tuple[R
 
 
 def read_tokens(prefix: Path) -> Tokens:
-    """Read the tokens of a dataset in parts, since the peak memory of a command includes that of its parent."""
+    """Return the number and hash of a dataset's tokens.
+
+    Reads small parts: the peak memory reported for a command includes that of this process, its parent.
+    """
     from gptlite.data.indexed import IndexedDataset
 
     dtype = IndexedDataset(prefix).tokens.dtype
@@ -207,7 +210,7 @@ def timed(command: list[str], log: Path) -> Run:
 
 
 def memory(pid: int) -> float:
-    """Return the current MiB of a process and its descendants (Linux); 0 for ended ones."""
+    """Return the current memory of a process and its descendants in MiB (Linux). Ended processes count as 0."""
     total = 0.0
     try:
         total += int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / (1 << 20)
@@ -219,16 +222,16 @@ def memory(pid: int) -> float:
 
 
 def line(case: Case, made: Run, tokens: int) -> str:
-    """Return the line for a run."""
+    """Return the line printed for a run."""
     return (
         f"{case[0]:11} {case[1]} workers: {made.seconds:6.1f} s, {tokens / made.seconds / 1e6:.2f}M tokens/s; "
-        f"CPU {made.cpu:.1f} s, {tokens / made.cpu / 1e6:.2f}M tokens a second of it; "
+        f"CPU {made.cpu:.1f} s, {tokens / made.cpu / 1e6:.2f}M tokens/s of CPU time; "
         f"largest {made.largest:.0f} MiB, together {made.together:.0f} MiB"
     )
 
 
 def show(runs: dict[Case, Run], starts: dict[str, float], tokens: int, counts: list[int]) -> None:
-    """Print the medians, the scaling from the first number of workers to the last, and the relative speed."""
+    """Print the medians, the scaling efficiency from first to last number of workers, and the relative speed."""
     without = {case: made.seconds - starts[case[0]] for case, made in runs.items()}
     for case, made in runs.items():
         steady = f"{tokens / without[case] / 1e6:.2f}M" if without[case] > 0 else "unknown"
@@ -238,7 +241,7 @@ def show(runs: dict[Case, Run], starts: dict[str, float], tokens: int, counts: l
         first, last = (name, few), (name, many)
         scaling = percent(runs[first].seconds * few, runs[last].seconds * many)
         steady = percent(without[first] * few, without[last] * many)
-        print(f"{name}: {scaling} scaling from {few} to {many} workers, {steady} without the start")
+        print(f"{name}: {scaling} scaling efficiency from {few} to {many} workers, {steady} without the start")
     for workers in counts if len(starts) > 1 else ():
         ours, theirs = ("gptlite", workers), ("Megatron-LM", workers)
         speed, steady = percent(runs[theirs].seconds, runs[ours].seconds), percent(without[theirs], without[ours])
@@ -246,7 +249,7 @@ def show(runs: dict[Case, Run], starts: dict[str, float], tokens: int, counts: l
 
 
 def percent(part: float, whole: float) -> str:
-    """Return a share in percent; "unknown" if a time without the start is not positive and so only noise."""
+    """Return the ratio in percent; "unknown" if a time is not positive, as may result from subtracting the start."""
     return f"{part / whole:.0%}" if part > 0 and whole > 0 else "unknown"
 
 

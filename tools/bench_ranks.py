@@ -1,13 +1,13 @@
-"""Time a training step over two ranks beside a peer's, interleaved in the same processes: DeepSpeed, picotron.
+"""Benchmark of a training step on two ranks, compared with DeepSpeed or picotron, interleaved in the same processes.
 
 torchrun --nproc-per-node=2 tools/bench_ranks.py peer=deepspeed folder=NANOGPT [layouts=zero1,zero3] [precision=bf16]
 torchrun --nproc-per-node=2 tools/bench_ranks.py peer=picotron folder=PICOTRON [layouts=tp2,pp2] precision=fp32
     [sizes=lite] [repeats=15] [micro_batches=4] [peer_fused=true] [keep_freed_memory=true]
 
-`folder` is a clone of nanoGPT, whose model DeepSpeed trains, or of picotron. A step is forward, backward, clipping and
-AdamW of one global batch, one thread per rank, from a barrier until all ranks are done. The ratio of processor time, of
-all ranks together, is more reliable if other programs use the machine. bench_peers.py lists the differences between the
-two programs.
+`folder` is a clone of nanoGPT, whose model DeepSpeed trains, or of picotron. A step is the forward pass, backward pass,
+clipping and AdamW update of one global batch, with one thread per rank. It is timed from a barrier until all ranks are
+done. If other programs use the machine, the ratio of processor times, summed over ranks, is more reliable.
+bench_peers.py lists the differences between the programs.
 """
 
 import os
@@ -30,7 +30,8 @@ from gptlite.errors import ConfigError
 if TYPE_CHECKING:
     from gptlite.models.gpt.config import GPTConfig
 
-NEEDS = {"deepspeed": ("nanoGPT", "model.py"), "picotron": ("picotron", "picotron/model.py")}  # the clone, its file
+# The repository to clone, and a file in it.
+NEEDS = {"deepspeed": ("nanoGPT", "model.py"), "picotron": ("picotron", "picotron/model.py")}
 DEFAULT = {"deepspeed": "zero1,zero3", "picotron": "tp2,pp2"}
 LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
     "deepspeed": {f"zero{stage}": {"zero": stage} for stage in (1, 2, 3)},
@@ -40,8 +41,8 @@ RANKS = 2
 
 
 class Time(NamedTuple):
-    """Seconds of a step: wall time from a barrier until the slowest rank is done, and processor time of all ranks
-    together."""
+    """Seconds of a step: wall time from a barrier until the slowest rank is done, and total processor time of all
+    ranks."""
 
     wall: float
     processor: float
@@ -57,8 +58,8 @@ class Arguments:
     sizes: str = "lite"
     precision: str = "bf16"
     repeats: int = 15
-    micro_batches: int = 4  # of a pipeline; without a pipeline a rank's batch is one micro-batch
-    peer_fused: bool = True  # torch's fused AdamW on both sides; false: the default of the peer's own script
+    micro_batches: int = 4  # with a pipeline; otherwise, a rank's batch is one micro-batch
+    peer_fused: bool = True  # the peer uses torch's fused AdamW; false: the default of AdamW
     keep_freed_memory: bool = True
     bucket_layers: int = 1
     prefetch: int = 1
@@ -70,7 +71,7 @@ def main(arguments: Arguments) -> None:
     from gptlite.launch.launcher import keep_freed_memory
 
     if arguments.keep_freed_memory:
-        keep_freed_memory()  # before torch's first tensor, which some imports create: it reads the setting only once
+        keep_freed_memory()  # before imports that create tensors: torch reads the setting only once
     import torch
     import torch.distributed as dist
     from bench_peers import deepspeed_step, llama_flops, picotron_step
@@ -80,7 +81,7 @@ def main(arguments: Arguments) -> None:
     from gptlite.models.gpt.flops import flops_per_token
     from gptlite.parallelism.process_group import join, leave
 
-    warnings.simplefilter("ignore", FutureWarning)  # of collectives' new names, once a call
+    warnings.simplefilter("ignore", FutureWarning)  # torch warns about renamed collectives in each call
     torch.set_num_threads(1)
     join(timeout_seconds=300)
     say = print if dist.get_rank() == 0 else lambda *_, **__: None
@@ -89,7 +90,7 @@ def main(arguments: Arguments) -> None:
     deepspeed, clone, fused = arguments.peer == "deepspeed", Path(arguments.folder), arguments.peer_fused
     for name in arguments.sizes.split(","):
         size = SIZES[name]
-        config = config_of(size, tied_embeddings=deepspeed, mlp=MLPKind.gelu_erf)  # as nanoGPT's
+        config = config_of(size, tied_embeddings=deepspeed, mlp=MLPKind.gelu_erf)  # as in nanoGPT
         flops = flops_per_token(config, size.sequence_length)
         for layout in layouts:
             ours = our_step(config, size.batch_size, layout, arguments)
@@ -106,7 +107,7 @@ def main(arguments: Arguments) -> None:
 
 
 def timed(step: Callable[[], Any]) -> Callable[[], Time]:
-    """Wrap a step so that it returns its time."""
+    """Wrap a step in a function that runs it and returns its time. Collective."""
     import torch
     import torch.distributed as dist
 
@@ -122,10 +123,10 @@ def timed(step: Callable[[], Any]) -> Callable[[], Time]:
 
 
 def report(title: str, size: Size, times: dict[str, list[Time]], peer_flops: float) -> list[str]:
-    """Return a line per program, and the ratios as medians over pairs of steps, since a drift of the machine's speed
-    affects both steps of a pair.
+    """Return a line per program and one with the ratios.
 
-    `peer_flops` is the peer's FLOPs per token as a multiple of ours.
+    The ratios are medians over pairs of consecutive steps, since a drift of the machine's speed affects both steps of a
+    pair. `peer_flops` is the peer's FLOPs per token as a multiple of ours.
     """
     tokens = size.batch_size * size.sequence_length
     lines = []
@@ -147,7 +148,7 @@ def report(title: str, size: Size, times: dict[str, list[Time]], peer_flops: flo
 
 
 def our_step(config: "GPTConfig", batch: int, layout: str, arguments: Arguments) -> Callable[[], Any]:
-    """Return a step of the trainer, with the same batch every time."""
+    """Return a step of the trainer that uses the same batch in every call."""
     from real_step import build_step
 
     from gptlite.parallelism.config import ParallelismConfig
@@ -162,7 +163,7 @@ def our_step(config: "GPTConfig", batch: int, layout: str, arguments: Arguments)
 
 
 def _check(arguments: Arguments) -> list[str]:
-    """Return the layouts. Raises ConfigError for arguments that cannot run."""
+    """Return the layouts to run. Raises ConfigError for invalid arguments."""
     peer = arguments.peer
     if peer not in NEEDS:
         raise ConfigError(f"peer={peer} is not one of {', '.join(NEEDS)}")
@@ -171,9 +172,9 @@ def _check(arguments: Arguments) -> list[str]:
         raise ConfigError(f"folder={arguments.folder} has no {file}; give a clone of {clone}")
     layouts = (arguments.layouts or DEFAULT[peer]).split(",")
     if wrong := [layout for layout in layouts if layout not in LAYOUTS[peer]]:
-        raise ConfigError(f"layouts={','.join(wrong)}: with peer={peer} they are {', '.join(LAYOUTS[peer])}")
+        raise ConfigError(f"layouts={','.join(wrong)}: with peer={peer}, choose from {', '.join(LAYOUTS[peer])}")
     if unknown := set(arguments.sizes.split(",")) - set(SIZES):
-        raise ConfigError(f"sizes={arguments.sizes}: {', '.join(unknown)} unknown; the sizes are {', '.join(SIZES)}")
+        raise ConfigError(f"sizes={arguments.sizes}: {', '.join(unknown)} unknown; choose from {', '.join(SIZES)}")
     if arguments.precision not in ("fp32", "bf16"):
         raise ConfigError(f"precision={arguments.precision} is not fp32 or bf16")
     if peer == "picotron" and arguments.precision != "fp32":
@@ -181,10 +182,10 @@ def _check(arguments: Arguments) -> list[str]:
     for size in arguments.sizes.split(","):
         if SIZES[size].batch_size % arguments.micro_batches:
             raise ConfigError(
-                f"micro_batches={arguments.micro_batches} do not divide {size}'s batch of {SIZES[size].batch_size}"
+                f"micro_batches={arguments.micro_batches} must divide the batch size {SIZES[size].batch_size} of {size}"
             )
     if os.environ.get("WORLD_SIZE") != str(RANKS):
-        raise ConfigError(f"start {RANKS} ranks: torchrun --nproc-per-node={RANKS} {sys.argv[0]} ...")
+        raise ConfigError(f"start {RANKS} ranks with torchrun --nproc-per-node={RANKS} {sys.argv[0]} ...")
     return layouts
 
 

@@ -1,16 +1,20 @@
-"""Time a training step on this machine: forward, backward, clipping, AdamW; medians of interleaved runs.
+"""Benchmark of a training step: forward pass, backward pass, clipping and AdamW update.
 
 python tools/bench_step.py [sizes=char,lite,gpt2v] [precision=bf16] [compile=false] [ops=auto] [repeats=15]
     [peer=PATH_TO_NANOGPT] [peer_modes=fp32,bf16] [others=relu2,swiglu,muon,muon_relu2,default,muon_floor]
 
-Each contender runs in its own process, set up as by its own train.py, and their steps are interleaved. The floor is
-every matrix product of a step, attention's batched ones included, at its own shape into preallocated buffers, and one
-pass of torch's fused AdamW over the parameters. `others` are timed too: `relu2` and `swiglu` are GPTs of equal matrix
-products with RoPE, RMS norm and QK norm, and a squared ReLU or a gated MLP of 8/3 the width; `muon` steps the first GPT
-with Muon, `muon_relu2` the one with a squared ReLU, `default` is the model and the optimizer of the default run, at the
-size gpt-lite, and `muon_floor` is the floor with Muon's products. With peer, a
-clone of nanoGPT, its model is timed too: in fp32, which is its CPU mode, and under torch.autocast (bf16; bf16_compile:
-compiled as well).
+Each contender runs in a separate process, set up as by its train.py. Steps are interleaved, and results are medians.
+The floor runs only the GEMMs of a step, including the batched ones of attention, with the same shapes and preallocated
+outputs, and one pass of torch's fused AdamW over the parameters. `others` selects more contenders:
+
+relu2, swiglu     GPTs with equal GEMM FLOPs, RoPE, RMS norm and QK norm, and a squared ReLU or a gated MLP of 8/3 the
+                  width
+muon, muon_relu2  the plain GPT, or the GPT of relu2, with Muon
+default           model and optimizer of the default run; use with sizes=gpt-lite
+muon_floor        the floor with the GEMMs of Muon
+
+`peer` is a clone of nanoGPT. Its model is timed in fp32, which is nanoGPT's CPU mode, and under torch.autocast (bf16,
+or bf16_compile with torch.compile).
 """
 
 import multiprocessing
@@ -27,9 +31,8 @@ from timing import in_turn, seconds
 from gptlite.config.command_line import run_tool
 from gptlite.errors import ConfigError
 
-ASLEEP = 0.05  # seconds until idle threads of the previous contender stop spinning on the cores
-STEP_SECONDS = 600  # timeout of a step; the slowest is a first one, which compiles
-
+ASLEEP = 0.05  # seconds for which idle threads of the previous contender may still spin on the cores
+STEP_SECONDS = 600  # timeout of a step; the first step, which compiles, is the slowest
 
 SIZES = {
     "char": Size(65, 128, 4, 4, 64, 12),
@@ -55,7 +58,7 @@ class Arguments:
 
 
 def main(arguments: Arguments) -> None:
-    """Print a line for each size and contender, and the ratios."""
+    """Print a line for each size and contender. Raises ConfigError for invalid arguments."""
     for key, known, several in (
         ("sizes", SIZES, True),
         ("peer_modes", ("fp32", "bf16", "bf16_compile"), True),
@@ -65,7 +68,7 @@ def main(arguments: Arguments) -> None:
     ):
         given = getattr(arguments, key)
         if unknown := set(given.split(",") if several else [given]) - set(known):
-            raise ConfigError(f"{key}={given}: {', '.join(unknown)} unknown; give some of {', '.join(known)}")
+            raise ConfigError(f"{key}={given}: {', '.join(unknown)} unknown; choose from {', '.join(known)}")
     if arguments.repeats < 1:
         raise ConfigError(f"repeats={arguments.repeats} must be at least 1")
     if arguments.peer:
@@ -87,7 +90,7 @@ def main(arguments: Arguments) -> None:
 
 @contextmanager
 def elsewhere(build: Callable[..., Callable[[], None]], *given: Any) -> Any:
-    """Yield a step that is built and run in another process; a call returns its seconds."""
+    """Yield a function that runs a step in another process, which also builds it, and returns its seconds."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=serve, args=(theirs, build, given), daemon=True)
@@ -97,7 +100,7 @@ def elsewhere(build: Callable[..., Callable[[], None]], *given: Any) -> Any:
     def step() -> float:
         ours.send(True)
         if not ours.poll(STEP_SECONDS):
-            raise TimeoutError(f"no step in {STEP_SECONDS} s")
+            raise TimeoutError(f"a step took more than {STEP_SECONDS} s")
         answer = ours.recv()
         if isinstance(answer, str):
             raise ConfigError(answer)
@@ -112,13 +115,13 @@ def elsewhere(build: Callable[..., Callable[[], None]], *given: Any) -> Any:
 
 
 def serve(pipe: Any, build: Callable[..., Callable[[], None]], given: tuple[Any, ...]) -> None:
-    """Serve steps in the other process until the pipe is closed."""
+    """Run a step for each message, in the other process, until the pipe is closed."""
     try:
         pipe.recv()
         step = build(*given)
         while True:
             time.sleep(ASLEEP)
-            step()  # warm up the caches, as in training, where the previous step is of the same model
+            step()  # warms up the caches, as the previous step does in training
             pipe.send(seconds(step))
             pipe.recv()
     except EOFError:
@@ -128,7 +131,7 @@ def serve(pipe: Any, build: Callable[..., Callable[[], None]], given: tuple[Any,
 
 
 def report(name: str, size: Size, times: dict[str, float]) -> None:
-    """Print a line per contender with its time relative to ours; for the floor, ours relative to it."""
+    """Print a line per contender with its time relative to ours, or for the floor, our time relative to the floor."""
     tokens, ours = size.batch_size * size.sequence_length, times["gptlite"]
     for who, value in times.items():
         words = f"gptlite is {value / ours:.2f}x as fast"
@@ -142,11 +145,11 @@ def report(name: str, size: Size, times: dict[str, float]) -> None:
 
 
 def our_step(size: Size, arguments: Arguments, other: str = "") -> Callable[[], None]:
-    """Return a step of the trainer, without its data loader and log; `other`: of one of the `others`."""
+    """Return a step of the trainer, without data loader and log. `other`: one of `others`, or "" for the plain GPT."""
     from gptlite.launch.launcher import keep_freed_memory
 
     if arguments.keep_freed_memory:
-        keep_freed_memory()  # before torch makes a tensor, which some imports do: it asks only once for huge pages
+        keep_freed_memory()  # before imports that create tensors: torch reads the setting only once
     import torch
     from real_step import build_step, config_of
 
@@ -179,7 +182,7 @@ def our_step(size: Size, arguments: Arguments, other: str = "") -> Callable[[], 
 
 
 def floor_step(size: Size, arguments: Arguments, other: str = "") -> Callable[[], None]:
-    """Return a step of only the matrix products, with Muon's for `other`, and a pass over the optimizer's bytes."""
+    """Return a step of only the GEMMs and one AdamW pass. With `other`, the GEMMs of Muon are added."""
     import torch
 
     from gptlite.optimizer.config import MuonConfig
@@ -195,7 +198,7 @@ def floor_step(size: Size, arguments: Arguments, other: str = "") -> Callable[[]
         products += attention_products(*heads, dtype, device)
     if other:
         steps, layers = MuonConfig().newton_schulz_steps, size.num_layers
-        for count, wide in ((4 * layers, width), (2 * layers, 4 * width)):  # q, k, v and their projection; the MLP's
+        for count, wide in ((4 * layers, width), (2 * layers, 4 * width)):  # q, k, v and attention output; MLP
             products += square_products(count, width, wide, dtype, device) * steps
     count = size.vocab_size * width + length * width + sum(a * b for a, b in layer) * size.num_layers
     parameters = torch.zeros(count, device=device)
@@ -213,7 +216,7 @@ def floor_step(size: Size, arguments: Arguments, other: str = "") -> Callable[[]
 
 
 def linear_products(rows: int, inputs: int, outputs: int, dtype: Any, device: Any) -> list[Callable[[], Any]]:
-    """Return x wᵀ, dy w and dyᵀ x, each with its own operands, as in a step."""
+    """Return the GEMMs x wᵀ, dy w and dyᵀ x of a linear layer, on separate operands per layer, as in a step."""
     import torch
 
     x, dx = (torch.randn(rows, inputs, dtype=dtype, device=device) for _ in range(2))
@@ -227,7 +230,7 @@ def linear_products(rows: int, inputs: int, outputs: int, dtype: Any, device: An
 
 
 def square_products(matrices: int, rows: int, columns: int, dtype: Any, device: Any) -> list[Callable[[], Any]]:
-    """Return x xᵀ, its square, and that times x, as in a step of Newton-Schulz."""
+    """Return the GEMMs x xᵀ, (x xᵀ)² and (x xᵀ)² x, as in a Newton-Schulz step, on batches of matrices."""
     import torch
 
     x, out = (torch.randn(matrices, rows, columns, dtype=dtype, device=device) for _ in range(2))
@@ -240,7 +243,7 @@ def square_products(matrices: int, rows: int, columns: int, dtype: Any, device: 
 
 
 def attention_products(matrices: int, length: int, width: int, dtype: Any, device: Any) -> list[Callable[[], Any]]:
-    """Return q kᵀ and p v, and for the backward pass dy vᵀ, pᵀ dy, ds k and dsᵀ q."""
+    """Return the batched GEMMs of attention: q kᵀ and p v, and in the backward pass dy vᵀ, pᵀ dy, ds k and dsᵀ q."""
     import torch
 
     q, k, v, out = (torch.randn(matrices, length, width, dtype=dtype, device=device) for _ in range(4))

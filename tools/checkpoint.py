@@ -1,4 +1,4 @@
-"""Checkpoints of runs: ls, inspect, verify, diff, prune, export, import. See `--help`."""
+"""`gptlite checkpoint` from a checkout; see `--help`."""
 
 from gptlite.checkpoint_tool.command import main
 

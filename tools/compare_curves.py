@@ -1,14 +1,16 @@
-"""Train the default run and peers of its size for the same minutes on the same text; plot bits per byte over time.
+"""Train the default run and peers of equal size for the same time on the same text; plot bits per byte over time.
 
 python tools/compare_curves.py [peers=nanogpt,gpt2,llama] [nanogpt=CLONE] [rates=1e-3,3e-3] [dropout=0.0] [seeds=1234,1]
     [minutes=null] [output=outputs/curves]
 
-First experiment=gpt-lite-2020 and `python train.py` run with each seed, then each peer with each rate, for `minutes`;
-null: those that gpt-lite-2020 took with the first seed. Peers are nanoGPT's model with its own optimizer and schedule
-(AdamW with beta2 0.99, cosine to a tenth, batches of random places), and transformers' GPT-2 and Llama with AdamW, all
-under bf16 autocast, with the vocabulary, width, depth and batch of gpt-lite-2020. Their schedule follows the clock, so
-that it ends with it. Times include evaluations, ten for each, on all of the held-out plays. `output` gets curves.json
-and curves.png; runs that are in curves.json are not repeated.
+First, experiment=gpt-lite-2020 and the default run of train.py run with each seed. Then each peer runs for `minutes`
+with each peak learning rate in `rates`. With minutes=null, this is the time of gpt-lite-2020 with the first seed.
+
+Peers are nanoGPT's model with nanoGPT's optimizer (AdamW with beta2 0.99), and transformers' GPT-2 and Llama with
+AdamW. All use bf16 autocast, batches from random positions, and the vocabulary, width, depth and batch size of
+gpt-lite-2020. The cosine schedule, down to a tenth of the peak rate, follows the clock and ends with the run. Times
+include ten evaluations per run on all held-out plays. `output` is the folder of curves.json and curves.png. Runs that
+are already in curves.json are not repeated.
 """
 
 import json
@@ -32,7 +34,7 @@ FORMER, OURS = "gptlite, GPT-lite 2020", "gptlite, default"
 PEERS = {"nanogpt": "nanoGPT", "gpt2": "transformers GPT-2", "llama": "transformers Llama"}
 COLORS = {FORMER: "#8fb0e0", OURS: "#1f5fbf", "nanoGPT": "#d9822b", "transformers GPT-2": "#3f8f5f"}
 SIZE = Size(vocab_size=4096, d_model=256, num_heads=8, num_layers=4, sequence_length=256, batch_size=16)
-EVALUATIONS, WARMUP = 10, 0.08  # the warm-up is a fraction of the time
+EVALUATIONS, WARMUP = 10, 0.08  # evaluations per run, and warm-up as a fraction of the time
 Curve = list[tuple[float, float]]  # minutes, bits per byte
 
 
@@ -50,10 +52,10 @@ class Arguments:
 
 
 def main(arguments: Arguments) -> None:
-    """Train what is missing, print the results, and draw them. Raises ConfigError for an unknown peer."""
+    """Train the runs that are missing in curves.json, and print and draw all results. Raises ConfigError."""
     peers = [each for each in arguments.peers.split(",") if each]
     if unknown := set(peers) - set(PEERS):
-        raise ConfigError(f"peers={arguments.peers}: {', '.join(unknown)} unknown; give some of {', '.join(PEERS)}")
+        raise ConfigError(f"peers={arguments.peers}: {', '.join(unknown)} unknown; choose from {', '.join(PEERS)}")
     if "nanogpt" in peers:
         check_clone(arguments.nanogpt, "nanogpt")
     output = Path(arguments.output)
@@ -86,12 +88,12 @@ def main(arguments: Arguments) -> None:
 
 
 def folder_of(output: Path, name: str, seed: int) -> Path:
-    """Return the folder of one of our runs."""
+    """Return the folder of a gptlite run."""
     return output / f"{name.replace(', ', '-').replace(' ', '-')}-{seed}"
 
 
 def our_run(folder: Path, seed: int, words: list[str]) -> Curve:
-    """Run train.py; return its curve, from the start of the command."""
+    """Run train.py and return its curve. Times are since the start of the command."""
     command = [sys.executable, str(Path(__file__).parents[1] / "train.py"), f"run.dir={folder}", f"seed={seed}"]
     start = time.time()
     subprocess.run([*command, "trainer.sample_tokens=0", *words], check=True, stdout=subprocess.DEVNULL)
@@ -110,13 +112,13 @@ def rows_of(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def bits_per_nat(folder: Path) -> float:
-    """Return the bits per byte of one nat per token, on the held-out text of a run."""
+    """Return the factor from nats per token to bits per byte, on the held-out text of a run."""
     row = [row for row in rows_of(folder) if "val_bits_per_byte" in row][-1]
     return row["val_bits_per_byte"] / row["val_loss"]
 
 
 def peer_run(peer: str, arguments: Arguments, rate: float, seconds: float, per_nat: float) -> Curve:
-    """Train a peer for that many seconds, evaluations included; return its curve."""
+    """Train a peer for a number of seconds, including evaluations, and return its curve."""
     import torch
 
     from gptlite.config import load
@@ -126,7 +128,7 @@ def peer_run(peer: str, arguments: Arguments, rate: float, seconds: float, per_n
     torch.manual_seed(1337)
     model, optimizer, losses = build(peer, arguments, rate)
     start, evaluated, curve = time.perf_counter(), 0, list[tuple[float, float]]()
-    generator = torch.Generator().manual_seed(1337)
+    generator = torch.Generator().manual_seed(1337)  # of the batches
     train, length = torch.from_numpy(data.train.astype("int64")), SIZE.sequence_length
     while (elapsed := time.perf_counter() - start) < seconds:
         if elapsed >= seconds * evaluated / EVALUATIONS and evaluated:
@@ -147,14 +149,14 @@ def peer_run(peer: str, arguments: Arguments, rate: float, seconds: float, per_n
 
 
 def factor(progress: float) -> float:
-    """Return the rate over its peak: a linear warm-up, then a cosine to a tenth."""
+    """Return the learning rate divided by its peak: a linear warm-up, then a cosine to 0.1. `progress`: 0 to 1."""
     if progress < WARMUP:
         return progress / WARMUP
     return 0.1 + 0.45 * (1 + math.cos(math.pi * (progress - WARMUP) / (1 - WARMUP)))
 
 
 def evaluate(model: Any, losses: Callable[..., Any], tokens: Any) -> float:
-    """Return the mean loss in nats over all held-out targets, in chunks of the sequence length."""
+    """Return the mean loss in nats over all held-out targets. The last sequence may be shorter."""
     import torch
 
     length, total, count = SIZE.sequence_length, 0.0, 0
@@ -174,7 +176,7 @@ def evaluate(model: Any, losses: Callable[..., Any], tokens: Any) -> float:
 
 
 def build(peer: str, arguments: Arguments, rate: float) -> tuple[Any, Any, Callable[..., Any]]:
-    """Return a peer's model and optimizer, and the mean loss of the model for tokens and targets."""
+    """Return a peer's model, its optimizer, and a function (model, tokens, targets) that returns the mean loss."""
     import torch
 
     if peer == "nanogpt":
@@ -206,7 +208,7 @@ def build(peer: str, arguments: Arguments, rate: float) -> tuple[Any, Any, Calla
 
 
 def draw(curves: dict[str, Curve], path: Path) -> None:
-    """Draw the curves: those of one program in one colour, the best run of a peer only."""
+    """Draw one curve per program: its run with the lowest final bits per byte."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -226,7 +228,7 @@ def draw(curves: dict[str, Curve], path: Path) -> None:
         for program, curve in sorted(best.items(), key=lambda each: each[1][-1][1]):
             color, (end, bits) = COLORS.get(program, "#8a5fb0"), curve[-1]
             axes.plot(*zip(*curve, strict=True), color=color, marker="o", markersize=4, linewidth=2)
-            place = max(bits, place + 0.05 * (high - low))  # labels of curves that end together must not overlap
+            place = max(bits, place + 0.05 * (high - low))  # labels of curves with similar ends do not overlap
             weight = "bold" if program == OURS else "normal"
             axes.text(end + 0.02 * most, place, f"{program}  {bits:.3f}", color=color, va="center", fontweight=weight)
         axes.set(xlabel="minutes", ylabel="bits per byte, held-out plays", xlim=(0, 1.42 * most), ylim=(low, high))

@@ -2,9 +2,9 @@
 
 python tools/compare_nanogpt.py peer=PATH_TO_NANOGPT [steps=50] [lr=1e-3] [warmup=100] [tolerance=1e-5]
 
-Prints both curves and exits with 1 if any step's losses differ by more than the relative tolerance. The warm-up is
-necessary: Adam amplifies rounding noise to full steps where gradients are tiny, and at the full rate that alone makes
-two correct programs differ by 5e-3.
+Prints both loss curves. Exits with 1 if the losses of any step differ by more than the relative tolerance. The warm-up
+is necessary, since Adam turns rounding noise in tiny gradients into updates of full size. At the full learning rate,
+this effect makes the losses of two correct programs differ by 5e-3.
 """
 
 from contextlib import redirect_stdout
@@ -31,7 +31,7 @@ class Arguments:
 
 
 def main(arguments: Arguments) -> int:
-    """Run both trainings; return the exit code."""
+    """Train both models, print their losses, and return the exit code."""
     import torch
     from real_step import config_of
 
@@ -53,7 +53,7 @@ def main(arguments: Arguments) -> int:
     worst = 0.0
     print("step      nanoGPT      gptlite   relative difference")
     for step in range(arguments.steps):
-        # Each token follows from its predecessor, so that the loss can fall.
+        # Each token determines the next one, so that the loss can decrease.
         start = torch.randint(SIZE.vocab_size, (SIZE.batch_size, 1), generator=generator)
         tokens = (start + 7 * torch.arange(SIZE.sequence_length + 1)) % SIZE.vocab_size
         x, y = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
@@ -77,7 +77,7 @@ def main(arguments: Arguments) -> int:
 
 
 def translated(state: dict[str, Any]) -> dict[str, Any]:
-    """Return nanoGPT's parameters under our names, with the q|k|v rows regrouped by head."""
+    """Return nanoGPT's parameters with our names. The rows of q|k|v are regrouped by head."""
     names = {
         "transformer.wte.": "token_embedding.",
         "transformer.wpe.": "position_embedding.",

@@ -1,4 +1,4 @@
-"""Token files: inspect, show, verify, import. See `--help`."""
+"""`gptlite data` from a checkout; see `--help`."""
 
 from gptlite.data_tool.command import main
 

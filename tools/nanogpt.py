@@ -1,4 +1,4 @@
-"""nanoGPT's model, from a clone of it, and a training step as in its train.py."""
+"""nanoGPT's model, imported from a clone of nanoGPT, and a training step as in its train.py."""
 
 import sys
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from gptlite.errors import ConfigError
 
 @dataclass(frozen=True)
 class Size:
-    """Dimensions of a model and its batch."""
+    """Dimensions of a model and a batch."""
 
     vocab_size: int
     d_model: int
@@ -30,7 +30,7 @@ def check_clone(folder: str | Path, key: str = "peer") -> None:
 
 
 def nanogpt_model(folder: str | Path, size: Size, bias: bool = False, dropout: float = 0.0) -> Any:
-    """Return nanoGPT's model. Its output is discarded."""
+    """Return nanoGPT's model. Text that nanoGPT prints is discarded."""
     sys.path.insert(0, str(Path(folder).expanduser()))
     import model as nanogpt  # pyright: ignore[reportMissingImports]
 
@@ -48,7 +48,7 @@ def nanogpt_model(folder: str | Path, size: Size, bias: bool = False, dropout: f
 
 
 def nanogpt_step(folder: str | Path, size: Size, mode: str) -> Callable[[], None]:
-    """Return a step in fp32, or under autocast: bf16, bf16_compile."""
+    """Return a training step. `mode` is fp32, or bf16 or bf16_compile under autocast."""
     import torch
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -1,12 +1,12 @@
-"""Rebuild docs/parallelism_matrix.csv, each layout's errors, and the tables of docs/parallelism_checks.md.
+"""Regenerate docs/parallelism_matrix.csv, with the errors of each layout, and the tables of docs/parallelism_checks.md.
 
 python tools/parallelism_table.py [results=FILE] [output=docs/parallelism_checks.md]
     [matrix=docs/parallelism_matrix.csv] [only_missing=false]
 
-It runs every cell of the parity matrix (tests/distributed/matrix.py) on gloo processes: about forty minutes on two idle
-cores. The tables are the largest errors of each precision, and the refused configurations. results is a JSON file to
-which each cell's result is added; with only_missing=true, cells in it are not run again. Exit codes: 0, or 1 if a cell
-differs from one process.
+Runs every cell of the parity matrix (tests/distributed/matrix.py) on gloo processes, which takes about forty minutes on
+two idle cores. The tables give the largest errors of each precision, and the refused configurations. `results` is a
+JSON file to which the result of each cell is added. With only_missing=true, cells in this file are not run again. Exit
+codes: 0 if all cells agree with one process, otherwise 1.
 """
 
 import csv
@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 if TYPE_CHECKING:
     from distributed.cell import Cell  # pyright: ignore[reportMissingImports]
 
-Result = dict[str, Any]  # a cell's verdict, largest errors and where they were, as JSON
+Result = dict[str, Any]  # verdict, largest errors and their tensors of a cell, in JSON form
 COLUMNS = (
     *("layout", "loss", "gradient norm", "worst gradient", "worst gradient's tensor"),
     *("worst value", "worst value's tensor", "verdict"),
@@ -35,7 +35,7 @@ COLUMNS = (
 HEADS = {
     "cells": "| precision | layouts | loss | gradient norm | gradients | values |\n|---|--:|--:|--:|--:|--:|",
     "bounds": "| precision | layouts | loss | gradient norm | gradients | values |\n|---|--:|--:|--:|--:|--:|",
-    "refused": "| overrides | message, up to the values it proposes |\n|---|---|",
+    "refused": "| overrides | message, without the values that it proposes |\n|---|---|",
 }
 
 
@@ -52,7 +52,7 @@ class Arguments:
 def main(arguments: Arguments) -> int:
     """Run the cells, write the tables, and return the exit code."""
     if not (ROOT / "tests" / "distributed").is_dir():
-        raise ConfigError("the matrix is in tests/distributed, not in an installed package: use a checkout")
+        raise ConfigError("the matrix is in tests/distributed, which an installed package lacks; use a checkout")
     sys.path.insert(0, str(ROOT / "tests"))
     from distributed.bounds import STATED  # pyright: ignore[reportMissingImports]
     from distributed.matrix import CELLS  # pyright: ignore[reportMissingImports]
@@ -66,7 +66,7 @@ def main(arguments: Arguments) -> int:
     results = {name: [known[cell.id] for cell in CELLS if cell.precision == name] for name in ("fp32", *STATED)}
     same, (loss, norm, gradient, value) = sum(known[cell.id]["same"] for cell in CELLS), worst(results["fp32"])
     lead = (
-        f"{same} of {len(CELLS)} layouts train as one process does. Largest errors in fp32: loss {loss:.0e}, "
+        f"{same} of {len(CELLS)} layouts agree with one process. Largest errors in fp32: loss {loss:.0e}, "
         f"gradient norm {norm:.0e}, gradients {gradient:.0e}, values {value:.0e}."
     )
     refusals = [f"| `{each.overrides}`{world(each.world)} | {each.cause()} |" for each in REFUSED]
@@ -81,12 +81,12 @@ def main(arguments: Arguments) -> int:
         text = replaced(text, name, "\n".join(lines))
     write_whole(output, text)
     write_whole(Path(arguments.matrix), matrix_text({cell.id: known[cell.id] for cell in CELLS}))
-    print(f"wrote {arguments.output} and {arguments.matrix}: {same} of {len(CELLS)} layouts train as one process does")
+    print(f"wrote {arguments.output} and {arguments.matrix}: {same} of {len(CELLS)} layouts agree with one process")
     return 0 if same == len(CELLS) else 1
 
 
 def run(cells: "list[Cell]", known: dict[str, Result], file: Path | None) -> None:
-    """Run the cells. Each result is added to `known`, and to the file if one is given."""
+    """Run the cells, largest first. Adds each result to `known`, and writes `known` to `file` after each cell."""
     from distributed.parity_cells import Pool, References, judge  # pyright: ignore[reportMissingImports]
 
     with tempfile.TemporaryDirectory(prefix="gptlite-parity-") as folder:
@@ -121,20 +121,20 @@ def summary(result: Any, same: bool, words: str) -> Result:
 
 
 def largest(steps: list[dict[str, float]]) -> tuple[float, str]:
-    """Return the largest error of any step, and its tensor."""
+    """Return the largest error over all steps, and the name of its tensor. NaN is the largest error."""
     pairs = [(error, name) for errors in steps for name, error in errors.items()]
     return max(pairs, key=lambda pair: math.inf if math.isnan(pair[0]) else pair[0])
 
 
 def worst(results: list[Result]) -> list[float]:
-    """Return the largest errors of losses, gradient norms, gradients and values over the cells that ran."""
+    """Return the largest errors of losses, gradient norms, gradients and values. Cells without errors are left out."""
     ran = [each for each in results if "loss" in each]
     numbers = [[each["loss"], each["grad_norm"], each["gradient"][0], each["value"][0]] for each in ran]
     return [max(column) for column in zip(*numbers, strict=True)]
 
 
 def matrix_text(results: dict[str, Result]) -> str:
-    """Return CSV: COLUMNS, then a row for each layout. Numbers are empty for layouts without recorded errors."""
+    """Return the CSV text: COLUMNS, then a row per layout. Cells of layouts without recorded errors are empty."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(COLUMNS)
@@ -158,7 +158,7 @@ def errors_row(name: str, results: list[Result]) -> str:
 
 
 def bounds_row(name: str, results: list[Result], stated: Any) -> str:
-    """Return a row such as `| bf16 | 30 | 1e-05 (3e-05) | ... |`: the largest errors of a precision's layouts, and
+    """Return a row such as `| bf16 | 30 | 1e-05 (3e-05) | ... |`: the largest errors of a precision's layouts, with
     their limits."""
     bounds = (stated.loss, stated.grad_norm, stated.gradient, stated.value)
     errors = " | ".join(f"{error:.0e} ({bound:.0e})" for error, bound in zip(worst(results), bounds, strict=True))
@@ -166,7 +166,7 @@ def bounds_row(name: str, results: list[Result], stated: Any) -> str:
 
 
 def world(size: int | None) -> str:
-    """Return ` on 6 ranks` if the number of ranks is the reason for a refusal; empty for None."""
+    """Return text such as ` on 6 ranks`; empty for None, if the number of ranks does not cause the refusal."""
     return "" if size is None else f" on {size} ranks"
 
 
@@ -174,7 +174,7 @@ def replaced(text: str, name: str, table: str) -> str:
     """Return the text with the content between `<!-- NAME -->` and `<!-- end of NAME -->` replaced."""
     begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
     if text.count(begin) != 1 or text.count(end) != 1:
-        raise ConfigError(f"output: the file needs one line {begin} and one {end}")
+        raise ConfigError(f"output: the file must have exactly one {begin} and one {end}; add them around the table")
     head, _, rest = text.partition(begin)
     return f"{head}{begin}\n{table}\n{end}{rest.partition(end)[2]}"
 

@@ -1,4 +1,4 @@
-"""Rebuild the table of docs/planner_memory.md: planned memory of layouts, compared with real ranks on this CPU.
+"""Regenerate the table of docs/planner_memory.md: planned memory of layouts, compared with real ranks on this CPU.
 
 python tools/planner_truth.py            # a few minutes; rewrites the table in place
 """
@@ -9,12 +9,12 @@ from pathlib import Path
 from parallelism_table import replaced
 
 ROOT = Path(__file__).parents[1]
-SHOWN = 0.01  # error from which a layout has a row
+SHOWN = 0.01  # layouts with at least this error get a row
 DOCUMENT = ROOT / "docs" / "planner_memory.md"
 
 
 def main() -> None:
-    """Run the layouts and put their rows between the marks."""
+    """Run the layouts and write their rows between the marks of the document."""
     sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
     from plan.truth_layouts import LAYOUTS
     from plan.truth_table import HEAD, worst_rows

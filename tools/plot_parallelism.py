@@ -1,4 +1,4 @@
-"""Draw the pictures of docs/parallelism.md from the code of a run: placement of the model, ZeRO's bytes, schedules.
+"""Draw the pictures of docs/parallelism.md with the code that runs use: model placement, ZeRO memory, schedules.
 
 python tools/plot_parallelism.py [folder=docs/pictures]
 """
@@ -37,7 +37,7 @@ def main(arguments: Arguments) -> None:
         save(draw(), Path(arguments.folder) / f"{draw.__name__}.png", f"folder={arguments.folder}")
 
 
-# Placement of the model: a row of cells per rank, filled as far as the rank stores that piece.
+# Placement of the model: a row of cells per rank, one cell per piece. The filled part is the part that the rank stores.
 
 LAYERS = 4
 PIECES = ("embedding", *(f"block {i}" for i in range(LAYERS)), "head")
@@ -56,15 +56,18 @@ INTERLEAVED = ParallelismConfig(pipeline=2, schedule="interleaved_1f1b")
 ALL_AXES = ParallelismConfig(pipeline=2, tensor=2, zero=3)
 HSDP = ParallelismConfig(tensor=2, zero=3, dp_replicate=2)
 PANELS = [
-    Panel("data 2, zero 0 to 2", "all of it on every rank, other samples", ParallelismConfig()),
-    Panel("data 2, zero 3", "half of each piece, gathered when it is used", ParallelismConfig(zero=3)),
+    Panel("data 2, zero 0 to 2", "whole model on every rank, different samples", ParallelismConfig()),
+    Panel("data 2, zero 3", "half of each piece, gathered for use", ParallelismConfig(zero=3)),
     Panel("tensor 2", "half of every matrix", ParallelismConfig(tensor=2)),
     Panel("pipeline 2", "consecutive blocks", ParallelismConfig(pipeline=2)),
-    Panel("pipeline 2, interleaved_1f1b or zero_bubble", "four parts, every other one", INTERLEAVED),
-    Panel("pipeline 2, zbv", "four parts, a V", ParallelismConfig(pipeline=2, schedule="zbv")),
-    Panel("pipeline 2 x data 2 (zero 3) x tensor 2", "each axis cuts what the ones before have left", ALL_AXES, 8),
+    Panel("pipeline 2, interleaved_1f1b or zero_bubble", "four parts, every second one on each rank", INTERLEAVED),
+    Panel("pipeline 2, zbv", "four parts, placed in a V", ParallelismConfig(pipeline=2, schedule="zbv")),
+    Panel("pipeline 2 x data 2 (zero 3) x tensor 2", "each axis shards the result of the previous axes", ALL_AXES, 8),
     Panel(
-        "data 4 (zero 3, 2 copies of 2 shards) x tensor 2", "HSDP: ranks 0 to 3 hold all of it, 4 to 7 again", HSDP, 8
+        "data 4 (zero 3, 2 copies of 2 shards) x tensor 2",
+        "HSDP: ranks 0 to 3 hold one copy of the model, 4 to 7 another",
+        HSDP,
+        8,
     ),
 ]
 
@@ -79,8 +82,8 @@ def layouts() -> Figure:
 
 
 def draw_panel(axes: Axes, panel: Panel) -> None:
-    """Draw one layout: cells split vertically by tensor ranks (blue, orange), horizontally by data shards; pipeline
-    ranks hold whole cells."""
+    """Draw one layout. Tensor ranks (blue, orange) split cells vertically, and data shards split them horizontally.
+    Pipeline ranks hold whole cells."""
     layout = resolve(panel.config, panel.world)
     axes.set(xlim=(0, len(PIECES)), ylim=(panel.world, 0))
     axes.set_xticks([x + 0.5 for x in range(len(PIECES))], PIECES, fontsize=8.5)
@@ -115,15 +118,15 @@ def pieces_of(config: ParallelismConfig, pp_rank: int) -> set[int]:
     return held | ({1 + LAYERS} if stages - 1 in stages_of_rank(config, pp_rank) else set())
 
 
-# ZeRO's bytes per parameter.
+# Bytes per parameter of the ZeRO stages.
 
 PARTS = {"gathered copy": VIOLET, "gradients": ORANGE, "fp32 parameters": BLUE, "Adam's moments": GREEN}
 DEGREES = (2, 4, 8)
 
 
 def bytes_of(stage: int, ranks: int, width: int) -> dict[str, float]:
-    """Return the bytes per parameter on each of `ranks` ranks; `width` is that of the compute dtype. Gradients are
-    accumulated."""
+    """Return the bytes per parameter on each of `ranks` ranks, with gradient accumulation. `width`: bytes per element
+    of the compute dtype."""
     share = 1 if stage == 0 else ranks
     return {
         "gathered copy": width if stage < 3 else 0,
@@ -134,7 +137,7 @@ def bytes_of(stage: int, ranks: int, width: int) -> dict[str, float]:
 
 
 def zero() -> Figure:
-    """Draw the bytes per parameter of each ZeRO stage, in bf16 and fp32, beside the paper's."""
+    """Draw the bytes per parameter of each ZeRO stage, in bf16 and fp32, compared with the ZeRO paper."""
     from gptlite.parallelism.memory import paper_bytes_a_parameter
 
     figure = Figure(figsize=(11, 4.4), layout=ConstrainedLayoutEngine(wspace=0.04))
@@ -159,23 +162,23 @@ def zero() -> Figure:
         axes.set_axisbelow(True)
         axes.tick_params(colors=MUTED, length=0)
         axes.spines[:].set_visible(False)
-    figure.axes[0].set_ylabel("bytes a parameter on each rank", fontsize=10, color=MUTED)
+    figure.axes[0].set_ylabel("bytes per parameter on each rank", fontsize=10, color=MUTED)
     handles: list[Artist] = [Rectangle((0, 0), 1, 1, facecolor=color) for color in PARTS.values()]
     handles.append(Line2D([], [], color=INK, linewidth=1.6))
-    figure.legend(handles, [*PARTS, "the paper's"], loc="outside upper right", ncols=5, frameon=False, fontsize=9.5)
+    figure.legend(handles, [*PARTS, "ZeRO paper"], loc="outside upper right", ncols=5, frameon=False, fontsize=9.5)
     figure.supxlabel("data-parallel ranks", fontsize=10, color=MUTED)
     return figure
 
 
-# Pipeline schedules, from the planner's orders of passes, which tests compare with torch's.
+# Pipeline schedules, with the planner's orders of passes. Tests compare these orders with torch's.
 
 RANKS, MICRO_BATCHES = 4, 8
 COLORS = {"F": BLUE, "B": ORANGE, "I": ORANGE, "W": GREEN}
-LIGHT = {BLUE: "#8fb3e6", ORANGE: "#efc08f", GREEN: "#9cc9ae"}  # of a rank's second part
+LIGHT = {BLUE: "#8fb3e6", ORANGE: "#efc08f", GREEN: "#9cc9ae"}  # colors of a rank's second part
 
 
 def pipeline() -> Figure:
-    """Draw five timelines to one scale."""
+    """Draw the timelines of all schedules to the same scale."""
     figure = Figure(figsize=(13, 11), layout=ConstrainedLayoutEngine(hspace=0.07))
     lines = {name: timeline_of(ParallelismConfig(pipeline=RANKS, schedule=name)) for name in SCHEDULES}
     end = max(line.seconds for line in lines.values())
@@ -183,20 +186,20 @@ def pipeline() -> Figure:
         draw_timeline(axes, name, line)
         axes.set_xlim(-0.1, end + 0.1)
     handles = [Rectangle((0, 0), 1, 1, facecolor=color) for color in (BLUE, ORANGE, GREEN)]
-    labels = ["forward", "backward, or its half for the inputs", "half for the weights  (light: a rank's second part)"]
+    labels = ["forward", "backward, or input gradients only", "weight gradients  (light: a rank's second part)"]
     figure.legend(handles, labels, loc="outside upper right", ncols=3, frameon=False, fontsize=10)
-    figure.supxlabel("time, if a backward pass takes twice as long as a forward pass", fontsize=10, color=MUTED)
+    figure.supxlabel("time (a backward pass takes twice as long as a forward pass)", fontsize=10, color=MUTED)
     return figure
 
 
 def timeline_of(config: ParallelismConfig) -> Timeline:
-    """Return the timeline of a schedule, in units of a quarter of the model's forward pass. Messages take no time."""
+    """Return the timeline of a schedule. The unit is a quarter of the model's forward pass. Messages take no time."""
     stages = num_stages(config)
     return timeline(config, MICRO_BATCHES, [RANKS / stages] * stages, [2 * RANKS / stages] * stages, message=0.0)
 
 
 def draw_timeline(axes: Axes, name: str, line: Timeline) -> None:
-    """Draw a row per rank; numbers are micro-batches, light bars a rank's second part."""
+    """Draw a row per rank. Numbers are micro-batches, and light bars are passes of a rank's second part."""
     for event in line.events:
         first = min(each.stage for each in line.of_rank(event.rank))
         color = COLORS[event.kind]

@@ -1,4 +1,4 @@
-"""Draw every learning-rate schedule into one picture, from the code that training runs.
+"""Draw all learning-rate schedules into one picture, with the code that training uses.
 
 python tools/plot_schedules.py [output=docs/pictures/schedules.png] [max_steps=1000]
 """
@@ -38,7 +38,7 @@ class Arguments:
 
 
 class Panel(NamedTuple):
-    """One schedule: its formula, the configurations drawn, and the labels of several curves."""
+    """One schedule: name, formula, configurations to draw, and labels if there are several curves."""
 
     name: str
     formula: str
@@ -59,7 +59,7 @@ PANELS = [
 
 
 def draw(axes: Axes, panel: Panel, max_steps: int) -> None:
-    """Draw one panel: rate over peak against the optimizer step, with the warmup shaded."""
+    """Draw one panel: learning rate divided by its peak over the optimizer steps, with the warmup shaded."""
     schedules = [Schedule(config, max_steps) for config in panel.curves]
     for schedule, color in reversed(list(zip(schedules, COLORS, strict=False))):
         axes.plot([schedule.factor(step) for step in range(max_steps)], color=color, linewidth=2.2)
@@ -73,7 +73,7 @@ def draw(axes: Axes, panel: Panel, max_steps: int) -> None:
 
 
 def plot(max_steps: int) -> Figure:
-    """Draw all panels."""
+    """Return a figure with all panels."""
     figure = Figure(figsize=(11, 6.4), layout=ConstrainedLayoutEngine(wspace=0.06, hspace=0.1))
     for axes, panel in zip(figure.subplots(2, 3, sharey=True).flat, PANELS, strict=True):
         axes.set(xlim=(-0.01 * max_steps, 1.01 * max_steps), ylim=(0, 1.06), yticks=[0, 0.25, 0.5, 0.75, 1])
@@ -83,7 +83,7 @@ def plot(max_steps: int) -> Figure:
         axes.spines["bottom"].set_color(GRID)
         draw(axes, panel, max_steps)
     axis_label = (
-        "optimizer step s   (W: end of the warmup, D: end of the decay, m: min_ratio, p: part of the decay done)"
+        "optimizer step s   (W: end of the warmup, D: end of the decay, m: min_ratio, p: progress of the decay)"
     )
     figure.supylabel("rate / peak rate", fontsize=10, color=MUTED)
     figure.supxlabel(axis_label, fontsize=10, color=MUTED)
@@ -91,20 +91,20 @@ def plot(max_steps: int) -> Figure:
 
 
 def save(figure: Figure, path: Path, key: str) -> None:
-    """Write a picture atomically, and print its path. Raises ConfigError with the key."""
+    """Write a picture atomically and print its path. Raises ConfigError that starts with `key` if that fails."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as file:
             figure.savefig(file, dpi=130, format="png")
     except OSError as error:
-        raise ConfigError(f"{key} cannot be written: {error}; give another") from None
+        raise ConfigError(f"{key} cannot be written: {error}; give another path") from None
     print(f"wrote {path}")
 
 
 def main(arguments: Arguments) -> None:
     """Draw the picture and print its path."""
     if arguments.max_steps < 1:
-        raise ConfigError(f"max_steps={arguments.max_steps}: give at least 1")
+        raise ConfigError(f"max_steps={arguments.max_steps} must be at least 1")
     save(plot(arguments.max_steps), Path(arguments.output), f"output={arguments.output}")
 
 

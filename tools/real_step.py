@@ -1,4 +1,4 @@
-"""The trainer's own step with a fixed batch in memory: a training step of train.py without its data."""
+"""Training step of train.py with a fixed batch in memory in place of the data loader."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from gptlite.trainer.state import TrainState
 from gptlite.trainer.step import Step
 from gptlite.trainer.steps import Steps, lag_of
 
-# The presets of conf/model, with GPT-2's vocabulary. `tiny` is for trying a script.
+# The presets of conf/model, with GPT-2's vocabulary. `tiny` is for tests of a script.
 MODELS = {
     "small": GPTConfig("gpt3-small", num_layers=12, num_heads=12, d_model=768, sequence_length=2048),
     "xl": GPTConfig("gpt3-xl", num_layers=24, num_heads=16, d_model=2048, sequence_length=2048),
@@ -41,12 +41,12 @@ MODELS = {
 
 
 def model_of(size: str) -> GPTConfig:
-    """Return the configuration of a model by its short name."""
+    """Return the configuration of the model with a key of MODELS."""
     return replace(MODELS[size], vocab_size=501 if size == "tiny" else 50257)
 
 
 def config_of(size: Size, **options: Any) -> GPTConfig:
-    """Return our model of nanoGPT's size, without biases."""
+    """Return the configuration of our GPT without biases, with the dimensions of `size`."""
     shape = {key: getattr(size, key) for key in ("vocab_size", "d_model", "num_heads", "num_layers", "sequence_length")}
     return GPTConfig(**shape, bias=False, **options)
 
@@ -63,10 +63,11 @@ def build_step(
     compile: bool = False,
     rule: OptimizerConfig | None = None,
 ) -> Callable[[], Any]:
-    """Build a step of `micro_batches` of whole sequences per rank, AdamW or `rule`, clipping at 1, as pretrain.py does.
+    """Build a training step as pretrain.py does, with AdamW or `rule` and clipping at `rule.clip_norm`.
 
-    `ops` defaults to a run's ops on this machine. The step runs as in the training loop: on a GPU the result of one
-    step is read after the next has been enqueued. On a meta device there are no initial weights.
+    Each step of a rank has `micro_batches` micro-batches of `micro_batch` sequences. `ops` defaults to a run's ops on
+    this machine. As in the training loop, on a GPU the result of a step is read after the next step is enqueued. On the
+    meta device, weights are not initialized.
     """
     layout, device, rule = layout or ParallelismConfig(), mesh.device, rule or AdamWConfig()
     ops = ops or select_ops(OpsConfig(), device)
@@ -77,7 +78,7 @@ def build_step(
     for part in parts if device.type != "meta" else ():
         init_weights(model, part, seed=0)
     optimizer = build_updates(rule, model, parts, layout, mesh, policy, ops)
-    optimizer_state(optimizer)  # creates the state, so that the first step is like the others
+    optimizer_state(optimizer)  # creates the state, so that the first step is not slower
     if ops.weight_copies and writes_copies(optimizer) and not compile:
         copy_weights(parts, mesh, policy)
     runner, loader = StageRunner(parts, mesh, layout), SameBatch(config, mesh, micro_batch, micro_batches)
@@ -101,7 +102,7 @@ def build_step(
 
 
 class SameBatch:
-    """Stand-in for a loader: one batch in host memory, page-locked for a GPU, copied at each step."""
+    """Replacement for a loader: one batch in host memory, page-locked for a GPU, and copied to the device each time."""
 
     def __init__(self, config: GPTConfig, mesh: Mesh, micro_batch: int, micro_batches: int) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -114,7 +115,7 @@ class SameBatch:
         self.num_micro_batches = micro_batches
 
     def micro_batches(self, consumed_samples: int) -> int:
-        """Return the number of micro-batches, the same in every step."""
+        """Return the number of micro-batches, which is equal in every step."""
         return self.num_micro_batches
 
     def batch(self, consumed_samples: int, micro_index: int) -> Batch:

@@ -1,6 +1,6 @@
 """Count the lines of each package, and list files that are too long: `python tools/size.py`.
 
-Lines are all lines, as `wc -l` counts them; of a notebook, those of its code cells. Tests are counted separately.
+All lines count, as in `wc -l`. Of a notebook, only the lines of code cells count. Tests are counted separately.
 """
 
 import json
@@ -24,7 +24,7 @@ LARGEST = 10
 
 
 def source_files(root: Path) -> Iterator[Path]:
-    """Yield the source files of a checkout, relative to it: top-level scripts and the content of FOLDERS."""
+    """Yield the source files of a checkout, relative to `root`: top-level scripts and the files in FOLDERS."""
     found = [*root.glob("*.py"), *(path for folder in FOLDERS for path in (root / folder).rglob("*"))]
     for path in sorted(found):
         relative = path.relative_to(root)
@@ -42,21 +42,23 @@ def count_lines(path: Path) -> int:
 
 
 def room(path: Path) -> str:
-    """Return the row in which a file is counted: its package in gptlite/, else its top-level folder, or the name
-    of a top-level script."""
+    """Return the name of the row that counts a file.
+
+    This is the package for a file in gptlite/, the top-level folder for other files, or the name of a top-level script.
+    """
     top, *inner = path.parts
     return f"gptlite/{inner[0]}" if top == "gptlite" and len(inner) > 1 else top
 
 
 def report(root: Path) -> str:
-    """Return the table of packages, and the largest files. A last line without a newline counts."""
+    """Return the table of packages and the largest files as text. A last line without a newline counts."""
     lines = {path: count_lines(root / path) for path in source_files(root)}
     rooms: dict[str, dict[Path, int]] = defaultdict(dict)
     for path, count in lines.items():
         rooms[room(path)][path] = count
     tests = rooms.pop("tests", {})
     code = {path: count for path, count in lines.items() if path not in tests}
-    header = f"{'room':<22}{'files':>7}" + "".join(f"{column:>9}" for column in COLUMNS)
+    header = f"{'package':<22}{'files':>7}" + "".join(f"{column:>9}" for column in COLUMNS)
     rule = "-" * len(header)
     rows = [_row(name, files) for name, files in sorted(rooms.items())]
     table = [header, rule, *rows, rule, _row("all but tests", code), _row("tests", tests)]
@@ -67,7 +69,7 @@ def _row(name: str, files: dict[Path, int]) -> str:
     by_language: Counter[str] = Counter()
     for path, count in files.items():
         by_language[LANGUAGES[path.suffix]] += count
-    # Empty files, such as an __init__.py, are not counted.
+    # Empty files, such as an __init__.py, do not count as files.
     counts = "".join(f"{by_language[column] or '':>9}" for column in COLUMNS)
     return f"{name:<22}{sum(map(bool, files.values())):>7}{counts}".rstrip()
 

@@ -1,7 +1,6 @@
-"""Common helpers of the benchmarks: timing, interleaved calls, and splitting off a tool's own arguments from
-train.py's.
+"""Helpers of the benchmarks: timing, interleaved calls, and separation of a tool's arguments from train.py's.
 
-No torch here: a benchmark may have to set up its process before importing it.
+This module does not import torch, since a benchmark may need to set up its process before that.
 """
 
 import sys
@@ -15,15 +14,17 @@ T = TypeVar("T")
 
 
 def seconds(call: Callable[[], Any]) -> float:
-    """Return the seconds of one call."""
+    """Return the duration of one call in seconds."""
     start = time.perf_counter()
     call()
     return time.perf_counter() - start
 
 
 def in_turn(calls: Mapping[str, Callable[[], T]], repeats: int, warm_up: int = 3) -> dict[str, list[T]]:
-    """Return the results of interleaved calls, so that a drift of the machine's speed affects all equally; warm-up is
-    left out."""
+    """Return the results of interleaved calls, by name, without those of `warm_up` additional rounds at the start.
+
+    Interleaving makes a drift of the machine's speed affect all calls equally.
+    """
     found: dict[str, list[T]] = {name: [] for name in calls}
     for repeat in range(warm_up + repeats):
         for name, call in calls.items():
@@ -34,7 +35,7 @@ def in_turn(calls: Mapping[str, Callable[[], T]], repeats: int, warm_up: int = 3
 
 
 def own_arguments(schema: type[T], arguments: list[str], usage: str | None) -> tuple[T, list[str]]:
-    """Return the arguments in `schema`, and the others, overrides of train.py. `--help` prints the usage and exits."""
+    """Return the tool's arguments, which are fields of `schema`, and the overrides of train.py. Handles `--help`."""
     if {"-h", "--help"} & set(arguments):
         print((usage or "").strip())
         sys.exit(0)

@@ -1,6 +1,6 @@
-"""Construction of the trained objects from configuration sections: model parts and optimizer.
+"""Construction of model parts and optimizer from configuration sections.
 
-Used by training, parity and the planner's simulation.
+Used by training, `gptlite parity` and the planner's simulation.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ def build_parts(
     *,
     compile: bool = False,
 ) -> list[nn.Module]:
-    """Return this rank's parts of the model, on the meta device."""
+    """Return this rank's parts of the model, parallelized, on the meta device."""
     return parallelize(model, model.build(ops, seed), mesh, parallelism, policy, compile=compile)
 
 
@@ -44,9 +44,9 @@ def build_updates(
     ops: Ops,
     seed: int = 0,
 ) -> Optimizer:
-    """Build the optimizer of materialized parts, wrapped for stochastic rounding and offload if configured."""
+    """Build the optimizer for materialized parts, wrapped for stochastic rounding and offload if configured."""
     weights = [named for part in parts for named in model.named_weights(part)]
-    matrices = model.spec.matrices(model.config)
+    matrices = model.spec.matrices(model.config)  # which parameters Muon splits, and which it leaves to AdamW
     structure = matrices.edges, matrices.fused
     optimizer = build_optimizer(config, weights, ops.adamw, *structure, policy.compute_dtype, matrices.batched)
     if not policy.master_weights:

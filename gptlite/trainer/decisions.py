@@ -1,4 +1,4 @@
-"""On-device decisions about a step, so that the host need not wait for its loss and gradient norm."""
+"""On-device decision whether to apply a step, so that the host does not wait for the loss and gradient norm."""
 
 import torch
 from torch import Tensor
@@ -7,10 +7,10 @@ from gptlite.trainer.loss_scale import LossScaler
 
 
 class Decisions:
-    """Device tensors that decide whether to apply an optimizer step, and the loss scale of the next one.
+    """Device tensors that decide whether to apply an optimizer step, and set the loss scale of the next step.
 
-    A step with a non-finite loss or gradient norm is not applied. If no smaller loss scale is left, or there is no loss
-    scale, later steps are not applied either: the host reads the result late, and has already enqueued some.
+    A step with a non-finite loss or gradient norm is not applied. If the loss scale cannot be reduced, or the run has
+    none, later steps are not applied either, since the host enqueues more steps before it reads the result.
     """
 
     def __init__(self, scaler: LossScaler | None, device: torch.device) -> None:
@@ -23,16 +23,16 @@ class Decisions:
         return 1.0 if self._values is None else self._values[0].float()
 
     def decide(self, sums: Tensor) -> Tensor:
-        """Return fp32 1 to skip the step, 0 to apply it. `sums` begin with its loss and norm."""
+        """Return fp32 1 to skip the step, 0 to apply it. `sums` starts with the step's loss and gradient norm."""
         overflow = sums[:2].isfinite().all().logical_not()
-        # Tensor operations instead of branches, as reading a value on the host would synchronise with the device.
+        # Tensor operations instead of branches: reading a value on the host would synchronise with the device.
         skips, ends = overflow | self._halted, overflow
         if self._scaler is not None and self._values is not None:
             self._values, exhausted = self._scaler.advanced(self._values, overflow)
             ends = overflow & exhausted
-        self._halted = self._halted | ends  # on the device, until the host has read the result and raised
+        self._halted = self._halted | ends  # stays set until the host reads the result and raises
         return skips.float()
 
     def with_scales(self, sums: Tensor) -> Tensor:
-        """Return the values the host needs after a step: `sums`, and the loss scale's updated SCALE_VALUES."""
+        """Return the values that the host reads after a step: `sums` and, with loss scaling, the new SCALE_VALUES."""
         return sums if self._values is None else torch.cat([sums.double(), self._values])

@@ -1,4 +1,4 @@
-"""Evaluation on held-out text or samples."""
+"""Evaluation on held-out data."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -16,15 +16,15 @@ from gptlite.parallelism.collectives import all_reduce
 from gptlite.parallelism.stage_runner import StageRunner
 from gptlite.progress import Progress
 
-PROGRESS_SECONDS = 5.0
+PROGRESS_SECONDS = 5.0  # interval between progress lines
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Sums over the evaluated text. `text_bytes` is the UTF-8 size of the predicted tokens; None if they are not text.
+    """Sums over the evaluated tokens. `text_bytes` is the UTF-8 size of the targets; None or 0 if they are not text.
 
-    For a blend, `parts` has the evaluation of each data set by name; they add up to this one. `metrics` are sums by the
-    names of ModelSpec.metrics.
+    For a blend, `parts` maps each data set's name to its evaluation, and this evaluation is their sum. `metrics` maps
+    the names in ModelSpec.metrics to sums.
     """
 
     nats: float
@@ -45,12 +45,12 @@ class Evaluation:
 
     @property
     def perplexity(self) -> float:
-        """exp(loss); inf where that overflows."""
+        """exp(loss); inf on overflow."""
         return math.exp(self.loss) if self.loss < 700 else math.inf  # math.exp raises above 709
 
     @property
     def bits_per_byte(self) -> float | None:
-        """Bits per UTF-8 byte: comparable across tokenizers, as nats per token are not."""
+        """Bits per UTF-8 byte, which are comparable across tokenizers, unlike nats per token. None if not text."""
         return self.nats / math.log(2) / self.text_bytes if self.text_bytes else None
 
 
@@ -62,7 +62,7 @@ def evaluate_sets(
     interrupted: Callable[[], bool] = lambda: False,
     log: Callable[[str], None] = lambda _: None,
 ) -> Evaluation | None:
-    """Evaluate all data sets, up to `limit` sequences of each. Returns None if `interrupted` becomes true.
+    """Evaluate up to `limit` sequences of each data set, or all. Returns None if `interrupted` returns True.
 
     An evaluation that takes longer than a few seconds logs its progress.
     """
@@ -90,18 +90,18 @@ def evaluate(
     interrupted: Callable[[], bool] = lambda: False,
     progress: Progress | None = None,
 ) -> Evaluation | None:
-    """Evaluate all batches of all ranks, with dropout off. Returns None if `interrupted` becomes true."""
+    """Evaluate the batches of all ranks without dropout. Returns None if `interrupted` returns True. Collective."""
     mesh = runner.mesh
-    # A loss that several ranks hold is added by one of them.
-    counts = mesh.is_first("uncut")  # other tensor-parallel ranks have computed the same loss
-    # Accumulated on the device in fp64: no synchronisation per batch, and no rounding over many of them.
+    # All tensor-parallel ranks compute the same loss, so only the first adds its loss to the sum.
+    counts = mesh.is_first("uncut")
     names = model.spec.metrics
     seen: torch.Size | None = None
-    shapes: list[tuple[int, ...]] = []  # of each stage's input, for batches of the shape last seen
+    shapes: list[tuple[int, ...]] = []  # shape of each stage's input, for batches of shape `seen`
+    # Sums stay on the device, so batches do not synchronise with the host. fp64 keeps long sums accurate.
     sums = torch.zeros(2 + len(names), dtype=torch.float64, device=mesh.device)
     with runner.reading():
         for batch in batches:
-            if interrupted():  # collective: every rank asks before every batch
+            if interrupted():  # collective, so every rank calls it before every batch
                 return None
             if runner.num_stages > 1 and (batch.tokens.shape != seen):
                 seen = batch.tokens.shape

@@ -1,4 +1,4 @@
-"""Loads of a mixture of experts in a step."""
+"""Expert loads of a mixture-of-experts model in one step."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from statistics import fmean
 
 @dataclass(frozen=True)
 class Loads:
-    """Tokens of each expert by layer, over the global batch, and the router's losses of each layer per token.
+    """Expert loads and router losses of each layer with experts, over the global batch.
 
-    No token is dropped: the tokens of a layer's experts are those of the batch times the experts that each takes.
+    `tokens[layer][expert]` is the number of tokens routed to an expert. No token is dropped, so a layer's sum is the
+    number of tokens in the batch times the number of experts per token. `losses[layer]` is the router's mean loss.
     """
 
     tokens: list[list[int]]
@@ -20,13 +21,16 @@ class Loads:
 
     @classmethod
     def of(cls, table: Sequence[float], columns: int, tokens: int) -> Loads:
-        """Return the loads of ModelSpec.end_step's table, flattened, in a batch of that many tokens."""
+        """Build the loads from ModelSpec.end_step's table, flattened, for a batch of `tokens` tokens."""
         rows = [table[start : start + columns] for start in range(0, len(table), columns)]
         return cls([[int(each) for each in row[:-1]] for row in rows], [row[-1] / tokens for row in rows])
 
     def metrics(self) -> dict[str, float]:
-        """Return the largest load over the mean load, of the layer where it is largest; the entropy of the loads, 1 if
-        all are equal, as the mean over layers; and the sum of the router's losses."""
+        """Return the metrics of a training row.
+
+        `expert_imbalance` is the maximum over layers of the largest load divided by the mean load. `expert_entropy` is
+        the mean over layers of the normalized entropy, 1 for equal loads. `router_loss` is the sum of the losses.
+        """
         found = {
             "expert_imbalance": max(max(row) * len(row) / max(1, sum(row)) for row in self.tokens),
             "expert_entropy": fmean(_entropy(row) for row in self.tokens),

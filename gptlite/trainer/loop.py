@@ -1,4 +1,4 @@
-"""Training loop: steps, with evaluation, checkpoints and stopping between them."""
+"""Training loop: optimizer steps, with evaluations, checkpoints and stop checks in between."""
 
 import math
 import time
@@ -24,7 +24,7 @@ from gptlite.trainer.state import TrainState
 from gptlite.trainer.step import Diverged, Step, StepResult
 from gptlite.trainer.steps import Steps, lag_of
 
-SLOW_DISK = 200e6  # bytes per second, to estimate the duration of a save before one has been timed
+SLOW_DISK = 200e6  # bytes per second, for an estimate of the duration of the first save
 
 
 class Ending(Enum):
@@ -47,7 +47,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Reason why training ended, and its last evaluation and checkpoint. `exit_code` is 128 + signal after a signal."""
+    """Result of training: reason for the end, last evaluation, last checkpoint. `exit_code`: 128 + signal, or 0."""
 
     ending: Ending
     evaluation: Evaluation | None
@@ -56,7 +56,7 @@ class Outcome:
 
 
 class Saves(Protocol):
-    """Interface of the object that saves and restores the state."""
+    """Interface of the object that saves and restores the training state."""
 
     @property
     def path(self) -> Path:
@@ -70,11 +70,11 @@ class Saves(Protocol):
 
     @property
     def save_failed(self) -> bool:
-        """True if a background save has failed; `finish_saves` then raises."""
+        """True if a background save has failed. `finish_saves` then raises its exception."""
         ...
 
     def save(self, state: TrainState) -> Path:
-        """Commit a checkpoint, or start to, and return its folder."""
+        """Save a checkpoint, or start a background save, and return its folder."""
         ...
 
     def finish_saves(self) -> None:
@@ -82,15 +82,17 @@ class Saves(Protocol):
         ...
 
     def rewind(self, state: TrainState, spike: Spike) -> Path | None:
-        """Restore the last checkpoint that precedes a spike's samples, and skip those from now on. Returns the
-        checkpoint, or None if there is none."""
+        """Restore the last checkpoint from before a spike's samples, and make the state skip these samples.
+
+        Returns the checkpoint; None if there is none.
+        """
         ...
 
 
 class Clock:
-    """Time budget of `trainer.max_time`, with time for a save at the end.
+    """Time limit `trainer.max_time`, with time for a save at the end.
 
-    With a `lag`, all ranks learn of the end one step late, and up to two more steps are then in progress.
+    With a `lag`, the decision to stop reaches all ranks one step late, when up to two more steps are in progress.
     """
 
     def __init__(self, minutes: float | None, started: float, save_seconds: float, lag: int = 0) -> None:
@@ -100,18 +102,18 @@ class Clock:
         self._mark = time.monotonic()
 
     def step(self) -> None:
-        """Record the end of a step. A slower step raises the estimate at once, faster ones lower it gradually."""
+        """Record the end of a step. A slower step raises the estimate at once, and faster steps lower it gradually."""
         now = time.monotonic()
-        # A decaying maximum: underestimating a step could miss the deadline.
+        # A decaying maximum instead of a mean, since a low estimate could exceed the deadline.
         self._step_seconds, self._mark = max(0.9 * self._step_seconds, now - self._mark), now
 
     def mark(self) -> None:
-        """Exclude the time since the last step from the next one."""
+        """Exclude the time since the last step from the duration of the next one."""
         self._mark = time.monotonic()
 
     def over(self) -> bool:
         """Return True if one more step and a save could exceed the deadline."""
-        # Twice the save, as the next one may take longer than any so far.
+        # Twice the duration of a save, as the next save may be slower than all before.
         return time.monotonic() + self._steps * self._step_seconds + 2 * self.save_seconds > self.deadline
 
 
@@ -126,15 +128,14 @@ def train(
     started: float,
     lag: int | None = None,
 ) -> Outcome:
-    """Train until `trainer.max_steps`, `trainer.stop_step`, a signal or `trainer.max_time`; ends with a checkpoint.
+    """Train until `trainer.max_steps`, `trainer.stop_step`, a signal or `trainer.max_time`, and save a checkpoint.
 
-    `run` saves the state; `started` is the start of the process, in time.monotonic() seconds. With a `lag` of 1, the
-    default on a GPU, a step's result is processed after the next step has been enqueued, but before any other use of
-    the state.
+    `started` is the start of the process, in time.monotonic() seconds. With a `lag` of 1, the default on a GPU, a
+    step's result is processed after the next step is enqueued, but before any other use of the state.
 
-    Raises Diverged if the loss or gradient is not finite, Spiked if `trainer.spike` gives up, ReplicasDiffer if copies
-    of a parameter differ, and the exception of a failed save, which for a background save is raised at the next step.
-    Earlier checkpoints are kept.
+    Raises Diverged for a non-finite loss or gradient, Spiked for a spike after which the run cannot rewind,
+    ReplicasDiffer if copies of a parameter differ, and the exception of a failed save. For a background save, this
+    exception is raised at the next step. Earlier checkpoints are kept.
     """
     config, mesh = settings.trainer, state.runner.mesh
     lag = lag_of(state.optimizer, mesh.device, lag)
@@ -145,18 +146,18 @@ def train(
     evaluation, checkpoint, saved, to_save = None, None, -1, False
 
     def pauses() -> bool:
-        """Return True if the state is used between this step and the next."""
+        """Return True if anything reads the state before the next step, so that all results must be read first."""
         step, last = state.step, state.step + 1 == config.last_step
         intervals = (config.replica_check_interval, config.eval_interval, settings.checkpoint.interval)
         due = to_save or step == config.last_step or any(_due(step, interval) for interval in intervals)
         return due or step == profiler.last or reporter.memory.due(last)
 
-    # An evaluation that was due when the run stopped is made now, so that a resumed run makes the same ones.
+    # If the run stopped before an evaluation that was due, evaluate now, as the uninterrupted run would have.
     if _due(state.step, config.eval_interval) and state.step < config.last_step:
         evaluation = _evaluate(state, config, reporter, stopping.poll)
     with closing(profiler):
         while (begins := state.step < config.last_step and not stopping.now) or steps.waiting:
-            clock.mark()  # what happened since the last step is not part of the next
+            clock.mark()  # excludes evaluations and saves from the duration of a step
             if begins:
                 profiler.before(state.step + 1)
             spike = None
@@ -173,11 +174,11 @@ def train(
                 if result.step % config.log_interval == 0 or result.step in (1, config.last_step):
                     reporter.step(state, result, watch.communication)
             if spike is not None:
-                steps.forget()  # steps enqueued after the spike have no meaning for the restored state
+                steps.forget()  # drop steps enqueued after the spike
                 checkpoint = _rewind(run, state, spike, reporter)
                 saved, to_save = state.step, False
                 continue
-            if steps.waiting:  # the state is ahead of the results: nothing below may use it
+            if steps.waiting:  # the state is ahead of the results, so the code below must not use it
                 continue
             if _due(state.step, config.replica_check_interval):
                 check_replicas(state.named_parameters(), state.tied_names(), mesh, state.step)
@@ -186,7 +187,7 @@ def train(
             if _due(state.step, config.eval_interval) and not stopping.now:
                 evaluation = _evaluate(state, config, reporter, stopping.poll) or evaluation
             to_save = to_save or _due(state.step, settings.checkpoint.interval)
-            # A save is postponed while losses are high, as it may be within a spike.
+            # Postpone a save while losses are above the band, as the checkpoint may be part of a spike.
             if to_save and not stopping.now and not (state.spikes and state.spikes.suspects):
                 checkpoint, saved, to_save = _save(run, state, reporter, clock), state.step, False
         if trace := profiler.after(state.step, ending=True):
@@ -214,9 +215,9 @@ def _due(step: int, interval: int) -> bool:
 def _results(
     steps: Steps, begins: bool, pauses: Callable[[], bool], state: TrainState, reporter: Reporter, watch: Watch
 ) -> Iterator[StepResult | Spike]:
-    """Begin a step if `begins`, and yield the results to process: all of them if the run then `pauses` or ends.
+    """Begin a step if `begins`, and yield the results that must be processed: all if the run then `pauses` or ends.
 
-    If `trainer.spike` is active, a Spike is the last item. Raises Diverged.
+    If `trainer.spike` handles spikes, a Spike is yielded in place of the result, and Diverged is not raised.
     """
     spikes = state.spikes
     try:
@@ -228,19 +229,19 @@ def _results(
             with watch.step(state.step):
                 result = steps.take()
             spike = None
-            if spikes is not None and not result.skipped:  # overflows are handled by the loss scale
+            if spikes is not None and not result.skipped:  # the loss scale handles overflows
                 spike = spikes.taken(result.step, result.begin, result.stop, result.loss)
             yield spike or result
     except Diverged as error:
         if spikes is None:
             raise
-        state.optimizer.zero_grad(set_to_none=True)  # the failed step has left its gradients
+        state.optimizer.zero_grad(set_to_none=True)  # discard the gradients of the failed step
         begin = state.consumed_samples
         yield spikes.failed(state.step + 1, begin, state.loader.schedule.after(begin), error.what)
 
 
 def _rewind(run: Saves, state: TrainState, spike: Spike, reporter: Reporter) -> Path:
-    """Return to a checkpoint before the spike, and continue without its samples. Raises Spiked."""
+    """Restore a checkpoint from before the spike, and skip its samples. Raises Spiked if that is not possible."""
     spikes = state.spikes
     assert spikes is not None
     rewinds, words = spikes.rewinds + 1, f"spike at step {spike.step}: {spike.why}"
@@ -250,8 +251,8 @@ def _rewind(run: Saves, state: TrainState, spike: Spike, reporter: Reporter) -> 
         checkpoint = run.rewind(state, spike)
     if checkpoint is None:
         raise Spiked(
-            f"{words}; there is no checkpoint from before its samples, {spike.first:,} to {spike.stop - 1:,}: "
-            "give a smaller checkpoint.interval, and checkpoint.keep=2 or more"
+            f"{words}; there is no checkpoint from before its samples, {spike.first:,} to {spike.stop - 1:,}; "
+            "set a smaller checkpoint.interval, and checkpoint.keep=2 or more"
         )
     spikes.rewinds = rewinds  # restoring the checkpoint has reset the count
     reporter.rewound(state, spike, checkpoint)
@@ -269,7 +270,7 @@ def _save(run: Saves, state: TrainState, reporter: Reporter, clock: Clock) -> Pa
 def _evaluate(
     state: TrainState, config: TrainerConfig, reporter: Reporter, interrupted: Callable[[], bool]
 ) -> Evaluation | None:
-    """Return the held-out loss; None if interrupted, or if it is known from before the run was resumed."""
+    """Evaluate and report. Returns None if interrupted, or if this step was already evaluated."""
     if state.evaluated_step == state.step:
         return None
     with reporter.throughput.excluded():

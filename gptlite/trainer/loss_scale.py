@@ -1,8 +1,8 @@
-"""Loss scaling for fp16 (Micikevicius et al. 2018, arXiv:1710.03740): it keeps gradients above fp16's minimum, 6e-8.
+"""Loss scaling for fp16 (Micikevicius et al. 2018, arXiv:1710.03740), which keeps gradients above fp16's minimum, 6e-8.
 
-Every rank decides from the same values, the loss and the gradient norm of the whole step, so all skip the same steps.
-If the host runs ahead of the device (trainer/steps.py), `advanced` computes the update on the device, and the host
-takes its result.
+All ranks skip the same steps, since the decision depends only on the loss and gradient norm of the whole step. If the
+host runs ahead of the device (trainer/steps.py), `advanced` computes the update on the device, and the host reads the
+result later.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from torch import Tensor
 
 from gptlite.precision import Policy, PrecisionConfig
 
-SCALE_VALUES = ("scale", "good_steps", "overflows", "skipped")  # the mutable fields
+SCALE_VALUES = ("scale", "good_steps", "overflows", "skipped")  # the mutable fields of LossScaler
 
 
 @dataclass
 class LossScaler:
-    """Dynamic loss scaling by Megatron-LM's rule (DynamicGradScaler). DeepSpeed's grows one step later.
+    """Dynamic loss scale by Megatron-LM's rule (DynamicGradScaler). With DeepSpeed's rule, it grows one step later.
 
     `window` consecutive steps without overflow multiply the scale by `factor`. After that, the first `hysteresis` - 1
     overflows do not change the scale, and later ones divide it by `factor`, down to `minimum`. A step that overflows is
@@ -33,17 +33,17 @@ class LossScaler:
     hysteresis: int
     minimum: float
     factor: float
-    good_steps: int = 0  # since the last overflow, or the last growth
-    overflows: int = 0  # since the last growth
-    skipped: int = 0  # steps of the run
+    good_steps: int = 0  # steps since the last overflow or the last increase
+    overflows: int = 0  # overflows since the last increase
+    skipped: int = 0  # skipped steps of the run
 
     @property
     def exhausted(self) -> bool:
-        """True if an overflow now could not reduce the scale."""
+        """True if the next overflow could not reduce the scale."""
         return self.scale <= self.minimum and self.overflows + 1 >= self.hysteresis
 
     def update(self, overflow: bool) -> None:
-        """Update the scale after a step that was applied, or skipped for its overflow."""
+        """Update the scale after a step. `overflow` is True if the step overflowed and was skipped."""
         if overflow:
             self.good_steps, self.overflows, self.skipped = 0, self.overflows + 1, self.skipped + 1
             if self.overflows >= self.hysteresis:
@@ -55,17 +55,17 @@ class LossScaler:
             self.scale *= self.factor
 
     def on_device(self, device: torch.device) -> Tensor:
-        """Return SCALE_VALUES as an fp64 device tensor. Uses fill_, as a copy from the host would synchronise."""
-        # fp64 is exact for counts and for any scale of the host.
+        """Return SCALE_VALUES as an fp64 tensor on the device, without synchronisation."""
+        # fp64 is exact for counts and for a Python float. A copy from the host would synchronise, unlike fill_.
         values = torch.empty(len(SCALE_VALUES), dtype=torch.float64, device=device)
         for index, name in enumerate(SCALE_VALUES):
             values[index].fill_(getattr(self, name))
         return values
 
     def advanced(self, values: Tensor, overflow: Tensor) -> tuple[Tensor, Tensor]:
-        """Return SCALE_VALUES after a step, by the rule of `update`, and True if they were `exhausted` before it.
+        """Return SCALE_VALUES after a step, by the rule of `update`, and whether the scale was `exhausted` before it.
 
-        `overflow`, bool, and all results are on the device.
+        `overflow` and both results are device tensors; `overflow` and the second result are bool scalars.
         """
         scale, good, overflows, skipped = values.unbind()
         none, shrinks, grows = torch.zeros_like(scale), overflows + 1 >= self.hysteresis, good + 1 == self.window
@@ -93,7 +93,7 @@ class LossScaler:
 
 
 def build_scaler(config: PrecisionConfig, policy: Policy) -> LossScaler | None:
-    """Build the loss scaler of a run that computes in fp16; None for others. A static scale has a factor of 1."""
+    """Build the loss scaler of an fp16 run; None for other dtypes. A static scale has a factor of 1."""
     if not policy.scales_loss:
         return None
     if config.loss_scale:

@@ -1,4 +1,4 @@
-"""Measured memory of one step on each rank, and the banner's line on offloaded state."""
+"""Memory measurement of one step on each rank, and the start banner's line on offloaded state."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -24,7 +24,7 @@ CATEGORIES = ("parameters", "gradients", "optimizer", "activations")
 
 
 def offload_words(state: TrainState, config: ParallelismConfig) -> list[tuple[str, str]]:
-    """Return the banner's line on rank 0's offloaded state; an empty list if nothing is offloaded."""
+    """Return the banner's line on rank 0's offloaded state as [(label, text)]; an empty list without offload."""
     if config.offload is Offload.none:
         return []
     shards = [local_tensor(p) for part in state.parts for p in part.parameters()]
@@ -33,34 +33,36 @@ def offload_words(state: TrainState, config: ParallelismConfig) -> list[tuple[st
     text = f"{config.offload.value}: on rank 0 {format_bytes(weights)} of {dtype} weights"
     text += f" and {format_bytes(gradients)} of gradients"
     if not isinstance(state.optimizer, StreamedStep):
-        return [("offload", f"{text}, and the optimizer's state, in host memory")]
+        return [("offload", f"{text}, and the optimizer state, in host memory")]
     stream = state.optimizer.stream
     way = "O_DIRECT" if stream.file.direct else "the page cache, without O_DIRECT"
     buffers = format_bytes(sum(tensor.nbytes for tensor in state.optimizer.resident()))
     size = format_bytes(stream.file.size)
     return [("offload", f"{text} in host memory, {size} of optimizer state in {config.offload_path} by {way}, through "
-                        f"buffers of {buffers} together: {size} are read and {size} written per step")]  # fmt: skip
+                        f"buffers of {buffers} in total; each step reads {size} and writes {size}")]  # fmt: skip
 
 
 class MemoryReport:
-    """Measurement of one step's memory: the second step, when all persistent state exists.
+    """Memory measurement of one step, usually the second, when all persistent state exists.
 
-    `row` is for metrics rows: empty before the measurement, then the maximum over ranks of each category, in bytes.
+    `row` has the values for metrics rows: the maximum over ranks of each category, in bytes. It is empty before the
+    measurement.
     """
 
     def __init__(self) -> None:
         self.row: dict[str, int] = {}
-        self._found: list[list[int]] = []  # bytes of each category, rank by rank
-        self._phases: list[int] = []  # maximum over ranks in each of PHASES
+        self._found: list[list[int]] = []  # bytes of each of CATEGORIES, per rank
+        self._phases: list[int] = []  # peak bytes in each of PHASES, maximum over ranks
         # Per rank: peak bytes, average bytes, device utilisation in millionths.
         self._usage: list[list[int]] = []
-        self._coming: HostCopy | None = None  # newer values, still being copied
+        self._coming: HostCopy | None = None  # newer usage values, still being copied to the host
         self._steps = 0
-        self._to_device: list[int] = []  # bytes of this rank's shards in the measured step, where it offloads
+        # Bytes of each transfer of this rank's shards in the measured step; empty without offload.
+        self._to_device: list[int] = []
         self._to_host: list[int] = []
 
     def due(self, last: bool) -> bool:
-        """Return True if the next step is to be measured, the same on all ranks. `last` marks the run's last step."""
+        """Return True if the next step must be measured. Equal on all ranks. `last`: it is the run's last step."""
         return not self.row and (self._steps > 0 or last) and not profiler_runs()
 
     def take(
@@ -70,8 +72,11 @@ class MemoryReport:
         last: bool,
         excluded: Callable[[], AbstractContextManager[None]],
     ) -> Taken:
-        """Run a step, and measure it if due. Set-up and evaluation of the measurement run under `excluded()`. Raises
-        what the step raises."""
+        """Run a step and return its result; measure its memory if due.
+
+        `excluded()` is entered while the measurement is set up and read, to exclude this time from the throughput.
+        Exceptions of the step propagate.
+        """
         due, self._steps = self.due(last), self._steps + 1
         if not due:
             return step(state)
@@ -94,21 +99,24 @@ class MemoryReport:
         return result
 
     def gather(self, peak: int | None, average: int | None, utilization: float | None, mesh: Mesh) -> None:
-        """Exchange each rank's peak and average memory so far, from gptlite.metrics, and its device utilisation.
-        Collective; does not wait for a GPU."""
+        """Exchange each rank's peak and average memory in bytes, and its device utilisation (0 to 1), so far.
+
+        Collective. The host does not wait for a GPU.
+        """
         self._take_usage()
         millionths = -1 if utilization is None else round(1e6 * utilization)
         self._coming = HostCopy(_table([peak or 0, average or 0, millionths], mesh))
 
     def _take_usage(self) -> None:
-        """Take the newest values that have arrived, without waiting: a run that ends because of a hang must not block
-        here."""
+        """Store the newest values if they have arrived. Never waits, so that a run can end after a hang."""
         if self._coming is not None and self._coming.arrived:
             self._usage, self._coming = self._coming.tolist(), None
 
     def ranks(self) -> list[dict[str, float | None]]:
-        """Return the known values of each rank: bytes of the categories in the measured step, `peak`, `average` and
-        `utilization`; None where unknown."""
+        """Return each rank's bytes of CATEGORIES in the measured step, `peak`, `average` and `utilization`.
+
+        Unknown values are None.
+        """
         self._take_usage()
         count = max(len(self._found), len(self._usage))
         found = self._found or [[None] * len(CATEGORIES)] * count
@@ -125,7 +133,7 @@ class MemoryReport:
         return rows
 
     def lines(self) -> list[tuple[str, str]]:
-        """Return the closing table's lines on memory; an empty list if nothing was measured."""
+        """Return the closing table's lines on memory as [(label, text)]; an empty list if nothing was measured."""
         if not self.row:
             return []
         sizes = [f"{name} {format_bytes(self.row[f'memory_{name}_bytes'])}" for name in CATEGORIES]
@@ -133,7 +141,7 @@ class MemoryReport:
         return [("memory, at most", ", ".join(sizes)), ("peak, by phase", ", ".join(phases))]
 
     def offloaded(self) -> list[tuple[str, str]]:
-        """Return the closing table's line on this rank's offload traffic in the measured step."""
+        """Return the closing table's line on this rank's host-device transfers in the measured step."""
         there, back = map(format_bytes, (sum(self._to_device), sum(self._to_host)))
         return [("offload per step", f"{there} of weights to the device, {back} of gradients to the host")]
 
@@ -144,7 +152,7 @@ def _everyone(values: Sequence[int], mesh: Mesh) -> list[list[int]]:
 
 
 def _table(values: Sequence[int], mesh: Mesh) -> torch.Tensor:
-    # Each rank fills its own row of zeros, so that the sum is a gather.
+    # Each rank fills its row of a zero table, so the sum over ranks contains all rows.
     table = torch.zeros(mesh.world_size, len(values), dtype=torch.int64, device=mesh.device)
     for index, value in enumerate(values):
         table[mesh.rank, index].fill_(value)  # a copy from the host would synchronise

@@ -1,4 +1,4 @@
-"""Agreement of all ranks on the same ops."""
+"""Selection of ops that all ranks can run."""
 
 from dataclasses import replace
 
@@ -10,17 +10,17 @@ from gptlite.parallelism.rank_sync import together
 
 
 def agreed_ops(config: OpsConfig, mesh: Mesh, documents: bool = False) -> Ops:
-    """Select the ops of a run, equal on all ranks, as rounding differences would make copies of a parameter diverge.
+    """Select the ops of a run, equal on all ranks. Otherwise, rounding differences would make parameter copies diverge.
 
-    If ranks would select different ops, all use the reference. `documents` is True if attention is restricted to
-    documents. Raises ConfigError on all ranks if one cannot run an op that is requested by name.
+    If the ranks would select different ops, all use the reference implementation. `documents` is True if attention is
+    restricted to documents. Raises ConfigError on all ranks if any rank cannot run an op that is requested by name.
     """
     ops = together(mesh, lambda: select_ops(config, mesh.device, documents=documents))
-    paths = gather_objects(mesh, replace(ops, chosen=()))  # the reasons name the machine's hardware and may differ
+    paths = gather_objects(mesh, replace(ops, chosen=()))  # `chosen` has reasons, which may differ with the hardware
     if len(set(paths)) == 1:
         return ops
     others = next(rank for rank, path in enumerate(paths) if path != paths[0])
     reference = replace(config, implementation=Implementation.reference)
     plain = select_ops(reference, mesh.device, documents=documents)
-    why = f"rank {others} cannot run the same kernels as rank 0, so all ranks use the reference"
+    why = f"rank {others} cannot run the same kernels as rank 0, so all ranks use the reference implementation"
     return replace(plain, note=why)

@@ -5,9 +5,9 @@ from typing import Any
 
 
 class StepProfiler:
-    """Profiler of steps first..last (from 1), inactive for an empty list.
+    """Profiler of steps first to last, numbered from 1. `steps` is [first, last], or empty to disable the profiler.
 
-    It writes `<folder>/trace-steps-<first>-<last>.json`. Ranks above 0 add their number to the name.
+    The trace is `<folder>/trace-steps-<first>-<last>.json`. Ranks above 0 append `-rank-<rank>` to the name.
     """
 
     def __init__(self, steps: list[int], folder: Path, rank: int = 0) -> None:
@@ -16,7 +16,7 @@ class StepProfiler:
         self._profiler: Any = None
 
     def before(self, step: int) -> None:
-        """Start the profiler if step number `step` is the first. Call before each step."""
+        """Start the profiler if `step` is the first step to profile. Call before each step."""
         if self._profiler is None and self.first <= step <= self.last:
             from torch.profiler import profile
 
@@ -25,7 +25,10 @@ class StepProfiler:
             self._profiler.start()
 
     def after(self, step: int, ending: bool = False) -> Path | None:
-        """Return the trace's path once it is written. Call after each step, and at the run's end with `ending`."""
+        """Write the trace after the last profiled step and return its path; None at other steps.
+
+        Call after each step, and at the end of the run with `ending`, which writes a trace of the steps so far.
+        """
         if self._profiler is None or (step < self.last and not ending):
             return None
         self._profiler.stop()

@@ -1,4 +1,4 @@
-"""Output of the training loop: a row for every sink and a console line at each log interval and evaluation."""
+"""Output of the training loop: metrics rows for the sinks and console lines, at log intervals and evaluations."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -18,13 +18,13 @@ from gptlite.trainer.spike import Spike
 from gptlite.trainer.state import TrainState
 from gptlite.trainer.step import StepResult
 
-COMM = "comm_seconds_"  # and the axis, in a row
+COMM = "comm_seconds_"  # prefix of the row keys of communication times, before the axis
 
 
 class Reporter:
-    """Conversion of results to rows and lines. Only the main rank has sinks and output; the others only measure.
+    """Writer of metrics rows and console lines. Only rank 0 has sinks and output; other ranks only measure.
 
-    `epoch` is the number of samples in an epoch, for data whose rows have the epoch.
+    `epoch` is the number of samples in an epoch; None if rows have no epoch. `unit` is the unit of throughput.
     """
 
     def __init__(
@@ -39,22 +39,23 @@ class Reporter:
     ) -> None:
         self.sinks, self.throughput, self.device = sinks, throughput, device
         self.max_steps, self.log, self.unit, self.epoch = max_steps, log, unit, epoch
-        self.speeds: list[float] = []
+        self.speeds: list[float] = []  # tokens per second of each training row
         self.memory = MemoryReport()
         self.usage = Usage(device)
-        self.spikes: list[dict[str, int]] = []  # of this process: the step, and the samples skipped since
+        self.spikes: list[dict[str, int]] = []  # rewinds of this process: step and skipped samples
         self._last: dict[str, Any] = {}  # the last training row
 
     def take(self, step: Callable[[TrainState], Taken], state: TrainState) -> Taken:
-        """Run a step. The memory of one of the first steps is measured."""
+        """Run a step and return its result. Measures the memory of one of the first steps."""
         return self.memory.take(step, state, state.step + 1 == self.max_steps, self.throughput.excluded)
 
     def step(
         self, state: TrainState, result: StepResult, communication: Callable[[float], dict[str, Any]] = lambda _: {}
     ) -> None:
-        """Write a training row: this result, throughput since the last row, and communication time per step.
+        """Write a training row: the result, and throughput, memory and utilisation since the last row.
 
-        The state may already be one step ahead of `result`.
+        `communication(step_seconds)` returns the row's communication times. The state may be one step ahead of
+        `result`.
         """
         row: dict[str, Any] = {"step": result.step, "loss": result.loss, "grad_norm": result.grad_norm, "lr": result.lr}
         row |= {TRAIN_METRIC + name: mean for name, mean in result.metrics.items()}
@@ -66,7 +67,7 @@ class Reporter:
         if self.epoch is not None:
             row["epoch"] = round(result.stop / self.epoch, 4)
         row |= self.throughput.read() | memory_bytes(self.device) | self.usage.read() | self.memory.row
-        row |= communication(row["step_seconds"])  # collective, like `gather` below: ranks without sinks call it too
+        row |= communication(row["step_seconds"])  # collective, as is `gather` below
         self.memory.gather(row["memory_peak_bytes"], self.usage.memory, self.usage.utilization, state.runner.mesh)
         if row["tokens_per_second"] is not None:
             self.speeds.append(row["tokens_per_second"])
@@ -76,14 +77,14 @@ class Reporter:
         self.log(step_line(row, self.max_steps, eta, self.unit))
 
     def skipped(self, state: TrainState, result: StepResult) -> None:
-        """Log a step that was skipped for an overflow."""
+        """Log a step that was skipped due to an overflow."""
         assert state.scaler is not None
         after = state.scaler.scale
         change = f"is now {after:g}" if after != result.loss_scale else "is unchanged"
         self.log(f"step {result.step} is skipped: overflow at loss scale {result.loss_scale:g}, which {change}")
 
     def rewound(self, state: TrainState, spike: Spike, checkpoint: Path) -> None:
-        """Write a row and a line about a rewind after a spike. Sinks discard rows after the state's step."""
+        """Write a row and a line on the rewind after a spike. Sinks discard rows of steps after `state.step`."""
         for sink in self.sinks:
             sink.rewind(state.step)
         skipped = {"skipped_from": spike.first, "skipped_to": spike.stop}
@@ -95,7 +96,7 @@ class Reporter:
         )
 
     def evaluation(self, state: TrainState, result: Evaluation) -> None:
-        """Write an evaluation row, which for a blend includes each data set's loss."""
+        """Write an evaluation row and line. For a blend, the row includes the loss of each data set."""
         row = {
             "step": state.step,
             "tokens": state.tokens,
@@ -109,16 +110,16 @@ class Reporter:
         self.log(eval_line(row, self.max_steps, self.unit))
 
     def figures(self) -> dict[str, Any]:
-        """Return result.json's figures from the training rows; None for those that no row had.
+        """Return the figures of result.json that come from training rows; None for values that no row had.
 
-        `tokens_per_second`, `step_seconds` and `mfu` are at the median speed. `comm_seconds` maps each axis to the last
-        row's communication time (see parallelism/comm_time.py), scaled to a step at that speed. `loss` is the last
-        row's.
+        `tokens_per_second`, `step_seconds` and `mfu` are at the median speed. `comm_seconds` maps each axis to the
+        communication time (see parallelism/comm_time.py) of the last row, scaled to a step at the median speed. `loss`
+        is from the last row.
         """
         speeds, last = sorted(self.speeds), self._last
         speed = speeds[len(speeds) // 2] if speeds else None
         seconds = self.throughput.tokens_per_step / speed if speed else None
-        scale = seconds / last["step_seconds"] if seconds else 0.0
+        scale = seconds / last["step_seconds"] if seconds else 0.0  # from the last row to the median speed
         axes = [key.removeprefix(COMM) for key in last if key.startswith(COMM)]
         return {
             "loss": last.get("loss"),
@@ -133,7 +134,7 @@ class Reporter:
         }
 
     def close(self, failed: bool = False) -> None:
-        """Close every sink. `failed` marks a run that raised."""
+        """Stop the usage sampler and close every sink. `failed` is True if the run raised an exception."""
         self.usage.close()
         for sink in self.sinks:
             sink.close(failed)

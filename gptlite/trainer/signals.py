@@ -1,4 +1,4 @@
-"""Stop requests by SIGINT, SIGTERM, SIGUSR1 or a time limit, which the loop handles between two steps."""
+"""Stop requests from SIGINT, SIGTERM, SIGUSR1 or a time limit, which the loop handles between steps."""
 
 import contextlib
 import os
@@ -13,22 +13,23 @@ from torch import Tensor
 from gptlite.parallelism.collectives import all_reduce
 from gptlite.parallelism.mesh import Mesh
 
-POLL_EVERY = 8  # evaluation batches between two exchanges with all ranks
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # the last is what `sbatch --signal=USR1@120` sends
-SAME_SECONDS = 2.0  # signals closer to each other than this are one request
+POLL_EVERY = 8  # evaluation batches between exchanges of flags among ranks
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # `sbatch --signal=USR1@120` sends SIGUSR1
+SAME_SECONDS = 2.0  # later signals within this time belong to the same request
 
 
 class StopSignal:
-    """Context manager in which the first of SIGNALS sets `received`, and one after SAME_SECONDS ends the process.
+    """Context manager that handles SIGNALS: the first one sets `received`, and one after SAME_SECONDS ends the process.
 
-    Earlier repeats are ignored: `timeout` signals its command and then its group, and under torchrun and srun a signal
-    to the whole job arrives again through the launcher. Such a repeat would end the process without its checkpoint, or
-    with another exit code. As it may arrive after everything is saved, the handlers stay installed after a request.
+    Repeats within SAME_SECONDS are ignored, since they would end the process without its checkpoint, or with another
+    exit code: `timeout` signals its command and then the process group, and under torchrun and srun, the launcher
+    forwards a signal that the whole job also received. A repeat may arrive after everything is saved, so after a
+    request the handlers stay installed on exit.
     """
 
     def __init__(self) -> None:
         self.received: int | None = None
-        self._since = 0.0  # when, by time.monotonic()
+        self._since = 0.0  # time of the request, by time.monotonic()
         self._previous: dict[int, object] = {}
 
     def __enter__(self) -> "StopSignal":
@@ -44,22 +45,24 @@ class StopSignal:
         if self.received is None:
             self._request(number)
         elif time.monotonic() - self._since > SAME_SECONDS:
-            # Die by the signal itself, so that the parent sees the right exit status.
+            # End by the signal's default action, so that the parent process gets the exit status of a signal.
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
     def _request(self, number: int) -> None:
         self.received, self._since = number, time.monotonic()
-        # Not print: the signal may have interrupted one, and the same Ctrl-C may have closed the terminal or pipe.
+        # Not print, which is not reentrant and may have been interrupted. Ctrl-C may also have closed the pipe.
+        name = signal.Signals(number).name
         with contextlib.suppress(OSError):
-            os.write(2, f"\n{signal.Signals(number).name}: saving after this step (again: stop at once)\n".encode())
+            os.write(2, f"\n{name}: saving after this step (a second signal stops at once)\n".encode())
 
 
 class Stopping:
-    """Agreement of all ranks on stopping: a signal to any rank, rank 0's time limit, or a failed background save.
+    """Stop decision shared by all ranks: a signal to any rank, rank 0's time limit, or a failed background save.
 
-    Ranks must stop at the same step, or one would wait for another that has left. Each step includes the flags in its
-    own all-reduce (`words`, `heard`); outside a step, `poll` reduces them.
+    Ranks must stop at the same step, or some would wait in a collective for ranks that have stopped. Each step adds the
+    flags from `words` to its all-reduce and passes the sums to `heard`. Between steps, `poll` reduces the flags.
+    `over` returns True after the time limit, and `failed` after a failed save of this rank.
     """
 
     def __init__(
@@ -76,28 +79,28 @@ class Stopping:
 
     @property
     def signal(self) -> int | None:
-        """The signal that was received by any rank, if any."""
+        """Number of the signal that any rank has received; None without a signal."""
         return self._known()._signal
 
     @property
     def now(self) -> bool:
-        """True if the run is to stop before the next step."""
+        """True if the run must stop before the next step."""
         return self.signal is not None or self._time_over or self._save_failed
 
     @property
     def save_failed(self) -> bool:
-        """True if a background save has failed, the same on all ranks."""
+        """True if a background save has failed on any rank."""
         return self._known()._save_failed
 
     def poll(self) -> bool:
-        """Return `now`. Every POLL_EVERY calls, flags are exchanged first. Collective."""
+        """Return `now`, after an exchange of flags in every POLL_EVERY-th call. Collective."""
         self._polls += 1
-        if self._mesh.world_size > 1 and self._polls % POLL_EVERY == 1:  # all ranks count alike, so all take part
+        if self._mesh.world_size > 1 and self._polls % POLL_EVERY == 1:  # equal on all ranks
             self.heard(all_reduce(self.words().to(self._mesh.device), self._mesh).tolist())
         return self.now
 
     def poll_signal(self) -> bool:
-        """Return True if any rank has received a signal, after a `poll`. Collective."""
+        """Call `poll`, and return True if any rank has received a signal. Collective."""
         self.poll()
         return self._signal is not None
 
@@ -107,7 +110,7 @@ class Stopping:
         return 0 if self.signal is None else 128 + self.signal
 
     def words(self) -> Tensor:
-        """Return this rank's flags, float64[5], to be summed over the ranks."""
+        """Return this rank's flags to sum over ranks, fp64 [5]: one per signal, time limit, failed save."""
         return torch.tensor(
             [
                 *(self._stop.received == number for number in SIGNALS),
@@ -118,7 +121,7 @@ class Stopping:
         )
 
     def heard(self, sums: Sequence[float]) -> None:
-        """Update from the sums of all ranks' flags."""
+        """Update the decision from the flags of all ranks, summed."""
         for number, count in zip(SIGNALS, sums, strict=False):  # two more flags follow those of the signals
             if count and self._signal is None:
                 self._signal = number

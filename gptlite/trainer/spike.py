@@ -1,10 +1,11 @@
 """Detection of loss spikes, and the samples to skip after one.
 
 PaLM (Chowdhery et al. 2022, arXiv:2204.02311, section 5.1) was manually restarted from a checkpoint before each spike,
-skipping the batches around it; the same batches with other weights did not cause a spike. This module automates that.
+skipping the batches around it. The same batches with other weights did not cause a spike. This module automates the
+restart.
 
-Every rank decides from the same values, the loss of the whole step and the history stored in checkpoints, so all decide
-alike, and a repeated or resumed run makes the same decisions.
+The decision depends only on the loss of the whole step and on the history stored in checkpoints. It is therefore equal
+on all ranks, and in a repeated or resumed run.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ DEVIATION = 1.4826  # a normal distribution's standard deviation, in median abso
 
 
 class Spiked(RuntimeError):
-    """Raised for a spike after which the run cannot rewind. The last good checkpoints are unchanged."""
+    """Raised for a spike if the run cannot rewind. Earlier checkpoints are unchanged."""
 
 
 @dataclass(frozen=True)
 class Seen:
-    """Completed step: the position where its samples begin, and its loss."""
+    """Completed step: the position of its first sample in the data order, and its loss."""
 
     begin: int
     loss: float
@@ -44,18 +45,18 @@ class Spike:
 class SpikeWatch:
     """Spike detector, updated with the loss of every step.
 
-    The band ends `threshold` standard deviations above the middle of the last `window` losses, but at least `rise` nats
-    above it. Middle and deviation are the median and the scaled median absolute deviation, which a spike hardly
-    affects. `patience` consecutive losses above the band are a spike, and so is a single non-finite loss. The samples
-    of these steps and of the `margin` steps before them are skipped, as the last good step may have damaged the
-    weights.
+    The band is the range of normal losses. Its upper limit is `threshold` standard deviations, but at least `rise`
+    nats, above the median of the last `window` losses. The standard deviation is estimated from the median absolute
+    deviation. Unlike a mean and a variance, medians hardly change with a spike. `patience` consecutive losses above the
+    band are a spike, and so is a single non-finite loss. The samples of these steps and of the `margin` steps before
+    them are skipped, as the last good step may have damaged the weights.
     """
 
     def __init__(self, config: SpikeConfig) -> None:
         self.config = config
-        self.steps: list[Seen] = []  # the last ones inside the band, at most `window`
-        self.high: list[Seen] = []  # later consecutive ones above it
-        self.rewinds = 0
+        self.steps: list[Seen] = []  # the last steps inside the band, at most `window`
+        self.high: list[Seen] = []  # consecutive steps above the band since then
+        self.rewinds = 0  # rewinds of the run so far
 
     @property
     def suspects(self) -> bool:
@@ -63,7 +64,7 @@ class SpikeWatch:
         return bool(self.high)
 
     def limit(self) -> float:
-        """Return the upper limit of the band in nats; infinity until `window` steps are known."""
+        """Return the upper limit of the band in nats; infinity before `window` steps are recorded."""
         if len(self.steps) < self.config.window:
             return math.inf
         losses = [step.loss for step in self.steps]
@@ -72,7 +73,7 @@ class SpikeWatch:
         return middle + max(self.config.threshold * deviation, self.config.rise)
 
     def taken(self, number: int, begin: int, stop: int, loss: float) -> Spike | None:
-        """Record step `number`, over the samples from `begin` up to `stop`. Returns a spike if there is one."""
+        """Record step `number`, over the samples from `begin` up to `stop`. Returns a Spike if one is detected."""
         step, limit = Seen(begin, loss), self.limit()
         if loss <= limit:
             # Fewer than `patience` high losses are not a spike; they join the band's history.
@@ -82,16 +83,16 @@ class SpikeWatch:
         self.high.append(step)
         if len(self.high) < self.config.patience:
             return None
-        often = f" for {len(self.high)} steps" if len(self.high) > 1 else ""
-        return self._spike(number, stop, f"loss {loss:.4f} is above the band, which ends at {limit:.4f}{often}")
+        often = f" ({len(self.high)} consecutive steps)" if len(self.high) > 1 else ""
+        return self._spike(number, stop, f"loss {loss:.4f} is above the upper limit of {limit:.4f}{often}")
 
     def failed(self, number: int, begin: int, stop: int, why: str) -> Spike:
         """Record step `number`, which has a non-finite loss or gradient and was not applied, and return its spike."""
-        self.high.append(Seen(begin, math.inf))  # infinite: no band includes it
+        self.high.append(Seen(begin, math.inf))  # infinity is above every limit
         return self._spike(number, stop, why)
 
     def _spike(self, number: int, stop: int, why: str) -> Spike:
-        # At the start of a run fewer steps are known: then from the first on.
+        # The slice is shorter if fewer than `margin` steps precede the spike; [0] is then the first known step.
         first = [*self.steps, *self.high][-len(self.high) - self.config.margin :][0]
         return Spike(number, first.begin, stop, why)
 
@@ -111,5 +112,5 @@ class SpikeWatch:
 
 
 def build_spike_watch(config: SpikeConfig) -> SpikeWatch | None:
-    """Build the spike detector of a run; None if spikes are not handled."""
+    """Build the spike detector of a run; None unless the policy is "skip"."""
     return SpikeWatch(config) if config.policy == "skip" else None

@@ -1,4 +1,4 @@
-"""Training state that a checkpoint stores."""
+"""Training state, which checkpoints store."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -21,14 +21,14 @@ from gptlite.trainer.spike import SpikeWatch
 
 
 def model_tensors(model: Model, parts: Sequence[nn.Module]) -> dict[str, Tensor]:
-    """Return parameters and buffers by their global names in checkpoint form: bf16 parameters are copied to fp32.
+    """Return parameters and buffers by global name, in checkpoint form: bf16 parameters are copied to fp32.
 
-    A tied parameter has one key, whichever of its copies a rank holds.
+    A tied parameter has one key on all ranks, regardless of which of its copies a rank holds.
     """
     tensors: dict[str, Tensor] = {}
     for part in parts:
         for name, parameter in model.named_weights(part):
-            if f"model.{name}" not in tensors:  # the first copy of a tied parameter wins
+            if f"model.{name}" not in tensors:  # keep the first copy of a tied parameter
                 tensors[f"model.{name}"] = parameter.detach().float()
         tensors |= {f"model.{name}": buffer for name, buffer in model.named_buffers(part)}
     return tensors
@@ -36,9 +36,9 @@ def model_tensors(model: Model, parts: Sequence[nn.Module]) -> dict[str, Tensor]
 
 @torch.no_grad()
 def take_model_tensors(model: Model, parts: Sequence[nn.Module], tensors: dict[str, Tensor]) -> int:
-    """Write values loaded into the result of `model_tensors` to the model, where the tensors are copies.
+    """Copy loaded values from the result of `model_tensors` to bf16 parameters. fp32 tensors share the model's memory.
 
-    Returns the number of this rank's elements that bf16 rounds.
+    Returns the number of this rank's elements that rounding to bf16 changes.
     """
     count = 0
     for part in parts:
@@ -52,7 +52,7 @@ def take_model_tensors(model: Model, parts: Sequence[nn.Module], tensors: dict[s
 
 @dataclass(frozen=True)
 class Progress:
-    """Training progress: optimizer steps, and the samples and tokens they have read."""
+    """Training progress: completed optimizer steps, and the samples and tokens that they consumed."""
 
     step: int
     consumed: int
@@ -63,7 +63,7 @@ class Progress:
 class TrainState:
     """Model parts, optimizer, schedule, data loader and training progress.
 
-    Dropout and the data order are functions of (seed, consumed_samples), so there is no RNG state.
+    There is no RNG state, since dropout and the data order are functions of the seed and the training progress.
     """
 
     model: Model
@@ -71,26 +71,29 @@ class TrainState:
     optimizer: Optimizer
     schedule: Schedule
     loader: BatchLoader
-    data_identity: dict[str, Any]  # compared at resume, to detect other data
-    step: int = 0  # optimizer steps done
+    data_identity: dict[str, Any]  # compared at resume, to detect changed data
+    step: int = 0  # completed optimizer steps
     consumed_samples: int = 0
     tokens: int = 0
     best_val_loss: float = math.inf  # nats per token
-    evaluated_step: int = 0  # the step of the last evaluation
+    evaluated_step: int = 0  # step of the last evaluation
     wandb_id: str | None = None
-    scaler: LossScaler | None = None  # where fp16 computes
-    spikes: SpikeWatch | None = None  # if trainer.spike.policy is skip
+    scaler: LossScaler | None = None  # None unless the run computes in fp16
+    spikes: SpikeWatch | None = None  # None unless trainer.spike.policy is skip
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return every tensor in checkpoint form, fp32: the live tensor, or a copy if the run keeps another form.
+        """Return all tensors in checkpoint form: the live tensor, or an fp32 copy if the run uses another form.
 
-        After writing into them, call `take`.
+        Call `take` after writing to the tensors.
         """
         return model_tensors(self.model, self.parts) | optimizer_state(self.optimizer)
 
     def take(self, tensors: dict[str, Tensor]) -> list[str]:
-        """Write values loaded into the result of `tensors` or `model_tensors` to the run, where the tensors are copies,
-        and to second copies of tied parameters on this rank. Returns notes to print."""
+        """Apply loaded values in the result of `tensors` or `model_tensors` to the run. Returns notes to print.
+
+        Updates the parameters and optimizer state of which `tensors` has copies, and this rank's second copies of tied
+        parameters.
+        """
         count = take_model_tensors(self.model, self.parts, tensors)
         if any(key.startswith("optim.") for key in tensors):
             take_optimizer_state(self.optimizer, tensors)
@@ -99,7 +102,7 @@ class TrainState:
 
     @property
     def progress(self) -> Progress:
-        """Values of `step`, `consumed_samples` and `tokens`."""
+        """`step`, `consumed_samples` and `tokens` as one value."""
         return Progress(self.step, self.consumed_samples, self.tokens)
 
     @progress.setter
@@ -108,17 +111,17 @@ class TrainState:
 
     @property
     def parts(self) -> list[nn.Module]:
-        """Model parts on this rank; one without a pipeline."""
+        """Model parts on this rank. Without a pipeline, there is one part."""
         return self.runner.parts
 
     def weights(self) -> Iterator[nn.Parameter]:
-        """Yield every parameter of this rank's parts, except second copies of tied ones."""
+        """Yield every parameter of this rank's parts, except second copies of tied parameters."""
         copies = {id(copy) for _, copy in self.model.tied_copies(self.parts)}
         for part in self.parts:
             yield from (parameter for parameter in part.parameters() if id(parameter) not in copies)
 
     def remaining_batches(self, max_steps: int) -> float:
-        """Return the number of full global batches that equal the samples of the steps left until `max_steps`."""
+        """Return the number of full-size global batches with as many samples as the steps left until `max_steps`."""
         schedule = self.loader.schedule
         end = schedule.after(self.consumed_samples, max_steps - self.step)
         return (schedule.trained(end) - schedule.trained(self.consumed_samples)) / schedule.global_batch_size
@@ -138,12 +141,12 @@ class TrainState:
                     theirs[key] = value.clone() if isinstance(value, Tensor) else value
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield every parameter of this rank's parts with its global name, which copies of tied ones share."""
+        """Yield every parameter of this rank's parts with its global name. Tied copies have the same name."""
         for part in self.parts:
             yield from self.model.named_weights(part)
 
     def tied_names(self) -> list[str]:
-        """Return the names of parameters that both the first and the last pipeline stage hold."""
+        """Return the names of the parameters that both the first and the last pipeline stage hold."""
         return sorted(set(self.model.tied.values()))
 
     def num_bytes(self) -> int:
@@ -168,7 +171,7 @@ class TrainState:
         }
 
     def load_meta(self, meta: dict[str, Any]) -> list[str]:
-        """Restore the state returned by `meta`. Returns notes on what could not be restored."""
+        """Restore the state returned by `meta`. Returns notes to print, such as on values that cannot be restored."""
         self.step, self.consumed_samples = meta["step"], meta["consumed_samples"]
         self.tokens, self.wandb_id = meta["tokens"], meta["wandb_id"]
         self.evaluated_step = meta["evaluated_step"]
@@ -181,7 +184,7 @@ class TrainState:
 
     def _load_order(self, meta: dict[str, Any]) -> list[str]:
         stream = self.loader.stream
-        if (eras := meta.get("data_order")) is None:  # an older checkpoint's is one era, of one data set
+        if (eras := meta.get("data_order")) is None:  # older checkpoints have a single era with one data set
             history = [replace(stream.eras[-1], sequence_length=int(meta["data_identity"]["sequence_length"]))]
         else:
             history = [Era.from_json(era) for era in eras]
@@ -193,8 +196,8 @@ class TrainState:
 
     def _load_scale(self, scale: dict[str, Any] | None) -> list[str]:
         if self.scaler is None:
-            return [f"the checkpoint's loss scale, {scale['scale']:g}, is ignored: only fp16 has one"] if scale else []
+            return [f"the checkpoint's loss scale, {scale['scale']:g}, is ignored; only fp16 uses it"] if scale else []
         if scale is None:
-            return [f"the checkpoint has no loss scale: it starts at {self.scaler.scale:g}"]
+            return [f"the checkpoint has no loss scale; the loss scale starts at {self.scaler.scale:g}"]
         self.scaler.load_meta(scale)
         return []

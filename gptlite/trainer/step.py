@@ -1,4 +1,4 @@
-"""Optimizer step: forward and backward over the micro-batches, gradient clipping, update."""
+"""Optimizer step: forward and backward passes over the micro-batches, gradient clipping and the update."""
 
 import hashlib
 import math
@@ -30,9 +30,9 @@ from gptlite.trainer.state import Progress, TrainState
 
 
 class Diverged(RuntimeError):
-    """Raised for a non-finite loss or gradient without a smaller loss scale left to try.
+    """Raised for a non-finite loss or gradient if no smaller loss scale is available.
 
-    The parameters are those of the step before. `what` has the values, without the step.
+    The parameters are unchanged by the step. `what` describes the loss and norm, without the step number.
     """
 
     def __init__(self, step: int, what: str) -> None:
@@ -44,10 +44,10 @@ class Diverged(RuntimeError):
 class StepResult:
     """Result of a step: mean loss in nats per token, gradient norm before clipping, and learning rate.
 
-    Loss and norm are unscaled; `loss_scale` is set with loss scaling, and a step that overflowed was `skipped`. `step`
-    is its number, from 1; its global batch has `samples` samples, from position `begin` up to `stop`; `tokens` is the
-    run's total, including this step. `metrics` are the means of the model's own metrics over the batch's targets, and
-    of a mixture of experts those of `experts`, its loads.
+    Loss and norm are unscaled. `loss_scale` is None without loss scaling. `skipped` is True if the step overflowed and
+    was not applied. `step` is the step number, from 1. The global batch has `samples` samples, from position `begin` up
+    to `stop` in the data order. `tokens` is the run's total, including this step. `metrics` has the means of the
+    model's own metrics over the batch's targets and, for a mixture of experts, the metrics of the loads `experts`.
     """
 
     loss: float
@@ -68,8 +68,8 @@ class StepResult:
 class Step:
     """Callable that runs one optimizer step.
 
-    It holds what does not change between steps: the mesh, the object that runs the forward and backward passes, the
-    peak learning rate, the gradient clipping norm, and the ranks' agreement on stopping.
+    The fields do not change between steps: the mesh, the object that runs the forward and backward passes, the peak
+    learning rate, the gradient clipping norm, and the stop flags, which each step exchanges.
     """
 
     mesh: Mesh
@@ -79,7 +79,7 @@ class Step:
     stopping: Stopping
 
     def __call__(self, state: TrainState, inspect: Callable[[TrainState], None] | None = None) -> StepResult:
-        """Run `begin` and wait for its result."""
+        """Run one step and wait for its result; see `begin`."""
         return self.begin(state, inspect)()
 
     def begin(
@@ -88,24 +88,23 @@ class Step:
         inspect: Callable[[TrainState], None] | None = None,
         decisions: Decisions | None = None,
     ) -> Callable[[], StepResult]:
-        """Run the optimizer step `state.step`, advance the state, and return a function that waits for the result.
+        """Run an optimizer step, advance the state, and return a function that waits for the result.
 
         The loss is a sum over tokens divided once by the number of valid tokens of the global batch, so it does not
-        depend on the split into micro-batches and ranks. A loss scale multiplies it; if that causes an overflow, the
-        step counts, but is not applied. `inspect` is called with complete gradients, before clipping and before the
-        loss scale is divided out.
+        depend on the split into micro-batches and ranks. A loss scale multiplies the loss. If the scaled loss or
+        gradient overflows, the step is counted but not applied. `inspect(state)` is called when the gradients are
+        complete, before they are clipped and divided by the loss scale.
 
-        Without `decisions` the host waits for loss and norm before the update, and Diverged is raised here, before the
-        parameters change. With `decisions` the host does not wait: from the step that diverged on, the device leaves
-        the parameters unchanged, and Diverged is raised when that step's result is read, which also restores the
-        state's counts.
+        Without `decisions`, the host waits for loss and norm before the update, and Diverged is raised here, before the
+        parameters change. With `decisions`, the host does not wait. From a step that diverges on, the device leaves the
+        parameters unchanged. Reading that step's result raises Diverged and restores the state's progress.
         """
         loader, before = state.loader, state.progress
         batches = [loader.batch(before.consumed, index) for index in range(loader.micro_batches(before.consumed))]
-        # Before the passes, which divide each micro-batch's loss by it.
+        # Counted before the passes, in which each micro-batch's loss is divided by the count.
         valid = torch.stack([state.model.count(batch.targets) for batch in batches]).sum()
         all_reduce(valid, self.mesh, DATA_AXES)
-        # With decisions, the host's scale is a step behind that of the device.
+        # With decisions, the host's loss scale is one step behind the device's.
         scale = decisions.scale if decisions else state.scaler.scale if state.scaler else 1.0
         if not state.model.spec.keyed_dropout:
             self._seed(loader.stream.seed, before.step)
@@ -118,7 +117,7 @@ class Step:
                 [batch.sample_ids for batch in batches],
                 [batch.documents for batch in batches if batch.documents is not None] or None,
             ),
-            divisor,  # the loss is divided by this, and so multiplied by the scale
+            divisor,  # dividing the loss by valid / scale also multiplies it by the scale
         )
         loads = finish_gradients(state.model, state.parts, self.mesh)
         if inspect is not None:
@@ -126,15 +125,15 @@ class Step:
         forward = self.passes.forward
         own = forward.take(total.device) if isinstance(forward, Recording) else None
         norm, sums = self._settle(state, total, own)
-        if own is not None:  # the same on all ranks, so not summed
+        if own is not None:  # already summed over ranks
             sums = torch.cat([sums, valid.to(sums)[None]])
         if loads is not None:
-            sums = torch.cat([sums.double(), loads.flatten()])
+            sums = torch.cat([sums.double(), loads.flatten()])  # equal on all ranks
         lr, size = self.peak_lr * state.schedule.factor(before.step), loader.schedule.size(before.consumed)
         after = Progress(
             before.step + 1,
             loader.schedule.after(before.consumed),
-            # Ranks that share sequences hold only a slice each, so the local length is multiplied by their number.
+            # With context parallelism, a rank holds only a slice of each sequence.
             before.tokens + size * batches[0].length * self.mesh.size(CONTEXT),
         )
         about = _About(before, after, size, lr, None if loads is None else (loads.shape[0], loads.shape[1]))
@@ -153,7 +152,7 @@ class Step:
         return result_of
 
     def _seed(self, seed: int, step: int) -> None:
-        """Seed torch's generators for a step, so that a resumed run draws the dropout masks of an uninterrupted one."""
+        """Seed torch's generators for a step, so that a resumed run draws the same dropout masks as without a stop."""
         key = f"{seed} {step} {self.mesh.data_rank} {self.mesh.coordinate('pp')}"
         torch.manual_seed(int.from_bytes(hashlib.sha256(key.encode()).digest()[:8]) >> 1)
 
@@ -166,21 +165,21 @@ class Step:
         clip_and_step(state.optimizer, parameters, self.clip_norm, norm, scale, found_inf)
 
     def _arrived(self, state: TrainState, about: "_About", copy: HostCopy) -> StepResult:
-        """Return the result of a step that was decided on the device. Raises Diverged."""
+        """Wait for the values of a step with on-device decisions, and return its result. Raises Diverged."""
         values = copy.tolist()
         count = len(SCALE_VALUES) if state.scaler else 0
         scales, values = values[len(values) - count :], values[: len(values) - count]
         try:
-            result = self._result(state, about, values)  # with the scale before the step
+            result = self._result(state, about, values)  # uses state.scaler, still with the scale of this step
         except Diverged:
-            state.progress = about.before  # steps enqueued since changed nothing: the device had halted
+            state.progress = about.before  # the device has not applied any later step
             raise
         if state.scaler is not None:
             state.scaler.take(scales)
         return result
 
     def _result(self, state: TrainState, about: "_About", values: list[float]) -> StepResult:
-        """Return the result from the sums over all ranks. Raises Diverged."""
+        """Return the result of a step from `values`, the sums over all ranks. Raises Diverged."""
         names, scaler, metrics, experts = state.model.spec.metrics, state.scaler, {}, None
         if about.loads is not None:
             rows, columns = about.loads
@@ -193,12 +192,12 @@ class Step:
         loss, norm, *words = values
         if words:
             self.stopping.heard(words)
-            norm = math.sqrt(norm) if norm >= 0 else math.nan  # over several ranks its square was summed
+            norm = math.sqrt(norm) if norm >= 0 else math.nan  # with several ranks, the square is summed
         scale = scaler.scale if scaler else 1.0
         loss, norm = loss / scale, norm / scale
         finite = math.isfinite(loss) and math.isfinite(norm)
         if not finite and (scaler is None or scaler.exhausted):
-            at = f", at a loss scale of {scale:g} that goes no lower" if scaler else ""
+            at = f", at loss scale {scale:g}, which cannot be reduced further" if scaler else ""
             raise Diverged(about.after.step, f"loss {loss}, gradient norm {norm}{at}")
         return StepResult(
             *(loss, norm, about.lr, scale if scaler else None, not finite),
@@ -212,8 +211,11 @@ class Step:
         )
 
     def _settle(self, state: TrainState, total: Tensor, own: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Compute on the device the gradient norm, and the sums for the host: loss and norm, or over several ranks the
-        loss, the square of the norm and the stop flags; then `own`, the sums of the model's own metrics."""
+        """Return the gradient norm and the sums for the host, both on the device. `own`: sums of the model's metrics.
+
+        With one rank, the sums are loss, norm and `own`. With several ranks, they are loss, squared norm, stop flags
+        and `own`, summed over ranks.
+        """
         fused = isinstance(state.optimizer, FusedStep)
         if self.mesh.world_size == 1:
             norm = local_grad_norm((p for part in state.parts for p in part.parameters()), fused)
@@ -227,7 +229,7 @@ class Step:
         # fp64: the square of a norm above 1.8e19 would overflow fp32.
         square = local_grad_norm(counted, fused).double() ** 2
         loss = total.double() if computes else torch.zeros_like(total, dtype=torch.float64)
-        words = to_device(self.stopping.words(), loss.device)  # in the same all-reduce, so that stopping costs no other
+        words = to_device(self.stopping.words(), loss.device)  # part of the same all-reduce, so stopping needs no other
         parts = [torch.stack([loss, square.to(loss.device)]), words]
         if own is not None:
             parts.append(own if computes else torch.zeros_like(own))
@@ -237,19 +239,22 @@ class Step:
 
 @dataclass(frozen=True)
 class _About:
-    """Values of a step known to the host when it begins."""
+    """Values of a step that the host knows without reading from the device."""
 
     before: Progress
     after: Progress
     samples: int
     lr: float
-    loads: tuple[int, int] | None  # the shape of the table of a mixture of experts
+    loads: tuple[int, int] | None  # shape of the table of expert loads, if any
 
 
 def _counts(parameter: Tensor, first: bool, computes: bool) -> bool:
-    """Return True on one of the ranks that hold the same shard of a parameter. `first` and `computes`: this rank is the
-    first of those with all parameters, and of those with parameters that the tensor axis does not shard."""
-    if of_experts(parameter):  # on a mesh of its own
+    """Return True on exactly one of the ranks that hold the same shard of a parameter.
+
+    `first`: this rank is the first along the axes that replicate all parameters. `computes`: it is the first along the
+    axes that replicate parameters not sharded by tensor parallelism.
+    """
+    if of_experts(parameter):  # sharded in the experts' mesh
         return all(cut.rank == 0 for cut in copies(parameter))
     return first and (computes or is_cut(parameter))
 

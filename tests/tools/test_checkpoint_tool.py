@@ -310,7 +310,7 @@ def test_export_and_import_hand_on_what_was_given(tool, steps, tmp_path, monkeyp
 
 REFUSED = {
     "lss .": "lss is not one of ls, inspect, verify, diff, prune, export, import, upcycle; did you mean ls?",
-    "ls": "ls takes PATH ...; 0 paths given",
+    "ls": "ls takes PATH ...; 0 paths given; see --help",
     "ls {run}x": "did you mean run?",
     "ls {tmp}/empty": "empty holds no checkpoint",
     "ls {run} hash=true": "hash is not a key of this tool; did you mean hashes?",

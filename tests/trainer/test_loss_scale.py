@@ -220,7 +220,7 @@ def test_an_overflow_at_the_least_scale_ends_the_run(run, tmp_path, options):
     result = json.loads((tmp_path / "a" / "result.json").read_text())
     least = 2**31 if options[0] == "precision=fp16" else 2**32
     assert result["step"] == 1  # one overflow was answered, by the scale or by hysteresis
-    assert f"at a loss scale of {least:g} that goes no lower" in result["status"]
+    assert f"at loss scale {least:g}, which cannot be reduced further" in result["status"]
 
 
 @pytest.mark.parametrize("precision", marked(["fp16", "amp_o1", "amp_o2"], quick=1, slow=2))
@@ -247,8 +247,8 @@ def test_to_and_from_a_precision_without_a_scale(run, tmp_path):
     run("a", "trainer.max_steps=4", "precision=fp16", "precision.initial_scale_power=10")
     run("a", "trainer.max_steps=6", "precision=fp32")
     log = (tmp_path / "a" / "train.log").read_text()
-    assert "the checkpoint has no loss scale: it starts at 1024" in log
-    assert "the checkpoint's loss scale, 1024, is ignored: only fp16 has one" in log
+    assert "the checkpoint has no loss scale; the loss scale starts at 1024" in log
+    assert "the checkpoint's loss scale, 1024, is ignored; only fp16 uses it" in log
     rows = [row for row in read_metrics(tmp_path / "a") if "loss" in row]
     assert [row.get("loss_scale") for row in rows] == [None, None, 1024, 1024, None, None]
 

@@ -55,7 +55,7 @@ def test_a_run_goes_on_as_if_it_had_never_read_what_made_the_spike(
     folder = tmp_path / "spiked"
     (line,) = [line for line in (folder / "train.log").read_text().splitlines() if line.startswith("spike at step")]
     assert line.startswith("spike at step 18: loss ")
-    assert line.endswith("for 2 steps. Resuming from step-00000015 without samples 60 to 71")
+    assert line.endswith("(2 consecutive steps). Resuming from step-00000015 without samples 60 to 71")
     (row,) = [row for row in read_metrics(folder) if "spike_step" in row]
     assert {key: row[key] for key in ("step", "spike_step", "skipped_from", "skipped_to")} == {
         "step": 15, "spike_step": 18, "skipped_from": 60, "skipped_to": 72,
@@ -156,7 +156,7 @@ def test_a_run_that_does_not_stop_spiking_ends_in_words(run: Callable, tmp_path:
 def test_without_a_checkpoint_from_before_there_is_no_way_back(run: Callable, poisoned: list, capsys) -> None:
     assert run("a", *SPIKE, "checkpoint.interval=100")[0] == 1
     out = capsys.readouterr().err
-    assert "there is no checkpoint from before its samples, 60 to 71: give a smaller checkpoint.interval" in out
+    assert "there is no checkpoint from before its samples, 60 to 71; set a smaller checkpoint.interval" in out
 
 
 def test_the_band_is_the_median_and_its_deviation() -> None:

@@ -204,7 +204,7 @@ def test_a_scale_that_goes_no_lower_ends_both(late: Callable[..., int], tmp_path
         assert late(lag, name, *least) == 1
     statuses = [json.loads((tmp_path / name / "result.json").read_text())["status"] for name in ("now", "late")]
     assert statuses[0] == statuses[1]
-    assert "at a loss scale of 4.29497e+09 that goes no lower" in statuses[0]
+    assert "at loss scale 4.29497e+09, which cannot be reduced further" in statuses[0]
 
 
 @pytest.mark.parametrize("scaler", [
