@@ -51,7 +51,7 @@ WARMUPS = (WarmupConfig(warmup_steps=None), WarmupConfig(warmup_steps=None, log=
 PANELS = [
     Panel("cosine", r"$m + (1-m)\,\frac{1}{2}(1 + \cos\,\pi p)$", (CosineConfig(warmup_steps=None),)),
     Panel("linear", r"$1 - (1-m)\,p$", (LinearConfig(warmup_steps=None),)),
-    Panel("wsd", r"$1$, then $1 - (1-m)\,p$ over the last fifth", (WSDConfig(warmup_steps=None),)),
+    Panel("wsd", r"$1$, then $1 - (1-m)\,p$ over the last half", (WSDConfig(warmup_steps=None),)),
     Panel("constant", r"$1$", (ConstantConfig(warmup_steps=None),)),
     Panel("inverse_sqrt", r"$\sqrt{(W+1)\,/\,(s+1)}$", (InverseSqrtConfig(warmup_steps=None),)),
     Panel("warmup", LOGARITHM, WARMUPS, ("log: true", "log: false")),
