@@ -167,12 +167,12 @@ def _close(
     config: Config, run: RunFolder, state: TrainState, reporter: Reporter, started: float, outcome: Outcome
 ) -> None:
     """Generate the sample on all ranks; on rank 0, plot the curves, and print the results and the next commands."""
+    duration = format_duration(time.monotonic() - started)  # without the sample, as in result.json
     if outcome.ending is Ending.done:
         _sample(config, run, state)
     if not run.mesh.is_main:
         return
-    lines = [("ended", f"{outcome.ending.value}, step {state.step} of {config.trainer.max_steps}, "
-                       f"{format_duration(time.monotonic() - started)}")]  # fmt: skip
+    lines = [("ended", f"{outcome.ending.value}, step {state.step} of {config.trainer.max_steps}, {duration}")]
     if (best := state.meta()["best_val_loss"]) is not None:
         lines.append(("best validation", f"{best:.4f} nats per {config.data.unit.removesuffix('s')}"))
     if outcome.evaluation is not None:

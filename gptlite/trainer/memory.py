@@ -138,7 +138,7 @@ class MemoryReport:
             return []
         sizes = [f"{name} {format_bytes(self.row[f'memory_{name}_bytes'])}" for name in CATEGORIES]
         phases = [f"{name} {format_bytes(size)}" for name, size in zip(PHASES, self._phases, strict=True)]
-        return [("memory, at most", ", ".join(sizes)), ("peak, by phase", ", ".join(phases))]
+        return [("tensors, at most", ", ".join(sizes)), ("tensors, by phase", ", ".join(phases))]
 
     def offloaded(self) -> list[tuple[str, str]]:
         """Return the closing table's line on this rank's host-device transfers in the measured step."""

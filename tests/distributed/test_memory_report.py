@@ -66,9 +66,9 @@ def test_the_second_step_is_measured_and_no_other():
     assert row["memory_optimizer_bytes"] == pytest.approx(8 * elements, rel=0.001)  # and Adam's step counts
     assert not profiler_runs()
     (key, text), (by_phase, phases) = report.lines()
-    assert by_phase == "peak, by phase"
+    assert by_phase == "tensors, by phase"
     assert [each.split()[0] for each in phases.split(", ")] == ["forward", "backward", "update"]
-    assert key == "memory, at most"
+    assert key == "tensors, at most"
     assert text.startswith("parameters 926 KiB, gradients 926 KiB, optimizer 1.81 MiB, activations ")
 
 
