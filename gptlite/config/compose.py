@@ -95,7 +95,7 @@ def require_config(config: object) -> None:
 HELP = """\
 gptlite: GPT pretraining, composed by Hydra.
 
-gptlite train                               train the default: GPT-lite on Shakespeare
+gptlite train                               train the default: gpt-lite-modern on Shakespeare
 gptlite train GROUP=PRESET KEY=VALUE ...    change presets and values
 gptlite train run.dir=outputs/...           resume a run
 gptlite train deepspeed=ds_config.json      train with a DeepSpeed JSON
