@@ -42,7 +42,8 @@ def main(arguments: list[str]) -> int:
         raise ConfigError(f"folder={given.folder} is not a folder; give a folder on the disk to measure")
     if given.repeats < 1 or min(given.megabytes, given.steps) < 0:
         raise ConfigError(
-            f"repeats={given.repeats} must be at least 1; megabytes={given.megabytes}, steps={given.steps} at least 0"
+            "repeats must be at least 1, and megabytes and steps at least 0, not "
+            f"repeats={given.repeats}, megabytes={given.megabytes}, steps={given.steps}"
         )
     with tempfile.TemporaryDirectory(prefix="bench-checkpoint-", dir=given.folder) as folder:
         if given.megabytes:

@@ -144,7 +144,7 @@ def bench(corpus: Path, arguments: Arguments, folder: Path) -> bool:
                 print(f"{case[0]} with {case[1]} workers: DIFFERENT TOKENS", flush=True)
             tokens.add(found)
     same, (count, _) = len(tokens) == 1, min(tokens)
-    print(f"medians of {arguments.repeats}, {count:,} tokens{', equal in all runs' if same else ''}")
+    print(f"medians of {arguments.repeats} repeats; {count:,} tokens{', the same in all runs' if same else ''}")
     middle = {case: Run(*map(median, zip(*made, strict=True))) for case, made in runs.items()}
     show(middle, {name: median(each) for name, each in starts.items()}, count, counts)
     return same

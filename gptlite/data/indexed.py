@@ -115,7 +115,7 @@ class IndexedWriter:
             raise ValueError(f"documents have {lengths.min()} to {lengths.max()} tokens, not 1 to {_MAX_SEQUENCE}")
         ends = np.cumsum(lengths)
         if ids.size != (ends[-1] if ends.size else 0) or (ids[ends - 1] != self._eod).any():
-            raise ValueError(f"{ids.size} tokens are not {lengths.size} documents of these lengths that end with eod")
+            raise ValueError(f"the lengths of {lengths.size} documents do not sum to {ids.size}, or one lacks its eod")
         self._append(ids.astype(self.dtype, copy=False).tobytes())
         self._lengths.frombytes(lengths.astype(np.int32).tobytes())
         self.num_documents += lengths.size

@@ -117,9 +117,9 @@ class Loaded(NamedTuple):
 
 
 class Engine:
-    """Trainer of one module, step by step, from `gptlite.initialize`. All ranks call its methods together.
+    """Trains one module step by step; `gptlite.initialize` returns it. All ranks must call its methods together.
 
-    `config` is the complete configuration. An engine is also a context manager, which closes it on exit.
+    `config` is the complete configuration. Used as a context manager, an engine closes itself on exit.
     """
 
     def __init__(

@@ -91,8 +91,8 @@ class Router(nn.Module):
 
 
 class _Counted(torch.autograd.Function):
-    """Identity function of the router's weights. Its backward pass counts the tokens of each expert and returns the
-    gradient of the router's losses."""
+    """Identity function of the routing weights of the chosen experts. Its backward pass also adds to `router.load` and
+    `router.losses`, and returns `router.upstream` as the gradient with respect to the losses."""
 
     @staticmethod
     def forward(ctx: Any, weights: Tensor, losses: Tensor, chosen: Tensor, router: Router) -> Tensor:

@@ -177,8 +177,8 @@ class RowParallelLinear(nn.Module):
         return leave(self.multiply(x, local(self.weight, x.dtype)), self.axis)
 
     def local_bias(self, dtype: torch.dtype) -> Tensor | None:
-        """Return the whole bias, which every rank holds, in a compute dtype. With sequence parallelism, its gradient
-        covers a slice of the sequence."""
+        """Return the whole bias, which every rank holds, in a compute dtype. With sequence parallelism, a rank computes
+        the part of its gradient that comes from the rank's slice of the sequence."""
         return None if self.bias is None else self.bias.to(dtype)
 
 
