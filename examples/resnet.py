@@ -159,8 +159,9 @@ def open_cifar(config: CifarConfig) -> tuple[Images, Images]:
                 images.append(np.asarray(content[b"data"], dtype=np.uint8).reshape(-1, 3, SIZE, SIZE))
                 labels.append(np.asarray(content[b"labels"], dtype=np.int64))
             except (OSError, pickle.UnpicklingError, EOFError, KeyError, TypeError, ValueError) as error:
+                reason = error.strerror if isinstance(error, OSError) else error
                 raise ConfigError(
-                    f"data.path={config.path}: {name} cannot be read ({error}); "
+                    f"data.path={config.path}: {name} cannot be read ({reason}); "
                     "give the folder cifar-10-batches-py of CIFAR-10's Python version"
                 ) from error
         return np.concatenate(images), np.concatenate(labels)

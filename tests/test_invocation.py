@@ -151,9 +151,10 @@ def test_a_new_package_beside_an_installed_wheel(installed: Path, tmp_path: Path
         ([], 0, "gptlite: GPT pretraining"),
         (["trian"], 2, "error: trian is neither a gptlite command nor KEY=VALUE; did you mean train?; --help"),
         (["sweep", "optimizer.lr=1,2", "--cfg", "job"], 2, "error: --cfg shows one configuration, but -m has several"),
+        (["--hlep"], 2, "error: unrecognized arguments: --hlep; did you mean --help?"),
         (["optimizer.lrr=1"], 2, "error: optimizer.lrr is not a key"),
     ],
-    ids=["version", "override", "flag", "train", "nothing", "slip", "shown", "refused"],
+    ids=["version", "override", "flag", "train", "nothing", "slip", "shown", "flag_slip", "refused"],
 )
 def test_the_first_word(words: list[str], code: int, said: str, installed: Path, tmp_path: Path):
     done = run(installed, tmp_path, sys.executable, "-m", "gptlite", *words)

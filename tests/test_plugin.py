@@ -80,7 +80,7 @@ def test_they_are_swept(folder: Path) -> None:
         ("plugins=[nowhere]", "plugins=[nowhere]: no module named nowhere in "),
         ("plugins=[broken]", "plugins=[broken]: importing it raised ZeroDivisionError: division by zero"),
         ("plugins=[lacking]", "plugins=[lacking]: No module named 'of_another'"),
-        ("model=conv", "model=conv does not exist"),
+        ("model=conv", "; if a plugin registers it, add plugins=[MODULE]"),
     ],
 )
 def test_what_is_wrong_is_one_line(folder: Path, words: str, said: str) -> None:
@@ -96,7 +96,7 @@ def test_what_is_wrong_is_one_line(folder: Path, words: str, said: str) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("plugins=[models.toy] model=conv run.name=x", "defaults to model."),
+        ("plugins=[models.toy] model=conv run.name=x", "choose another data= if the model reads samples, or give"),
         (
             "plugins=[optimizer.signum] optimizer=signum optimizer.momentum=1.5",
             "optimizer.momentum=1.5 must be in",

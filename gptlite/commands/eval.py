@@ -95,10 +95,9 @@ def run(words: list[str]) -> int:
 
 def check(arguments: Arguments) -> None:
     """Raise ConfigError for arguments that are invalid for any checkpoint."""
-    if arguments.micro_batch_size < 1 or (arguments.samples is not None and arguments.samples < 1):
-        raise ConfigError(
-            f"micro_batch_size={arguments.micro_batch_size}, samples={arguments.samples}: give at least 1"
-        )
+    for key in ("micro_batch_size", "samples"):
+        if (value := getattr(arguments, key)) is not None and value < 1:
+            raise ConfigError(f"{key}={value} must be at least 1")
     of_text, of_tasks = ([key for key in keys if getattr(arguments, key) is not None] for keys in (OF_TEXT, OF_TASKS))
     if arguments.tasks is None:
         if of_tasks:

@@ -14,6 +14,7 @@ from typing import NoReturn
 
 from gptlite.config.command_line import run_tool
 from gptlite.errors import ConfigError
+from gptlite.models.sampling import Sampling
 
 
 @dataclass
@@ -41,16 +42,16 @@ def main() -> NoReturn:
 
 def write_samples(arguments: Arguments) -> None:
     """Generate the samples, and print their text as it is generated."""
-    from gptlite.data.tokenizer import StreamDecoder
-    from gptlite.models.sampling import Sampling
-    from gptlite.run.restore import restore
-
-    if arguments.max_tokens < 1 or arguments.num_samples < 1:
-        raise ConfigError(f"max_tokens={arguments.max_tokens}, num_samples={arguments.num_samples}: give at least 1")
+    for key in ("max_tokens", "num_samples"):
+        if (value := getattr(arguments, key)) < 1:
+            raise ConfigError(f"{key}={value} must be at least 1")
     try:
         sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.seed)
     except ValueError as error:
         raise ConfigError(str(error)) from None
+    from gptlite.data.tokenizer import StreamDecoder
+    from gptlite.run.restore import restore  # imports torch, so only after the values are checked
+
     model, runner, tokenizer, *_ = restore(
         arguments.checkpoint, arguments.precision, arguments.plugins, tokenizer=arguments.tokenizer
     )

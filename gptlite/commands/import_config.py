@@ -45,7 +45,7 @@ def run(arguments: list[str]) -> int:
     ranks = parse_arguments(Arguments, options).ranks
     if ranks is not None and ranks < 1:
         raise ConfigError(f"ranks={ranks} must be at least 1")
-    rows = translate(read(path), ranks)
+    rows = translate(read(path, key=""), ranks)
     print(report(path, rows, min(max(shutil.get_terminal_size().columns, NARROW), WIDE)))
     return 2 if any(row.verdict is Verdict.refused for row in rows) else 0
 

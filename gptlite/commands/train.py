@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 import hydra
+from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
@@ -22,7 +23,7 @@ from gptlite.config.messages import refusals, unknown_key
 from gptlite.config.plugins import import_plugins, named_in
 from gptlite.config.schema import known_keys
 from gptlite.config.warm_start import with_model
-from gptlite.errors import ConfigError
+from gptlite.errors import ConfigError, did_you_mean
 from gptlite.invocation import localized
 from gptlite.launch.hostfile import run as run_on_hosts
 from gptlite.launch.hostfile import take_flag
@@ -73,6 +74,7 @@ def command() -> int:
         if {"-h", "--help"} & set(flags):
             print(help_text(overrides))
             return 0
+        check_flags(flags)
         presets = any(re.match(r"\+?sweep=", each) for each in overrides) and not SHOWING & set(flags)
         if {"-m", "--multirun"} & set(flags) and (shown := SHOWING & set(flags)):
             raise ConfigError(
@@ -133,6 +135,20 @@ def sort_arguments(arguments: list[str]) -> tuple[list[str], list[str]]:
         if f"{group}=null" in overrides:
             raise ConfigError(f"{group}=null: every run needs this section; {choices(group)}")
     return [each for each in arguments if each not in overrides], overrides
+
+
+def check_flags(flags: list[str]) -> None:
+    """Raise ConfigError for flags that Hydra does not have, instead of Hydra's usage text of many lines."""
+    parser = get_args_parser()
+    parser.allow_abbrev = False  # gptlite looks for whole flags
+
+    def refuse(message: str) -> NoReturn:
+        known = re.findall(r"--?[a-z-]+", parser.format_usage())
+        hint = did_you_mean(message.split()[-1], known)
+        raise ConfigError(f"{message}{hint or '; --help and --hydra-help list the options'}")
+
+    parser.error = refuse
+    parser.parse_args(flags)
 
 
 def run_command(run: Callable[[list[str]], int], usage: str | None) -> NoReturn:

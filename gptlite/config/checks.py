@@ -111,7 +111,7 @@ def _model(config: Config) -> None:
     spec = spec_of(config.model)
     spec.check(config.model)  # the model's own rules, before those that relate it to other sections
     if (unit := config.data.unit) != spec.reads:
-        data = schema_names(config)["data"].removesuffix("_schema")
+        data = getattr(config.data, "corpus", schema_names(config)["data"].removesuffix("_schema"))
         raise ConfigError(
             f"the {spec.name} model reads {spec.reads}, but data={data} has {unit}; choose another model= or data="
         )

@@ -102,7 +102,7 @@ def separate(name: str, wanted: Subcommand, arguments: list[str], keys: list[str
     short = len(paths) < len(wanted.paths)
     if short or (len(paths) > len(wanted.paths) and not wanted.more):
         given = f"{len(paths)} path{'s' * (len(paths) != 1)} given"
-        raise ConfigError(f"{name} takes {wanted.usage}; {given}{': ' * bool(paths)}{' '.join(paths)}")
+        raise ConfigError(f"{name} takes {wanted.usage}; {given}{': ' * bool(paths)}{' '.join(paths)}; see --help")
     return paths, options
 
 
@@ -113,7 +113,9 @@ def parse_arguments(schema: type[T], arguments: list[str]) -> T:
     for argument in arguments:
         key, separator, value = argument.partition("=")
         if not separator:
-            raise ConfigError(f"{argument!r} is not key=value; the keys are {', '.join(fields)}")
+            first = next((name for name in fields if OmegaConf.is_missing(config, name)), None)
+            hint = f"; did you mean {first}={argument}?" if first and not argument.startswith("-") else ""
+            raise ConfigError(f"{argument!r} is not key=value{hint}; the keys are {', '.join(fields)}")
         if key not in fields:
             hint = did_you_mean(key, fields)
             raise ConfigError(f"{key} is not a key of this tool{hint}; the keys are {', '.join(fields)}")
@@ -122,7 +124,9 @@ def parse_arguments(schema: type[T], arguments: list[str]) -> T:
         try:
             config[key] = value if text else OmegaConf.from_dotlist([argument])[key]
         except Exception as error:
-            raise ConfigError(f"{argument}: {str(error).splitlines()[0]}") from error
+            from gptlite.config.messages import plain  # only for an error
+
+            raise ConfigError(f"{argument}: {plain(str(error).splitlines()[0])}") from error
     missing = sorted(OmegaConf.missing_keys(config))
     if missing:
         raise ConfigError(f"{missing[0]} is not set; give it as {missing[0]}=...")

@@ -9,9 +9,11 @@ from pathlib import Path
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf.errors import OmegaConfBaseException
 
-from gptlite.config.schema import RENAMED, known_keys
+from gptlite.config.schema import RENAMED, SCHEMAS, choices, known_keys
 from gptlite.errors import ConfigError, did_you_mean
 from gptlite.models.registry import SPECS
+
+PLUGGABLE = ("model", "data", "optimizer")  # groups to which plugins add presets
 
 
 @contextmanager
@@ -36,10 +38,11 @@ def explain(error: BaseException) -> str:
             return unknown_key(match[1])
     lacks, where = (re.search(pattern, text) for pattern in (r"key 'model\.(\w+)' not found", r"full_key: (\S+)"))
     if lacks and where:
-        return f"{where[1]} defaults to model.{lacks[1]}, which this model does not have; give {where[1]}=..."
+        other = "choose another data= if the model reads samples, or " * (where[1] == "data.sequence_length")
+        return f"{where[1]} defaults to model.{lacks[1]}, which this model does not have; {other}give {where[1]}=..."
     for item in chain:
         if match := re.search(r"full_key: (\S+)", str(item)):
-            return f"{match[1]}: {_plain(str(item).splitlines()[0])}"
+            return f"{match[1]}: {plain(str(item).splitlines()[0])}"
     if isinstance(error, OverrideParseException):
         if "=" not in error.override:
             return f"{error.override} is not KEY=VALUE; --help lists the keys"
@@ -49,7 +52,7 @@ def explain(error: BaseException) -> str:
     return str(error).splitlines()[0]
 
 
-def _plain(line: str) -> str:
+def plain(line: str) -> str:
     """Return a plain message for OmegaConf's error about a value's type. Other errors are returned unchanged."""
     found = re.match(r"Value '(.*)' (?:of type '\w+' could not be converted to|is not a valid) (\w+)", line)
     kinds = {"Integer": "a whole number", "Float": "a number", "bool": "true or false"}
@@ -66,19 +69,26 @@ def unknown_key(key: str) -> str:
     if name in RENAMED.get(section, {}):
         return f"{key} is now {section}.{RENAMED[section][name]}"
     keys = known_keys()
-    leaves = [known for known in keys if known.split(".")[-1] == key.split(".")[-1]]
     if key in keys:
-        return f"{key} is not a key of the chosen preset; another preset of {key.split('.')[0]} has it"
+        return f"{key} is not a key of the chosen preset; another preset of {section} has it"
+    if section in SCHEMAS and name in ("name", "type", "kind", "preset"):  # other frameworks choose e.g. optimizers so
+        return f"{key} is not a key; {choices(section)}"
+    inside = {known.partition(".")[2]: known for known in keys if known.startswith(f"{section}.")}
+    leaves = [known for known in keys if known.split(".")[-1] == key.split(".")[-1]]
     if leaves:
-        return f"{key} is not a key; did you mean {leaves[0]}?"
+        return f"{key} is not a key; did you mean {min(leaves, key=lambda each: each not in inside.values())}?"
+    if inside and name:  # compared without the section, which would make any two of its keys similar
+        close = get_close_matches(name, inside, n=1)
+        return f"{key} is not a key; {f'did you mean {inside[close[0]]}?' if close else '--help lists them'}"
     return f"{key} is not a key{did_you_mean(key, keys) or '; --help lists them'}"
 
 
 def _missing_preset(error: MissingConfigException) -> str:
     group, _, name = (error.missing_cfg_file or "").rpartition("/")
     options = [option for option in error.options or () if not option.endswith("_schema")]  # schemas are not presets
-    close = get_close_matches(name, options, n=1)
-    hint = f"did you mean {close[0]}? " if close else ""
+    longer = [option for option in options if name and option.startswith(name)]
+    close = longer[:3] or get_close_matches(name, options, n=1, cutoff=0.75)  # tp3 is not a slip for tp8
+    hint = f"did you mean {' or '.join(close)}? " if close else ""
     if not options:
         return str(error).splitlines()[0]
     if group.partition("/")[0] == "data" and (path := Path(f"{group}/{name}".removeprefix("data/"))).exists():
@@ -87,4 +97,5 @@ def _missing_preset(error: MissingConfigException) -> str:
     if group == "hydra/launcher" and (plugin := name.partition("_")[0]) in ("joblib", "submitit"):
         hint = f"pip install hydra-{plugin}-launcher, or "
     missing = "does not exist" if group != "data" else f"is neither a preset nor a prepared folder ./data/{name}"
-    return f"{group}={name} {missing}; {hint}the choices are {', '.join(options)}"
+    missed = "; if a plugin registers it, add plugins=[MODULE]" if not hint and group in PLUGGABLE else ""
+    return f"{group}={name} {missing}; {hint}the choices are {', '.join(options)}{missed}"

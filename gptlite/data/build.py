@@ -91,7 +91,7 @@ def _folder(config: DataConfig, log: Log) -> Path:
             _prepare_text(config, key, folder, log)
         else:
             _run_recipe(config, folder, log)
-        open_folder(folder, name, config.sequence_length)
+        _open_prepared(folder, config)
 
     return cached_folder(_cache(config), name, key, make, log)
 
@@ -100,7 +100,15 @@ def _opened(folder: Path, config: DataConfig, log: Log) -> PreparedData:
     """Open the data in rank 0's `folder`. If the folder is not visible here, prepare it once per machine."""
     if not folder.is_dir():
         folder = _folder(config, log)
-    return open_folder(folder, config.corpus if isinstance(config, CorpusConfig) else "text", config.sequence_length)
+    return _open_prepared(folder, config)
+
+
+def _open_prepared(folder: Path, config: DataConfig) -> PreparedData:
+    assert isinstance(config, TextConfig | CorpusConfig)
+    name, source = "text", f"data.path={config.path}"
+    if isinstance(config, CorpusConfig):
+        name, source = config.corpus, f"data.corpus={config.corpus}"
+    return open_folder(folder, name, config.sequence_length, source)
 
 
 def _tokens(config: TokensConfig) -> PreparedData:

@@ -93,12 +93,15 @@ def prepared_beside(folder: str) -> Iterable[str]:
     return sorted(str(Path(folder).parent / index.parent.name) for index in parent.glob("*/train.idx"))
 
 
-def check_tokenizer(kind: str, vocab_size: int) -> None:
-    """Raise ConfigError for an unknown tokenizer, or a SentencePiece vocabulary size below 1."""
+def check_tokenizer(kind: str, vocab_size: int, section: str = "data.") -> None:
+    """Raise ConfigError for an unknown tokenizer, or a SentencePiece vocabulary size below 1.
+
+    `section` is the prefix of the keys in the message; "" for a recipe's arguments.
+    """
     if kind not in TOKENIZERS:
-        raise ConfigError(f"data.tokenizer={kind} is not {' or '.join(TOKENIZERS)}{did_you_mean(kind, TOKENIZERS)}")
+        raise ConfigError(f"{section}tokenizer={kind} is not {' or '.join(TOKENIZERS)}{did_you_mean(kind, TOKENIZERS)}")
     if kind == "sentencepiece" and vocab_size < 1:
-        raise ConfigError(f"data.vocab_size={vocab_size} must be at least 1; 4096 suits a few megabytes of text")
+        raise ConfigError(f"{section}vocab_size={vocab_size} must be at least 1; 4096 suits a few megabytes of text")
 
 
 def find_recipe(corpus: str) -> Path:

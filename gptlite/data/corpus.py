@@ -33,7 +33,7 @@ def train_tokenizer(
     would have no id. Each call of `training` or `held_out` starts a new pass over the documents. Raises ConfigError for
     an unknown `kind` or an invalid `vocab_size`.
     """
-    check_tokenizer(kind, vocab_size)
+    check_tokenizer(kind, vocab_size, section="")  # a run has already checked data.tokenizer
     match kind:
         case "byte":
             return ByteTokenizer()
@@ -104,7 +104,7 @@ def open_split(folder: Path, split: str, tokenizer: Tokenizer) -> IndexedDataset
     return dataset
 
 
-def require_length(num_train: int, num_validation: int, sequence_length: int, folder: Path) -> None:
+def require_length(num_train: int, num_validation: int, sequence_length: int, folder: Path | str) -> None:
     """Raise ConfigError unless there is at least one sequence to train on and one target to evaluate on."""
     if num_train <= sequence_length:
         raise ConfigError(

@@ -64,7 +64,9 @@ def open_huggingface(config: HuggingFaceConfig) -> tuple[Rows, Rows]:
     require("datasets", "hub")
     path = Path(config.path).expanduser()
     if not path.exists():
-        raise ConfigError(f"data.path={config.path} does not exist")
+        raise ConfigError(
+            f"data.path={config.path} does not exist; give a dataset saved to disk, or .parquet, .json, .jsonl, .csv"
+        )
     train, held = _splits(path, config)
     if held is None:
         mine, other = divided([str(index) for index in range(len(train))], config)

@@ -45,7 +45,8 @@ def open_image_folder(config: ImageFolderConfig) -> tuple[ImageFolder, ImageFold
     require("PIL", "images", "pillow")
     path = Path(config.path).expanduser()
     if not path.is_dir():
-        raise ConfigError(f"data.path={config.path} {'is not a folder' if path.exists() else 'does not exist'}")
+        reason = "is not a folder" if path.exists() else "does not exist"
+        raise ConfigError(f"data.path={config.path} {reason}; give a folder with one folder of images per class")
     train = path / "train"
     other = next((path / name for name in VALIDATION if (path / name).is_dir()), None)
     if other is not None and not train.is_dir():
@@ -69,7 +70,7 @@ def find_images(root: Path) -> tuple[list[str], list[str]]:
     """
     classes = sorted(each.name for each in root.iterdir() if each.is_dir() and not each.name.startswith("."))
     if not classes:
-        raise ConfigError(f"{root} has no class folders; put images into one per class, e.g. {root / 'cat'}/1.jpg")
+        raise ConfigError(f"{root} has no classes; put each class's images in a folder, e.g. {root / 'cat'}/1.jpg")
     files: list[str] = []
     for name in classes:
         found = [

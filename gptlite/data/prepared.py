@@ -72,9 +72,10 @@ def make_identity(corpus: str, tokenizer: Tokenizer, sequence_length: int, **tok
     return about | tokens
 
 
-def open_folder(folder: Path, name: str, sequence_length: int) -> PreparedData:
-    """Open a prepared folder. Raises ConfigError if it is damaged or its text is shorter than a sequence."""
-    tokenizer, only, hashes = _open(folder, name, 1.0, sequence_length)
+def open_folder(folder: Path, name: str, sequence_length: int, source: str) -> PreparedData:
+    """Open a prepared folder. Raises ConfigError if it is damaged, or if its text, which the message calls `source`, is
+    shorter than a sequence."""
+    tokenizer, only, hashes = _open(folder, name, 1.0, sequence_length, source)
     return PreparedData(name, folder, tokenizer, (only,), make_identity(name, tokenizer, sequence_length, **hashes))
 
 
@@ -108,10 +109,12 @@ def open_blend(blend: Mapping[str, float], sequence_length: int, beside: str | N
     return PreparedData(only or "blend", folder, tokenizer, tuple(sets), identity)
 
 
-def _open(folder: Path, name: str, weight: float, sequence_length: int) -> tuple[Tokenizer, TokenSet, dict[str, str]]:
+def _open(
+    folder: Path, name: str, weight: float, sequence_length: int, source: str | None = None
+) -> tuple[Tokenizer, TokenSet, dict[str, str]]:
     """Open a folder; return its tokenizer, its tokens, and the SHA-256 hashes of training and held-out tokens."""
     tokenizer = load_tokenizer(folder / TOKENIZER)
     train, validation = opened = [open_split(folder, part, tokenizer) for part in (TRAIN, VALIDATION)]
-    require_length(len(train.tokens), len(validation.tokens), sequence_length, folder)
+    require_length(len(train.tokens), len(validation.tokens), sequence_length, source or folder)
     hashes = {part: each.meta.sha256 for part, each in zip(("train", "validation"), opened, strict=True) if each.meta}
     return tokenizer, TokenSet(name, hashes["train"], train.tokens, validation.tokens, weight), hashes

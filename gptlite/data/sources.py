@@ -47,7 +47,7 @@ class Source:
 
         Raises ConfigError if the file is not available or has another hash, and for an unknown tokenizer.
         """
-        check_tokenizer(arguments.tokenizer, arguments.vocab_size)
+        check_tokenizer(arguments.tokenizer, arguments.vocab_size, section="")
         Path(arguments.output).mkdir(parents=True, exist_ok=True)
         path = arguments.path
         with tempfile.TemporaryDirectory(dir=arguments.output) as folder:

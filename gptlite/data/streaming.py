@@ -78,7 +78,7 @@ def open_rows(hub: Hub, path: str | None, config: str | None) -> Iterable[dict[s
 
     Raises ConfigError if they cannot be opened.
     """
-    with needed_package("datasets", f"data.corpus={hub.corpus}"):
+    with needed_package("'gptlite[hub]'", f"data.corpus={hub.corpus}"):
         from datasets import load_dataset
     try:
         if path is None:

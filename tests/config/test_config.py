@@ -83,6 +83,12 @@ REFUSED = {
     "max_steps=3": "max_steps is not a key; did you mean trainer.max_steps?",
     "model=gpt3-smal": "model=gpt3-smal does not exist; did you mean gpt3-small?",
     "optimizer=adamv": "optimizer=adamv does not exist; did you mean adam?",
+    "model=gpt-5": "model=gpt-5 does not exist; the choices are gpt-lite",
+    "cluster=dgx": "cluster=dgx does not exist; did you mean dgx-2-v100 or dgx-a100 or dgx-h100?",
+    "optimizer.name=lion": "optimizer.name is not a key; choose optimizer=adafactor, adam, adamw",
+    "optimizer.tupe=lion": "optimizer.tupe is not a key; --help lists them",
+    "optimizer.betas=1": "optimizer.betas is not a key; did you mean optimizer.beta2?",
+    "trainer.warmup_steps=1": "trainer.warmup_steps is not a key; did you mean schedule.warmup_steps?",
     "optimizer.min_trust=0.9": "optimizer.min_trust is not a key of the chosen preset",
     "trainer.max_steps=many": "trainer.max_steps: many is not a whole number",
     "model.mlp=gelu": "model.mlp: Invalid value 'gelu'",
@@ -218,8 +224,8 @@ def test_tool_arguments() -> None:
     for arguments, message in (
         (["count=5"], "path is not set"),
         (["path=x", "cuont=5"], "did you mean count"),
-        (["path=x", "count=many"], "count=many"),
-        (["path"], "'path' is not key=value"),
+        (["path=x", "count=many"], "count=many: many is not a whole number"),
+        (["x"], r"'x' is not key=value; did you mean path=x\?"),
     ):
         with pytest.raises(ConfigError, match=message):
             parse_arguments(Arguments, arguments)

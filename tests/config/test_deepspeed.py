@@ -290,6 +290,8 @@ def test_a_file_that_cannot_be_read_and_two_files_are_refused(tmp_path: Path):
     for path, message in ((tmp_path / "no.json", "No such file"), (tmp_path, "Is a directory")):
         with pytest.raises(ConfigError, match=f"{path} cannot be read: {message}"):
             load([f"deepspeed={path}"])
+    with pytest.raises(ConfigError, match=f"^{tmp_path} cannot be read"):
+        run([str(tmp_path)])
     (tmp_path / "ds.json").write_bytes(b"\xff\xfe")
     with pytest.raises(ConfigError, match="is not a UTF-8 text file"):
         load([f"deepspeed={tmp_path}/ds.json"])

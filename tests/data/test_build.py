@@ -129,7 +129,10 @@ REFUSED = {
     "fraction 1": (lambda p: {"path": write_bad(p / "t", b"x"), "validation_fraction": 1.0}, "below 1"),
     "micro-batch": (lambda p: {"path": write_bad(p / "t", b"x"), "micro_batch_size": 0}, "data.micro_batch_size=0"),
     "length": (lambda p: {"path": write_bad(p / "t", b"x"), "sequence_length": -1}, "data.sequence_length=-1"),
-    "too short": (lambda p: {"path": write_bad(p / "s", b"short\n")}, "data.sequence_length=16 needs more than 16"),
+    "too short": (
+        lambda p: {"path": write_bad(p / "s", b"short\n")},
+        r"data.sequence_length=16 needs more than 16 .*, but data.path=.*/s has \d",
+    ),
     "no room": (
         lambda p: {"path": write_bad(p / "s", b"short\n"), "tokenizer": "sentencepiece", "vocab_size": 9},
         "9 is too small",

@@ -87,7 +87,7 @@ def test_wrong_columns_are_one_line(tmp_path, settings, said):
 
 
 def test_wrong_paths_are_one_line(tmp_path):
-    with pytest.raises(ConfigError, match="none does not exist"):
+    with pytest.raises(ConfigError, match="none does not exist; give a dataset saved to disk"):
         opened(tmp_path, tmp_path / "none")
     with pytest.raises(ConfigError, match=r"is neither a dataset of save_to_disk nor files of one type \(\.parquet"):
         opened(tmp_path, tmp_path)

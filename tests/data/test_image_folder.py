@@ -121,9 +121,9 @@ def test_wrong_folders_are_one_line(tmp_path):
             open_samples(config_for(tmp_path / "images", **settings))
         assert "\n" not in str(error.value)
 
-    refused("images does not exist")
+    refused("images does not exist; give a folder with one folder of images per class")
     (tmp_path / "images").mkdir()
-    refused("images has no class folders; put images into one per class, e.g. ")
+    refused("images has no classes; put each class's images in a folder, e.g. ")
     (tmp_path / "images" / "a").mkdir()
     refused("images/a has no images (.jpg, ")
     write(tmp_path / "images", "test/b")

@@ -159,6 +159,11 @@ def test_nine_tenths_are_trained_on_as_nanogpt_cuts_them(tiny, tiny_source, tmp_
     assert tokens.tolist() == [*(ids[c] for c in text[: int(0.9 * len(text))]), tokenizer.eod]
 
 
+def test_a_recipe_names_the_argument_that_was_given(tmp_path, tiny):
+    with pytest.raises(ConfigError, match=r"^tokenizer=bite is not sentencepiece or"):
+        tiny.main(tiny.Arguments(str(tmp_path / "out"), tokenizer="bite"))
+
+
 @pytest.mark.parametrize(("name", "sha256"), [("tinyshakespeare", "86c4e6aa9db7c042"), ("shakespeare", "856c99ddf50c")])
 def test_another_source_is_refused_by_its_hash(tmp_path, name, sha256):
     (tmp_path / "other").write_bytes(b"PK")

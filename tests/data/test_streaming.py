@@ -113,6 +113,12 @@ def test_empty_rows_are_left_out():
     assert list(texts([{"text": ""}, {"text": "a"}, {"text": None}], "text", "x")) == ["a"]
 
 
+def test_a_missing_package_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ConfigError, match=r"needs a missing package; pip install 'gptlite\[hub\]'$"):
+        open_rows(load_recipe("fineweb").HUB, None, None)
+
+
 def damaged_parquet(folder):
     (folder / "x.parquet").write_bytes(b"PAR1 and no more")
 

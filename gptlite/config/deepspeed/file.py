@@ -11,24 +11,25 @@ COMMENT = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|#[^\n]*|/\*.*?\*/', re.DOTAL
 TRAILING_COMMA = re.compile(r'"(?:\\.|[^"\\\n])*"|,(?=\s*[}\]])')
 
 
-def read(path: str) -> dict[str, Any]:
-    """Return the content of the file. Raises a one-line ConfigError with the position of a syntax error."""
+def read(path: str, key: str = "deepspeed=") -> dict[str, Any]:
+    """Return the content of the file. Raises a one-line ConfigError with the position of a syntax error.
+
+    The message begins with `key` and the path.
+    """
     try:
         text = Path(path).expanduser().read_text(encoding="utf-8-sig")
     except OSError as error:
-        raise ConfigError(f"deepspeed={path} cannot be read: {error.strerror}; give the path of a JSON file") from error
+        raise ConfigError(f"{key}{path} cannot be read: {error.strerror}; give the path of a JSON file") from error
     except UnicodeDecodeError as error:
-        raise ConfigError(f"deepspeed={path} is not a UTF-8 text file: {error.reason}") from error
+        raise ConfigError(f"{key}{path} is not a UTF-8 text file: {error.reason}") from error
     try:
         content = json.loads(_plain(text), object_pairs_hook=_without_duplicates, parse_constant=_refuse_constant)
     except json.JSONDecodeError as error:
-        raise ConfigError(
-            f"deepspeed={path} is not JSON: line {error.lineno}, column {error.colno}: {error.msg}"
-        ) from error
+        raise ConfigError(f"{key}{path} is not JSON: line {error.lineno}, column {error.colno}: {error.msg}") from error
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"deepspeed={path}: {error}") from error
+        raise ConfigError(f"{key}{path}: {error}") from error
     if not isinstance(content, dict):
-        raise ConfigError(f"deepspeed={path} has a {type(content).__name__} at its root, not an object {{...}}")
+        raise ConfigError(f"{key}{path} has a {type(content).__name__} at its root, not an object {{...}}")
     return content
 
 
