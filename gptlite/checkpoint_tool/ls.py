@@ -1,10 +1,9 @@
 """List the checkpoints of runs, newest first: ls PATH ... [hashes=true]
 
-PATH is a run folder, its checkpoints folder, or a folder of runs, which is searched three levels deep. `<- auto` marks
-the checkpoint that resuming uses. A checkpoint counts as intact if all files have the sizes in its manifest;
-hashes=true verifies every byte, as resuming does. Below the table are folders that a process is writing or deleting, or
-left unfinished when it died (.tmp-, .trash-), and checkpoints that were set aside (damaged-, superseded-). Times are
-UTC. The exit code is 1 if a checkpoint is damaged.
+PATH is a run folder, its checkpoints folder, or a folder of runs, which is searched three levels deep. A checkpoint
+counts as intact if all files have the sizes in its manifest; hashes=true verifies every byte, as resuming does. Below
+the table are folders that a process is writing or deleting, or left unfinished when it died (.tmp-, .trash-), and
+checkpoints that were set aside (damaged-, superseded-). Times are UTC. The exit code is 1 if a checkpoint is damaged.
 """
 
 from dataclasses import dataclass
@@ -54,7 +53,7 @@ def _list(root: Path, hashes: bool) -> bool:
 def _row(folder: Path, reason: str, hashes: bool, auto: bool) -> tuple[str, ...]:
     step = str(store.step_of(folder))
     status = f"DAMAGED: {reason}" if reason else "intact to the byte" if hashes else "intact"
-    status += "  <- auto" * auto
+    status += "  <- resumes here" * auto
     try:
         manifest = read_manifest(folder)
     except DamagedCheckpoint:

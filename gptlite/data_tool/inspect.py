@@ -17,7 +17,7 @@ from gptlite.data.indexed import IndexedDataset
 from gptlite.data_tool.places import all_prefixes, tokenizer_beside
 from gptlite.errors import ConfigError
 from gptlite.metrics.console import format_bytes, table
-from gptlite.metrics.plot import STYLE
+from gptlite.metrics.plot import STYLE, label_log_ticks
 
 _BAR = 40  # characters
 _BINS = 48  # histogram bins of the plot
@@ -105,7 +105,6 @@ def plot_lengths(lengths: Mapping[str, np.ndarray], path: Path) -> None:
     """
     import matplotlib
     from matplotlib.figure import Figure
-    from matplotlib.ticker import PercentFormatter
 
     some = [each[each > 0] for each in lengths.values() if each.any()] or [np.ones(1)]
     edges = np.geomspace(min(each.min() for each in some), max(each.max() for each in some) + 1, _BINS + 1)
@@ -120,8 +119,8 @@ def plot_lengths(lengths: Mapping[str, np.ndarray], path: Path) -> None:
             axes.hist(each, edges.tolist(), weights=each / each.sum(), histtype="step", linewidth=1.5, label=label)
         axes.set(xscale="log", xlabel="tokens in a document", ylabel="fraction of all tokens")
         axes.set_title("Document lengths", loc="left", fontsize=15, weight="bold", pad=12)
-        axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-        axes.xaxis.set_major_formatter("{x:,.0f}")
+        axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:g}%")
+        label_log_ticks(axes.xaxis, "{:,.0f}".format)
         if axes.has_data():
             figure.legend(loc="outside lower left", frameon=False)  # below the axes, where it covers no bar
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -36,6 +36,7 @@ STYLE: dict[Any, Any] = {
 
 LEFT = 0.045  # left edge of the titles and the loss panel, as a fraction of the figure
 LABEL_HEIGHT = 28  # points: two lines of text and some space
+SHORT = 10  # most points of a series whose points are marked
 
 Series = tuple[list[int], list[float]]
 
@@ -105,6 +106,16 @@ def smooth(values: list[float], width: float) -> list[float]:
     return (weighted / weight).tolist()
 
 
+def label_log_ticks(axis: "Axis", words: Callable[[float], str]) -> None:
+    """Label a logarithmic axis, with its limits set, in plain text; matplotlib labels minor ticks with formulas."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    low, high = axis.get_view_interval()
+    axis.set_major_locator(LogLocator(subs=(1, 2, 3, 5) if high < 100 * low else (1,)))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: words(value)))
+    axis.set_minor_formatter(NullFormatter())
+
+
 def own_metrics(rows: list[dict[str, Any]]) -> list[str]:
     """Return the names of a model's own metrics that training rows have."""
     return list(
@@ -161,7 +172,7 @@ def _draw_rate(axes: "Axes", series: Series) -> None:
     _title(axes, "learning rate")
     _format(axes)
     axes.set_ylim(bottom=0)
-    _ticks(axes.yaxis, _rate_tick, nbins=3, min_n_ticks=2)
+    _ticks(axes.yaxis, short_tick, nbins=3, min_n_ticks=2)
 
 
 def _draw_noisy(axes: "Axes", name: str, series: Series, validation: Series = ([], [])) -> None:
@@ -203,13 +214,15 @@ def _tick(value: float) -> str:
     return f"{value:g}" if abs(value) < 1000 else f"{value / 1000:g}k" if abs(value) < 1e6 else f"{value / 1e6:g}M"
 
 
-def _rate_tick(value: float) -> str:
+def short_tick(value: float) -> str:
+    """Return a value as `3e-4` or `1.5e-4`."""
     mantissa, exponent = f"{value:.1e}".split("e")
     return f"{mantissa.removesuffix('.0')}e{int(exponent)}" if value else "0"
 
 
 def _marker(values: list[float]) -> str:
-    return "o" if len(values) == 1 else ""  # a line through one point shows nothing
+    """Return a marker that shows the points of a short series, between which a straight line is no measurement."""
+    return "." if len(values) <= SHORT else ""
 
 
 def _summary(rows: list[dict[str, Any]], unit: str) -> str:

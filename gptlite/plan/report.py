@@ -45,7 +45,8 @@ def report(plan: Plan, top: int, tokens: float | None = None) -> str:
         ("cluster", _cluster_words(plan.cluster)),
         ("batch", _batch_words(work)),
         ("searched", f"{found.tried:,} layouts; {len(found.ranked):,} of the fastest fit"),
-        *[("", f"{count:,}: {kind}, e.g. {found.examples[kind]}") for kind, count in found.pruned.items()],
+        *[("", f"{count:,}: {kind}, e.g. {found.examples[kind].partition('; ')[0]}")
+          for kind, count in found.pruned.items()],
         *[("", f"{found.slower:,}: slower, so their memory was not computed")] * bool(found.slower),
         ("equal", f"{_equal_words(plan)}{f'; {EQUAL} marks them' * (len(equals(found)) > 1)}"),
         ("memory", _memory_words(plan)),

@@ -1,1 +1,1 @@
-"""Sweeps: many runs from one command, each a cell on separate ranks, and the comparison of their results."""
+"""Sweeps: many runs from one command, and the comparison of their results. Each run is a cell on separate ranks."""

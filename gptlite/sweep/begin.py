@@ -29,20 +29,21 @@ from gptlite.sweep.folder import FAILED, INTERRUPTED, PRUNED, Record, SweepFolde
 from gptlite.sweep.report import publish
 
 DIR = "hydra.sweep.dir"
-BASIC = "BasicSweeper"  # Hydra's own; other sweepers choose cells as they go, so each is checked when it starts
-HERE = "BasicLauncher"  # Hydra's own, which runs jobs in sequence in the sweep's process
-PLAIN = re.compile(r"\+{0,2}hydra[./](launcher|sweeper)((?!_target_)[\w.])*=[\w.+-]+")  # numbers and names: no code
+BASIC = "BasicSweeper"  # Hydra's default; other sweepers choose cells one by one, so each is checked when it starts
+HERE = "BasicLauncher"  # Hydra's default, which runs jobs in sequence in the sweep's process
+# Stored overrides of Hydra that cannot run code: the values are numbers and names.
+PLAIN = re.compile(r"\+{0,2}hydra[./](launcher|sweeper)((?!_target_)[\w.])*=[\w.+-]+")
 FORGOTTEN = ("hydra.sweep.dir=", "hydra.mode=")  # overrides of Hydra that are not stored for a resumed sweep
 ELSEWHERE = "SlurmLauncher"  # runs cells on other machines
 
 
 class Sweep:
-    """A running sweep. Creating one checks every cell and locks the folder; it raises ConfigError before writing
+    """A running sweep. The constructor checks every cell and locks the folder, and raises ConfigError before writing
     anything.
 
-    From then on, the first of SIGNALS (gptlite/trainer/signals.py) stops the sweep, and a second one ends it at once.
-    While a cell runs in this process, its launcher handles the signals, and run_cell exits. Cells in other processes
-    are notified by a file, and the sweep waits for them.
+    Afterwards the first of SIGNALS (gptlite/trainer/signals.py) stops the sweep, and a second signal ends it at once.
+    While a cell runs in this process, the cell's launcher handles the signals, and then run_cell exits. Cells in other
+    processes are notified by a file, and the sweep waits for them.
     """
 
     def __init__(self, config: DictConfig) -> None:
@@ -54,10 +55,13 @@ class Sweep:
         given = [str(each) for each in hydra.overrides.task]
         self.folder.refuse()
         refuse_others(self.folder, given)
-        if any(each.startswith("run.dir=") for each in given):
-            raise ConfigError("run.dir is for one run; give hydra.sweep.dir=..., in which each cell gets a folder")
+        if run_dirs := [each for each in given if each.startswith("run.dir=")]:
+            raise ConfigError(
+                f"{run_dirs[0]} is for a single run; give {DIR}=... instead, in which each cell gets a folder"
+            )
         overrides = parsed_overrides(loader, config)
         known = str(hydra.sweeper._target_).endswith(BASIC)
+        # Cells on other machines are not checked against this machine's GPUs and disks.
         cells = checked_cells(loader, config, overrides, not launcher.endswith(ELSEWHERE)) if known else []
         from gptlite.launch.rank_stop import SAME_SECONDS, SIGNALS  # imports torch, so only once the sweep is valid
 
@@ -90,22 +94,23 @@ class Sweep:
         return self._code
 
     def _settle(self, cells: Sequence[Record]) -> None:
-        """Record the cells that cannot run, and print how many are left to run."""
+        """Record the cells that cannot run, and print the number of cells that remain to be run."""
         done: Counter[str] = Counter()
         for cell in cells:
             record = self.folder.record(cell.number, cell.digest)
             if cell.status == PRUNED:
                 self.folder.keep(replace(cell, run_dir=""))
                 done[PRUNED] += 1
-                print(f"cell {cell.number} ({cell.name}): pruned: {cell.reason}")
+                print(f"{cell.title} ({cell.name}): pruned: {cell.reason}")
             elif not record or record.status == PRUNED:
-                self.folder.forget(cell.number)  # its presets have changed since, or it has become legal
+                self.folder.forget(cell.number)  # the presets have changed since then, or the cell has become legal
             else:
-                done["finished before"] += record.finished
+                done["already finished"] += record.finished
         words = "".join(f", {count} {what}" for what, count in done.items() if count)
         if cells:
             where = f"sweep of {counted(len(cells), 'cell')} in {self.folder.path}"
-            print(f"{where}: {len(cells) - done.total()} to run{words}", flush=True)
+            one = "; no key has several values, as in optimizer.lr=1e-3,3e-3" * (not self.folder.header["swept"])
+            print(f"{where}: {len(cells) - done.total()} to run{words}{one}", flush=True)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if self._received is None:
@@ -113,14 +118,16 @@ class Sweep:
             if not self._by_file:
                 sys.exit(128 + number)
             self.folder.stop.touch()
-            os.write(2, b"\nstopping: running cells save and end, no others start (again: end at once)\n")
-        elif time.monotonic() - self._since > self._same / 2:  # not the same signal sent again via the process group
+            os.write(2, b"\nstopping: running cells save and end, and no others start (again: end at once)\n")
+        elif time.monotonic() - self._since > self._same / 2:  # else the same signal again, via the process group
             sys.exit(128 + number)
 
 
 def exit_code(records: Sequence[Record], received: int | None) -> int:
-    """Return a sweep's exit code: 128 + a signal's number, 1 if a cell failed, else 0. Out of memory and pruned are not
-    failures."""
+    """Return a sweep's exit code: 128 + a signal's number, 1 if a cell failed, else 0.
+
+    Out-of-memory and pruned cells are not failures. `received` is the signal that stopped the sweep, if any.
+    """
     if received:
         return 128 + received
     codes = [record.exit_code for record in records if record.status == INTERRUPTED and record.exit_code]
@@ -128,11 +135,11 @@ def exit_code(records: Sequence[Record], received: int | None) -> int:
 
 
 def sweep_overrides(arguments: list[str]) -> list[str]:
-    """Return the overrides of a sweep: the given ones, or the stored ones of the sweep in `hydra.sweep.dir`.
+    """Return the overrides of a sweep: the given ones, or those stored with the sweep in `hydra.sweep.dir`.
 
     `run.dir` is read as hydra.sweep.dir, and `sweep=` as `+sweep=`. Raises ConfigError if the folder holds a sweep with
-    other overrides, if it holds none and no overrides are given, and if the stored ones may run code or have plugins
-    that have not been imported.
+    other overrides, if it holds no sweep and no overrides are given, if a stored override may run code, or if the
+    stored overrides need plugins that have not been imported.
     """
     arguments = [f"+{each}" if each.startswith("sweep=") else each for each in arguments]
     named = DIR if any(_key(each) == DIR for each in arguments) else "run.dir"
@@ -145,18 +152,21 @@ def sweep_overrides(arguments: list[str]) -> list[str]:
     hydra = [*(each for each in others if each not in task), f"{DIR}={hydra_value(str(folder.path))}"]
     header = folder.header
     if not header and not task:
-        raise ConfigError(f"{DIR}={where[-1]} holds no sweep to continue; give overrides to start one there")
+        raise ConfigError(f"{DIR}={where[-1]} holds no sweep to continue; give overrides to start a sweep there")
     if header and all(_key(each) == "plugins" for each in task):
         refuse_foreign(header["overrides"], where[-1])
     elif task:
         refuse_others(folder, task)
     given = {_key(each) for each in hydra}
-    # Another launcher has other keys, so a new `hydra/launcher` also drops a stored `hydra.launcher.n_jobs`.
+    # Launchers have different keys, so a new `hydra/launcher` also drops a stored `hydra.launcher.n_jobs`.
     groups = {key: "/".join(key.split(".")[:2]) for key in map(_key, header.get("hydra", []))}
     kept = [each for each in header.get("hydra", []) if not {_key(each), groups[_key(each)]} & given]
     for each in kept:
         if not PLAIN.fullmatch(each):
-            raise ConfigError(f"{where[-1]}: the stored override {each!r:.80} may run code; give it again to permit it")
+            raise ConfigError(
+                f"{DIR}={where[-1]}: the stored override {each!r:.80} may run code; "
+                "give it again on the command line to permit it"
+            )
     return [*header.get("overrides", task), *kept, *hydra]
 
 
@@ -169,10 +179,11 @@ def refuse_others(folder: SweepFolder, overrides: list[str]) -> None:
         if old.get(key) != new.get(key):
             was, now = (each.get(key, f"no {key}") for each in (old, new))
             raise ConfigError(
-                f"{DIR}={folder.path} holds another sweep: it has {was}, not {now}; "
-                f"give {DIR} alone to continue it, or another folder"
+                f"{DIR}={folder.path} holds another sweep, with {was} instead of {now}; "
+                f"give only {DIR} to continue that sweep, or give another folder"
             )
 
 
 def _key(override: str) -> str:
+    """Return the key of an override, without Hydra's prefixes."""
     return override.partition("=")[0].lstrip("+~")

@@ -1,4 +1,4 @@
-"""Hydra callbacks for the start and end of a sweep. Imports are light, since every `train` command loads this."""
+"""Hydra callbacks for the start and end of a sweep. Every `train` command loads this module, so imports are light."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from omegaconf import DictConfig
 
 
 class SweepCallback(Callback):
-    """Callback that checks all cells before the first starts, and reports at the end, also after a failure.
+    """Callback that checks all cells before the first one starts, and publishes the report at the end.
 
-    An error is raised as the cause of a SystemExit, since Hydra turns an Exception into a warning.
+    An error is raised as the cause of a SystemExit, since Hydra turns an Exception into a warning. The report is also
+    published if the launcher fails.
     """
 
     def __init__(self) -> None:
         self._sweep: Any = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_sweep": None}  # pickled for a process that runs one cell
+        return {"_sweep": None}  # launchers pickle the callback for processes that run one cell
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         from gptlite.sweep.begin import Sweep
@@ -34,6 +35,7 @@ class SweepCallback(Callback):
 
 
 def _raising(action: Callable[[], Any]) -> Any:
+    """Return the action's result. Raises SystemExit from any Exception."""
     try:
         return action()
     except Exception as error:

@@ -22,13 +22,15 @@ from gptlite.config.messages import refusals
 from gptlite.errors import ConfigError
 from gptlite.sweep.folder import PRUNED, Record
 
-OURS = "."  # hydra.sweep.subdir, where the folder of a cell is `<number>-<what differs>`
-LONGEST = 100  # characters of a folder's name
+OURS = "."  # default of hydra.sweep.subdir, for which a cell's folder is `<number>-<differing overrides>`
+LONGEST = 100  # characters in a folder's name
 
 
 def parsed_overrides(loader: ConfigLoader, config: DictConfig) -> list[Override]:
-    """Return the overrides of `hydra.sweeper.params` and the command line; the latter take precedence. Raises
-    ConfigError."""
+    """Return the overrides of `hydra.sweeper.params`, then those of the command line, which take precedence.
+
+    Raises ConfigError if one cannot be parsed.
+    """
     params = OmegaConf.select(config, "hydra.sweeper.params") or {}
     with refusals():
         return OverridesParser.create(config_loader=loader).parse_overrides(
@@ -37,15 +39,16 @@ def parsed_overrides(loader: ConfigLoader, config: DictConfig) -> list[Override]
 
 
 def swept_keys(overrides: Sequence[Override]) -> list[str]:
-    """Return the keys with several values, in the order given."""
+    """Return the keys that have several values, in the order of the overrides."""
     return [each.get_key_element().lstrip("+") for each in overrides if each.is_sweep_override()]
 
 
 def checked_cells(loader: ConfigLoader, config: DictConfig, overrides: list[Override], world: bool) -> list[Record]:
-    """Return all cells, composed, checked and numbered as by Hydra's own sweeper. A cell that cannot run is pruned.
+    """Return all cells, composed and numbered from 0 as by Hydra's default sweeper. A cell that cannot run or
+    repeats another is pruned.
 
-    With `world`, also check what depends on this machine, as far as that is possible before a rank starts. Raises
-    ConfigError for an error of the whole sweep, such as a misspelled key, or if no cell can run.
+    With `world`, each cell is also checked against this machine's GPUs, memory and disks. Raises ConfigError for an
+    error of the whole sweep, such as a misspelled key, or if no cell can run.
     """
     singleton, cells = HydraConfig.instance(), []
     before = singleton.cfg
@@ -57,7 +60,7 @@ def checked_cells(loader: ConfigLoader, config: DictConfig, overrides: list[Over
                 raw = loader.load_sweep_config(config, each)
                 with open_dict(raw):
                     raw.hydra.job.num, raw.hydra.job.id = number, number
-                singleton.set_config(raw)  # which `${hydra:...}` in a configuration resolves against
+                singleton.set_config(raw)  # `${hydra:...}` in a configuration resolves against the singleton
                 task = copy.deepcopy(raw)
                 with read_write(task), open_dict(task):
                     del task["hydra"]  # as Hydra does before it calls the job
@@ -66,22 +69,25 @@ def checked_cells(loader: ConfigLoader, config: DictConfig, overrides: list[Over
     finally:
         singleton.cfg = before
     owners: dict[str, int] = {}
+    first: dict[tuple[str, ...], Record] = {}
     for cell in cells:
+        if (same := first.setdefault(tuple(cell.overrides), cell)) is not cell and cell.status != PRUNED:
+            cell.status, cell.reason = PRUNED, f"the same overrides as {same.title}"
         if (other := owners.setdefault(cell.run_dir, cell.number)) != cell.number:
             raise ConfigError(
-                f"hydra.sweep.subdir gives cells {other} and {cell.number} the same folder, {cell.run_dir}; "
-                "put ${hydra.job.num} into it, or leave it out"
+                f"hydra.sweep.subdir gives cells {other + 1} and {cell.number + 1} the same folder, {cell.run_dir}; "
+                "include ${hydra.job.num} in it, or leave it out"
             )
     if all(cell.status == PRUNED for cell in cells):
-        count = f"none of the {len(cells)} cells can run; the first: " if len(cells) > 1 else ""
+        count = f"none of the {len(cells)} cells can run; the first one: " if len(cells) > 1 else ""
         raise ConfigError(f"{count}{cells[0].reason}")
     return cells
 
 
 def this_cell(hydra: Any, raw: DictConfig, swept: Sequence[str]) -> Record:
-    """Return the cell, without a status, of a composed configuration `raw` and its `hydra` section.
+    """Return the cell of a composed configuration `raw` and its `hydra` section, with an empty status.
 
-    `swept` are the keys with several values, which give the cell its name.
+    `swept` are the keys that have several values. The cell is named after its values of these keys.
     """
     number, overrides = int(hydra.job.num), list(hydra.overrides.task)
     differing = [each for each in overrides if each.partition("=")[0].lstrip("+") in swept]
@@ -90,14 +96,14 @@ def this_cell(hydra: Any, raw: DictConfig, swept: Sequence[str]) -> Record:
     if subdir == OURS:
         subdir = "-".join([str(number), *map(_file_name, differing)])[:LONGEST].rstrip("-.")
     content: Any = OmegaConf.to_container(raw, resolve=True, enum_to_str=True)
-    for section in ("run", "cluster"):  # names and the planner's figures do not change a run
+    for section in ("run", "cluster"):  # paths, names and the planner's cluster do not change a run's results
         content.pop(section, None)
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
     return Record(number, name, overrides, "", run_dir=str(Path(str(hydra.sweep.dir), subdir)), digest=digest)
 
 
 def prepare(raw: DictConfig, cell: Record) -> None:
-    """Set a composed configuration's folder and name to the cell's, and its group in W&B to the sweep's name."""
+    """Set the run folder and name in a cell's composed configuration, and the W&B group to the sweep's name."""
     run_dir = Path(cell.run_dir)
     sweep = run_dir.parent.resolve().name
     named = any(override.startswith("run.name=") for override in cell.overrides)
@@ -108,7 +114,7 @@ def prepare(raw: DictConfig, cell: Record) -> None:
 
 
 def _checked(raw: DictConfig, cell: Record, world: bool) -> Record:
-    """Return the cell, pruned if it cannot run."""
+    """Return the cell, with status `pruned` and the reason if its configuration is refused."""
     try:
         prepare(raw, cell)
         config = typed(raw, cell.overrides)
@@ -128,7 +134,7 @@ def _label(override: str) -> str:
 
 
 def _file_name(override: str) -> str:
-    """Return the label without characters that have a meaning to a shell or to Hydra."""
+    """Return the label as part of a file name, without characters that are special to a shell or to Hydra."""
     key, _, value = _label(override).rpartition("=")
     value = re.sub(r"[^\w.+-]+", "_", value).strip("_")
     return f"{key}{'' if not key or value[:1].isdigit() else '_'}{value}"

@@ -13,48 +13,55 @@ from gptlite.metrics.console import format_count
 from gptlite.parallelism.config import ParallelismConfig
 from gptlite.parallelism.layout import SCHEDULES
 from gptlite.plan.timeline import Timeline, timeline
+from gptlite.progress import counted
 from gptlite.sweep.folder import OK, Record
 
 Row = dict[str, Any]  # a cell's record and figures, by the columns of sweep.csv
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations")
-ROUNDING = 0.01  # losses of the same run on other layouts differ less, even in 16 bits
-ALIKE = 0.05  # speeds closer than this are equal: a measurement on a busy machine resolves no smaller difference
+ROUNDING = 0.01  # relative; losses of one run on different layouts differ less, even in 16 bits
+ALIKE = 0.05  # relative; closer speeds count as equal, since measurements on a busy machine are no more precise
 FEWEST = 4  # cells needed for a meaningful rank correlation
-MOST_PASSES = 20_000  # of a timeline; more take long to compute and cannot be told apart in a picture
+MOST_PASSES = 20_000  # in a timeline; more take long to compute and cannot be distinguished in a picture
 SPEED = "tokens_per_second"
 MEASURED = (SPEED, "unit", "mfu", "step_seconds", "loss", "val_loss", "val_bits_per_byte", "pipeline")  # of result.json
-# Criteria for the best cell if cells train different models: the first of these that a cell has.
+# Criteria for the best cell if cells train different models; the first one for which a cell has a value is used.
 LOSSES = {
     "val_bits_per_byte": "validation bits per byte",
     "val_loss": "validation loss",
-    "loss": "training loss, for want of a validation loss",
+    "loss": "training loss (no validation loss)",
 }
-# Cells that differ in these read other tokens: bits per byte of text are comparable, nats per token are not.
+# Cells that differ in these keys read different tokens, so only bits per byte are comparable, not nats per token.
 TOKENS = {"data", "data.tokenizer", "data.vocab_size", "data.path", "data.corpus", "data.blend"}
-# A resumed run may change these and is the same run; cells that differ in them end with other numbers.
+# A resumed run may change these keys and remains the same run, but cells that differ in them have different results.
 ENDS_ELSEWHERE = ("model", "trainer.max_steps", "trainer.max_epochs", "trainer.max_time", "trainer.stop_step")
 ENDS_ELSEWHERE += ("checkpoint.resume", "checkpoint.load")
-# These change only the rounding of a resumed run.
+# These keys change only the rounding.
 ROUNDS = ("ops", "trainer.compile")
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Cells in order. `axes` are the keys that differ between them and change results by more than rounding. `measure`
-    is the column that selects the best cell: speed if there are no axes, else a loss."""
+    """Cells in order. `axes` are the keys that differ between cells and change results by more than rounding.
+
+    `measure` is the column that selects the best cell: speed if there are no axes, else a loss. `expected` is the
+    number of cells of the whole sweep, None if the sweeper has no fixed number.
+    """
 
     rows: list[Row]
     axes: list[str]
     measure: str
     baseline: Row | None
     best: Row | None
+    expected: int | None = None
 
     @property
     def counts(self) -> str:
-        """Summary such as `12 cells: 8 ok, 1 out of memory, 3 pruned`."""
+        """Summary such as `12 cells: 8 ok, 1 out of memory, 3 pruned`, or `2 of 12 cells: 2 ok` before the end."""
         statuses = [row["status"] for row in self.rows]
         each = ", ".join(f"{statuses.count(status)} {status}" for status in dict.fromkeys(statuses))
-        return f"{len(self.rows)} cell{'s' * (len(self.rows) > 1)}: {each}"
+        number = len(self.rows)
+        total = max(number, self.expected or 0)
+        return f"{f'{number} of ' * (number < total)}{counted(total, 'cell')}: {each}"
 
     @property
     def unit(self) -> str:
@@ -70,21 +77,23 @@ class Comparison:
     def judged_by(self) -> str:
         """Criterion such as `validation loss, since optimizer.lr changes the numbers`."""
         if not self.axes and self.losses_apart > ROUNDING:
-            return (
-                f"{self.title}; losses differ by {self.losses_apart:.1%}, as batch norm does over other micro-batches"
-            )
+            apart = f"losses differ by {self.losses_apart:.1%}, e.g. because batch norm depends on the micro-batches"
+            return f"{self.title}; {apart}"
         verb = "change" if len(self.axes) > 1 else "changes"
         return f"{self.title}, since {' and '.join(self.axes) or 'no axis'} {verb} the numbers"
 
     @property
     def losses_apart(self) -> float:
-        """Largest difference between the cells' losses, as a fraction of the largest loss; 0 without losses."""
+        """Range of the cells' losses as a fraction of the largest loss; 0 without losses."""
         losses = [row["loss"] for row in self.rows if row["status"] == OK and row["loss"] is not None]
         return (max(losses) - min(losses)) / abs(max(losses)) if losses and max(losses) else 0.0
 
     @property
     def best_words(self) -> str:
-        """Result such as `tp2: 12.3k tokens/s, 1.40 times single's`, or with a loss; empty if there is no best cell."""
+        """The best cell's result, such as `tp2: 12.3k tokens/s, 1.40 times single's`; empty if there is no best cell.
+
+        It is compared with the baseline. If `measure` is a loss, the result is the loss.
+        """
         if (best := self.best) is None:
             return ""
         value, speed = best[self.measure], self.measure == SPEED
@@ -99,21 +108,20 @@ class Comparison:
 
     @property
     def plan_words(self) -> list[str]:
-        """Lines on the accuracy of the plan's order of cells, and on its assumptions."""
+        """Lines on the rank correlation of planned and measured step times, and on the plan's assumptions."""
         pairs = [(row["predicted_step_seconds"], row["step_seconds"]) for row in self.rows if row["status"] == OK]
         pairs = [pair for pair in pairs if all(pair)]
-        guesses = dict.fromkeys(row["predicted_assumed"] for row in self.rows)
-        lines = [f"assumed a {guess}" for guess in guesses if guess]
+        lines = [words for words in dict.fromkeys(row["predicted_assumed"] for row in self.rows) if words]
         if (rank := agreement(pairs)) is not None:
-            lines.insert(0, f"the planned order of {len(pairs)} cells by speed: rank correlation {rank:.2f}")
+            lines.insert(0, f"rank correlation of planned and measured speeds over {len(pairs)} cells: {rank:.2f}")
         return lines
 
 
-def compare(records: Sequence[Record]) -> Comparison:
-    """Return the records as rows, with the baseline and the best marked, if any ran.
+def compare(records: Sequence[Record], expected: int | None = None) -> Comparison:
+    """Return the records as rows, with the baseline and the best cell marked.
 
     The baseline is the cell named `single` if it is ok, else the first ok cell with a loss. Without axes the best cell
-    is the fastest; with axes, it is the fastest of those with the axes' values of the cell that has the lowest loss.
+    is the fastest cell; with axes, it is the fastest cell with the same axis values as the cell with the lowest loss.
     """
     rows = [_row(record) for record in records]
     ok = [row for row in rows if row["status"] == OK]
@@ -137,20 +145,21 @@ def compare(records: Sequence[Record]) -> Comparison:
         row["best"], row["baseline"] = int(row is best), int(row is baseline)
         if baseline and row["loss"] is not None and row["loss_step"] == baseline["loss_step"]:
             row["loss_minus_baseline"] = row["loss"] - baseline["loss"]
-    return Comparison(rows, axes, measure, baseline, best)
+    return Comparison(rows, axes, measure, baseline, best, expected)
 
 
 def _row(record: Record) -> Row:
-    """Return a cell's figures; None if unknown. Seconds are per step, and bytes are those of the fullest rank.
+    """Return a cell's figures, None for unknown ones. Times are seconds per step, and bytes are of the fullest rank.
 
-    The bytes of tensors, the sum of the categories, are comparable with the plan's prediction. The peak is that of the
-    process (on a GPU: of the allocator), and the average is the mean over the run.
+    The bytes of tensors, the sum of CATEGORIES, are comparable with the planner's prediction. Peak and average (the
+    mean over the run) are of the whole process, or on a GPU of the allocator.
     """
     result: dict[str, Any] = dict(record.result)
     result.update((key, None) for key, value in result.items() if isinstance(value, float) and not math.isfinite(value))
     predicted, ranks = record.predicted or {}, result.get("memory_ranks") or []
 
     def known(key: str) -> list[Any]:
+        """Return the values of the ranks that have one."""
         return [rank[key] for rank in ranks if rank.get(key) is not None]
 
     peak = result.get("memory_peak_bytes")
@@ -193,11 +202,12 @@ def changes_numbers(key: str) -> bool:
 def split(
     step: float | None, comm: dict[str, float], pipeline: dict[str, Any] | None
 ) -> tuple[float | None, float | None, float | None]:
-    """Return a step's seconds of compute, communication and pipeline bubble; None for unknown ones.
+    """Return the seconds of compute, communication and pipeline bubble in a step, None for unknown values.
 
     `comm` is the measured time in collectives, {axis: seconds}; compute is the rest of the step. Time along the
     pipeline axis includes waiting for the previous rank. The bubble is derived: the idle fraction of the schedule's
-    timeline, applied to a rank's busy time, but at most the time along the pipeline axis. The rest is communication.
+    timeline, applied to a rank's busy time, but at most the time along the pipeline axis. The remaining time in
+    collectives is communication.
     """
     if step is None:
         return None, None, None
@@ -208,17 +218,19 @@ def split(
     if (found := timeline_of(pipeline)) is None:
         return compute, waits, None
     share = bubble_share(found)
-    # Tensor-parallel collectives are part of a pass, so a rank counts as busy in them.
+    # Tensor-parallel collectives are part of a pass, so a rank counts as busy during them.
     busy = compute + (comm.get("tp") or 0)
+    # A bubble that is a fraction f of the whole step is f / (1 - f) of the busy time.
     bubble = min(comm.get("pp") or 0, busy * share / max(1e-9, 1 - share))
     return compute, waits - bubble, bubble
 
 
 def timeline_of(pipeline: dict[str, Any], compute: float = 1.0) -> Timeline | None:
-    """Return the timeline of a step without message times; None for an unknown schedule or too many passes.
+    """Return the timeline of a step, with no time for messages; None for an unknown schedule or too many passes.
 
-    `pipeline` is that entry of result.json. Durations are proportional to FLOPs: a backward pass takes twice a forward
-    one, three times with full recomputation. `compute` is the mean seconds that a rank computes in a step.
+    `pipeline` is the entry of that name in result.json. Durations are proportional to FLOPs: a backward pass takes
+    twice as long as a forward pass, or three times with full recomputation. `compute` is the mean time, in seconds,
+    that a rank computes in a step.
     """
     ranks, micro_batches, flops = pipeline["ranks"], pipeline["micro_batches"], pipeline["stage_flops"]
     schedule = pipeline["schedule"]
@@ -245,8 +257,10 @@ def schedule_words(pipeline: dict[str, Any]) -> str:
 
 
 def agreement(pairs: Sequence[Sequence[float]]) -> float | None:
-    """Return Spearman's rank correlation of pairs, 1 for the same order. Values within 5% of each other are ties. None
-    for fewer than four pairs, or if all are tied."""
+    """Return Spearman's rank correlation of pairs, 1 for the same order. Values within 5% of each other are ties.
+
+    None for fewer than four pairs, or if all are tied.
+    """
 
     def ranks(values: Sequence[float]) -> list[float]:
         """Return for each value the number of smaller ones, with ties counted half."""

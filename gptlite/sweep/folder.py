@@ -1,7 +1,7 @@
 """Folder of a sweep: records of its cells, and locks against concurrent processes. Does not import torch.
 
-sweep.json holds the sweep and its records, and is complete at every moment. The process that runs cell 3 writes
-records/3.json, and its output to records/3.log.
+sweep.json holds the sweep and its records; it is replaced atomically. The process that runs the cell with number 3
+writes records/3.json, and the cell's output to records/3.log.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ VERSION = 1
 class Record:
     """A cell and its result. `status` is one of the five constants above, and `reason` may explain it in a line.
 
-    `name` gives the differences from other cells; `layout` describes the parallelism. `wall_seconds` is the sum over
-    all attempts. `result` is the run's result.json, {} if it wrote none; `predicted` the fields of the planner's
-    Prediction. `digest` is a hash of the resolved configuration, by which a resumed sweep recognizes its cells.
+    `number` counts from 0. `name` gives the differences from other cells; `layout` describes the parallelism.
+    `wall_seconds` is the sum over all attempts. `result` is the content of the run's result.json, {} if there is none;
+    `predicted` has the fields of the planner's Prediction. `digest` is a hash of the resolved configuration, by which a
+    resumed sweep recognizes its cells.
     """
 
     number: int
@@ -48,12 +49,17 @@ class Record:
 
     @property
     def finished(self) -> bool:
-        """True if the cell is not to be run again."""
+        """True if a resumed sweep does not run the cell again."""
         return self.status in FINISHED
+
+    @property
+    def title(self) -> str:
+        """The cell in messages, which count from 1: `cell 4` for number 3."""
+        return f"cell {self.number + 1}"
 
 
 class SweepFolder:
-    """Access to a sweep's folder. Several processes may use it at a time, each for its own cell."""
+    """Access to a sweep's folder. Several processes may use the folder at a time, each for a different cell."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -62,7 +68,7 @@ class SweepFolder:
 
     @property
     def header(self) -> dict[str, Any]:
-        """The `sweep` entry of sweep.json, {} if there is none. Raises ConfigError for a damaged file."""
+        """The `sweep` entry of sweep.json, {} if the file does not exist. Raises ConfigError for a damaged file."""
         path = self.path / "sweep.json"
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
@@ -77,8 +83,8 @@ class SweepFolder:
             ) from None
 
     def record(self, number: int, digest: str | None = None) -> Record | None:
-        """Return a cell's record. None if there is none, if its `digest` differs, or if it cannot be read; the cell
-        runs again."""
+        """Return a cell's record. None, so that the cell runs again, if the file is missing or unreadable, or if its
+        `digest` differs from the given one."""
         try:
             values = json.loads((self.path / "records" / f"{number}.json").read_text(encoding="utf-8"))
             record = Record(**{each.name: values[each.name] for each in fields(Record) if each.name in values})
@@ -87,23 +93,25 @@ class SweepFolder:
             return None
 
     def refuse(self) -> None:
-        """Raise ConfigError for a folder that cannot be written, or that is a run folder. Leaves no files behind."""
+        """Raise ConfigError for a folder that cannot be written, or that is a run folder. Writes no files."""
         where = f"hydra.sweep.dir={self.path}"
         if (self.path / "config.yaml").exists() and not self.header:
             raise ConfigError(
-                f"{where} is the folder of a run; give another, or resume the run with run.dir={self.path}"
+                f"{where} is the folder of a run; give another folder, or resume the run with run.dir={self.path}"
             )
         if reason := unwritable(self.path, "folder"):
             raise ConfigError(f"{where}: {reason}")
 
     def open(self, header: dict[str, Any]) -> None:
-        """Create the folder and lock it until this process ends. Raises ConfigError if another process has locked
-        it."""
+        """Create the folder, lock it until this process ends, and write `header` to sweep.json.
+
+        Raises ConfigError if another process has locked the folder.
+        """
         (self.path / "records").mkdir(parents=True, exist_ok=True)
         self._lock = (self.path / ".lock").open("a")  # the kernel releases the lock when this process ends
         if try_lock(self._lock) is False:
             owner = f"hydra.sweep.dir={self.path}: {self.owner} is running a sweep in it"
-            raise ConfigError(f"{owner}; wait, stop it, or give another folder")
+            raise ConfigError(f"{owner}; wait, stop that process, or give another folder")
         self._lock.truncate(0)
         print(f"process {os.getpid()} on {platform.node()}", file=self._lock, flush=True)
         self.stop.unlink(missing_ok=True)
@@ -120,9 +128,9 @@ class SweepFolder:
 
     @contextmanager
     def updating(self, header: dict[str, Any] | None = None) -> Iterator[list[Record]]:
-        """Write sweep.json from the records and `header`, and yield the records. Other processes wait during the block.
+        """Write sweep.json from the records and `header`, by default the present one, and yield the records.
 
-        On a file system without locks they do not wait.
+        Other processes that call this wait until the block ends, except on a file system without locks.
         """
         with (self.path / ".update").open("a") as file:
             try_lock(file, wait=True)
@@ -134,22 +142,22 @@ class SweepFolder:
 
     @contextmanager
     def running(self, number: int) -> Iterator[bool]:
-        """Lock a cell; yield True unless another process has locked it."""
+        """Lock a cell during the block. Yield False if another process has locked the cell, else True."""
         with (self.path / "records" / f".{number}.lock").open("a") as file:
             yield try_lock(file) is not False
 
     @property
     def owner(self) -> str:
-        """The process that holds the folder, or held it last, such as `process 123 on node1`."""
+        """The process that locked the folder last, such as `process 123 on node1`."""
         return (self.path / ".lock").read_text(encoding="utf-8").strip() or "another process"
 
     @property
     def deserted(self) -> bool:
-        """True if the process that held the folder was on this machine and has ended."""
+        """True if the process that locked the folder last was on this machine and has ended."""
         with suppress(ValueError, PermissionError):
             _, number, _, node = self.owner.split()
             try:
-                os.kill(int(number), 0)
+                os.kill(int(number), 0)  # signal 0 only tests whether the process exists
             except ProcessLookupError:
                 return node == platform.node()
         return False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import sys
 import threading
@@ -31,14 +32,14 @@ from gptlite.sweep.report import publish
 
 LONGEST_REASON = 400
 LOOK_SECONDS = 0.2
-# With these overrides a cell on its own would be a sweep again, so its folder stores hydra.mode=RUN.
+# A cell that is resumed alone with one of these overrides would start a sweep, so its folder stores hydra.mode=RUN.
 SWEEPING = ("+sweep=", "experiment=")
 
 
 def run_cell(raw: DictConfig) -> float | None:
     """Run a cell unless it is finished, and return its loss for the sweeper. Hydra calls this for each cell.
 
-    After a signal, a job in the sweep's own process exits. None if the cell has no loss or is not run.
+    Returns None if the cell has no loss or is not run. After a signal, a cell in the sweep's process exits the process.
     """
     hydra = HydraConfig.get()
     here = str(hydra.launcher._target_).endswith(HERE)
@@ -49,18 +50,18 @@ def run_cell(raw: DictConfig) -> float | None:
         return None
     with folder.running(cell.number) as free:
         if not free:
-            print(f"cell {cell.number} ({cell.name}) is still being run by another process; skipped", flush=True)
+            print(f"{cell.title} ({cell.name}) is skipped, because another process is running it", flush=True)
             return None
         record = folder.record(cell.number, cell.digest)
         if record is None or not record.finished:
             log, before = folder.path / "records" / f"{cell.number}.log", record.wall_seconds if record else None
-            number = f"cell {cell.number} of {header.get('cells') or '?'}"
-            print(f"\n{number}: {cell.name}\n  its output: {log}", flush=True)
+            position = f"{cell.title} of {header.get('cells') or '?'}"  # some sweepers have no fixed number of cells
+            print(f"\n{position}: {cell.name}\n  to watch it: tail -f {shlex.quote(str(log))}", flush=True)
             with nullcontext() if here else passing_on_stops(folder):
                 record = attempt(raw, cell, log, before or 0.0)
             folder.keep(record)
-            publish(folder, final=False)
-    if folder.deserted:  # an idle joblib worker would wait minutes for another cell
+            publish(folder, final=False, printed=record.status != INTERRUPTED)  # after a stop, the final table follows
+    if folder.deserted:  # an idle joblib worker would wait for another cell for minutes
         sys.stdout.flush()
         os._exit(EXIT_TERMINATED)
     if here and record.status == INTERRUPTED and record.exit_code:
@@ -69,7 +70,8 @@ def run_cell(raw: DictConfig) -> float | None:
 
 
 def attempt(raw: DictConfig, cell: Record, log: Path, before: float) -> Record:
-    """Run a cell with its output in `log`, and return its record. `before` is the seconds of earlier attempts."""
+    """Run a cell with its output in `log`, and return its record. `before` is the duration of earlier attempts in
+    seconds."""
     from gptlite.config.batch import check_world
     from gptlite.launch.elastic import Ended
     from gptlite.launch.launcher import planned, start_ranks
@@ -77,7 +79,7 @@ def attempt(raw: DictConfig, cell: Record, log: Path, before: float) -> Record:
     started = time.monotonic()
     prepare(raw, cell)
     try:
-        import_plugins(raw.plugins)  # in the process of another launcher than Hydra's; the sweep's own has them
+        import_plugins(raw.plugins)  # needed in processes of other launchers; the sweep's process has imported them
         config, world = planned(typed(raw, cell.overrides), None)
     except ConfigError as error:
         return with_status(replace(cell, run_dir=""), PRUNED, str(error))
@@ -87,13 +89,13 @@ def attempt(raw: DictConfig, cell: Record, log: Path, before: float) -> Record:
     sweeping = any(each.startswith(SWEEPING) for each in cell.overrides)
     config.run.overrides = [*cell.overrides, *["hydra.mode=RUN"] * sweeping]
     result = Path(cell.run_dir, "result.json")
-    result.unlink(missing_ok=True)  # may be an earlier attempt's
+    result.unlink(missing_ok=True)  # may be left from an earlier attempt
     try:
         with output_in(log):
             ended = start_ranks(config, world, started)
     except ConfigError as error:
         ended = Ended(2, str(error))
-    except Exception as error:  # a full disk, say: this cell's failure, not the sweep's
+    except Exception as error:  # such as a full disk; only this cell fails, not the sweep
         traceback.print_exc()
         ended = Ended(1, f"{type(error).__name__}: {error}")
     cell.exit_code = ended.exit_code
@@ -109,7 +111,7 @@ def attempt(raw: DictConfig, cell: Record, log: Path, before: float) -> Record:
         return with_status(cell, INTERRUPTED, "stopped by a signal; resumes from its checkpoint")
     if ended.out_of_memory:
         return with_status(cell, OUT_OF_MEMORY, ended.reason)
-    # A run that ends regularly writes the reason to its result; after a crash the launcher knows the first failed rank.
+    # After a crash the launcher names the first failed rank; otherwise the run wrote the reason to its result.
     return with_status(cell, FAILED, ended.reason or status.removeprefix("failed: ") or f"exit code {ended.exit_code}")
 
 
@@ -117,34 +119,37 @@ def with_status(record: Record, status: str, reason: str) -> Record:
     """Return the record with its status and reason set, and print them."""
     record.status, record.reason = status, " ".join(reason.split())[:LONGEST_REASON]
     words = f"{status}{f': {record.reason}' if record.reason else ''}"
-    print(f"cell {record.number} ({record.name}): {words}", flush=True)
+    print(f"{record.title} ({record.name}): {words}", flush=True)
     return record
 
 
 def predicted(config: Config, layout: Layout) -> dict[str, Any] | None:
-    """Return the fields of the plan's Prediction for a run on `cluster`; None if the plan cannot be made.
+    """Return the fields of the planner's Prediction for a run on `cluster`; None if no plan can be made.
 
-    `assumed`: the vocabulary size and the reason, if it is a guess.
+    The entry `assumed` names a guessed vocabulary size, and a cluster that has not been measured.
     """
     from gptlite.plan.cost import predict
     from gptlite.plan.local import this_machine
     from gptlite.plan.planning import given_keys, vocabulary_of, with_planned_vocabulary, workload_of
 
     def discard(text: str) -> None:
-        """Discard a log line: hints on calibration are for `gptlite plan`."""
+        """Discard a log line on the vocabulary size, which `assumed` has too."""
 
+    hints: list[str] = []
     try:
-        cluster = this_machine(config.cluster, discard, given=given_keys(config, "cluster"))
+        cluster = this_machine(config.cluster, hints.append, given=given_keys(config, "cluster"))
         sized, assumed = with_planned_vocabulary(config, discard)
         found = asdict(predict(workload_of(sized, layout, cluster), cluster))
     except ConfigError:
         return None
-    return found | ({"assumed": f"vocabulary of {vocabulary_of(sized.model)}: {assumed}"} if assumed else {})
+    if assumed:
+        hints.append(f"assumed a vocabulary of {vocabulary_of(sized.model)}: {assumed}")
+    return found | {"assumed": "; ".join(hints)}
 
 
 @contextmanager
 def output_in(path: Path) -> Iterator[None]:
-    """Redirect standard output of this process and its children to a file; errors still go to the terminal."""
+    """Redirect standard output of this process and its children to a file. Standard error is not redirected."""
     sys.stdout.flush()
     terminal = os.dup(1)
     try:
@@ -161,8 +166,8 @@ def output_in(path: Path) -> Iterator[None]:
 def passing_on_stops(folder: SweepFolder) -> Iterator[None]:
     """Send SIGTERM to the cell's launcher, in a process other than the sweep's, once the sweep is stopped or has ended.
 
-    The launcher handles signals as soon as it runs; earlier ones are stored here until then. The handlers stay
-    installed afterwards, since an idle joblib worker that is ended by Ctrl-C would make joblib kill all others.
+    The launcher handles signals as soon as it runs; earlier signals are stored here until then. The handlers stay
+    installed afterwards, since an idle joblib worker that is ended by Ctrl-C would make joblib kill all other workers.
     """
     asked, over = threading.Event(), threading.Event()
 
@@ -171,7 +176,7 @@ def passing_on_stops(folder: SweepFolder) -> Iterator[None]:
 
     def watch() -> None:
         while not over.wait(LOOK_SECONDS):
-            handler = signal.getsignal(signal.SIGTERM)
+            handler = signal.getsignal(signal.SIGTERM)  # `receive`, until the launcher installs its handler
             if handler is not receive and (asked.is_set() or folder.stop.exists() or folder.deserted):
                 launcher = getattr(handler, "__self__", None)
                 if getattr(launcher, "received", None) is None:  # else it has already received Ctrl-C itself

@@ -16,7 +16,7 @@ import numpy as np
 from gptlite.files import replacing
 from gptlite.metrics.console import format_bytes, format_count
 from gptlite.metrics.jsonl import read_rows
-from gptlite.metrics.plot import INK, STYLE
+from gptlite.metrics.plot import INK, STYLE, label_log_ticks, short_tick
 from gptlite.plan.pictures import MEMORY, TIME, draw_timeline
 from gptlite.sweep.compare import ROUNDING, SPEED, Comparison, Row, bubble_share, schedule_words, timeline_of
 from gptlite.sweep.folder import OK
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 MOST_BARS, MOST_CURVES, MOST_TIMELINES = 40, 12, 8
-SAME = 1e-9  # smaller differences of losses are drawn at this value, as the axis is logarithmic
+SAME = 1e-9  # smaller differences of losses are drawn at this value, since the axis is logarithmic
 DPI = 150
 BLUE, PALE, GREY, ORANGE = TIME["compute"], "#a9c3e3", "#c3c8d0", TIME["communication"]
 # Okabe and Ito's palette for colour-blind readers, without its yellow.
@@ -36,7 +36,7 @@ COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#23
 
 
 class Picture(NamedTuple):
-    """PNG in the sweep's folder, with its title and caption in sweep.html."""
+    """PNG file in the sweep's folder, with its title and caption in sweep.html."""
 
     file: str
     title: str
@@ -46,7 +46,7 @@ class Picture(NamedTuple):
 def draw_all(
     folder: Path, found: Comparison, attempting: Callable[[str], AbstractContextManager[None]]
 ) -> list[Picture]:
-    """Draw all charts that have data into `folder`. Each is drawn within `attempting`, so errors stay separate."""
+    """Draw all charts that have data into `folder`. `attempting` is a context for each chart, in case one fails."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -56,9 +56,9 @@ def draw_all(
         ("losses.png", "Losses", _losses),
         ("memory.png", "Memory of each rank", _memory),
     )
-    # Names are not parsed as formulas. A local style and no pyplot, so that no global state is changed.
+    # Names must not be parsed as formulas. A local style and no pyplot, to change no global state.
     with matplotlib.rc_context({**STYLE, "text.parse_math": False}), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # warnings of characters missing in the font
+        warnings.simplefilter("ignore")  # characters may be missing in the font
         for file, title, draw in plots:
             with attempting(file):
                 figure = Figure(figsize=(11, 4.4), dpi=DPI, facecolor="white", layout="constrained")
@@ -67,6 +67,7 @@ def draw_all(
                         figure.savefig(out, format="png")
                     pictures.append(Picture(file, title, caption))
         ran = [row for row in found.rows if row["pipeline"] and row["compute_seconds"]]
+        # One timeline per schedule, from the first cell that has it.
         schedules = {schedule_words(row["pipeline"]): row for row in reversed(ran)}
         for words, row in sorted(schedules.items())[:MOST_TIMELINES]:
             file = f"timeline-{re.sub(r'[^a-z0-9]+', '-', words.lower())}.png"
@@ -74,21 +75,25 @@ def draw_all(
                 if timeline := timeline_of(row["pipeline"], row["compute_seconds"]):
                     title = f"Timeline: {words}"
                     draw_timeline(timeline, f"{title}, bubble {bubble_share(timeline):.1%} of the step", folder / file)
-                    derived = "Derived, not recorded: passes in proportion to their FLOPs, messages free, scaled to the"
-                    pictures.append(Picture(file, title, f"{derived} compute time measured in {row['name']}."))
+                    derived = (
+                        "Computed, not recorded. Passes are proportional to their FLOPs, scaled to the compute time"
+                    )
+                    words = f"measured in {row['name']}; messages take no time."
+                    pictures.append(Picture(file, title, f"{derived} {words}"))
     return pictures
 
 
 def run_folder(row: Row, folder: Path) -> Path:
-    """Return the cell's run folder, which may not exist. A relative path is resolved in the sweep's folder if it exists
-    there, else in the working directory."""
+    """Return the cell's run folder, which need not exist. A relative path is relative to the sweep's folder if it
+    exists there, else to the working directory."""
     inside = folder / row["run_dir"]
     return inside if inside.exists() else Path(row["run_dir"]).absolute()
 
 
 def _throughput(figure: Figure, found: Comparison, folder: Path) -> str:
-    """Draw bars of throughput and of memory, the fastest first; cells without figures show their reason."""
+    """Draw bars of throughput and memory, in the order of the table. Cells without results show the reason."""
     rows = sorted(found.rows, key=lambda row: -(row[SPEED] or -1))[:MOST_BARS]
+    rows.sort(key=lambda row: row["number"])
     if all(row[SPEED] is None for row in rows):
         return ""
     keys = ("step_seconds", "predicted_step_seconds", "memory_tensor_bytes", "memory_average_bytes")
@@ -96,10 +101,13 @@ def _throughput(figure: Figure, found: Comparison, folder: Path) -> str:
     speed, memory = figure.subplots(1, 2, sharey=True)
     figure.set_figheight(1.4 + 0.3 * len(rows))
     places, names = range(len(rows)), [row["name"] for row in rows]
-    colors = [BLUE if row["best"] else PALE if row["status"] == OK else GREY for row in rows]
-    speed.barh(places, speeds := _values(rows, SPEED), height=0.72, color=colors)
-    memory.barh(places, peaks := _values(rows, "memory_peak_bytes"), height=0.72, color=PALE)
-    memory.barh(places, tensors, height=0.36, color=BLUE)
+    kinds = ["best" if row["best"] else OK if row["status"] == OK else "not finished" for row in rows]
+    speeds, peaks = _values(rows, SPEED), _values(rows, "memory_peak_bytes")
+    for kind, color in {"best": BLUE, OK: PALE, "not finished": GREY}.items():
+        widths = np.where(np.array(kinds) == kind, speeds, math.nan)
+        speed.barh(places, widths, height=0.72, color=color, label=kind if any(widths > 0) else None)
+    memory.barh(places, peaks, height=0.72, color=PALE, label="peak")
+    memory.barh(places, tensors, height=0.36, color=BLUE, label="tensors")
     memory.plot(average, places, "|", color=ORANGE, markersize=12, markeredgewidth=2, label="average")
     planned = speeds * steps / np.where(planned_steps > 0, planned_steps, math.nan)
     for axes, ends in ((speed, planned), (memory, _values(rows, "predicted_memory_bytes"))):
@@ -107,29 +115,31 @@ def _throughput(figure: Figure, found: Comparison, folder: Path) -> str:
     _finish(speed, f"{found.unit} per second", names, np.fmax(speeds, planned), map(_speed_words, rows), format_count)
     words = ["" if math.isnan(peak) else format_bytes(peak) for peak in peaks]
     _finish(memory, "memory of the fullest rank", names, peaks, words, format_bytes)
-    for axes in (speed, memory):
-        axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, frameon=False, fontsize=8)
+    below: dict[str, Any] = {"ncols": 4, "frameon": False, "fontsize": 8}
+    figure.legend(*speed.get_legend_handles_labels(), loc="outside lower left", **below)
+    figure.legend(*memory.get_legend_handles_labels(), loc="outside lower right", **below)
     return (
-        f"The fastest first, at most {MOST_BARS}. Memory: the peak of the process (on a GPU: of the allocator); dark: "
-        "its tensors; orange line: the average over the run. Used: the utilisation of the devices. Diamonds: the "
-        "prediction of the speed, and of the tensors (the dark bar)."
+        f"The fastest {MOST_BARS} cells at most, in the order of the table. Pale memory bars are the peak of the "
+        "process (on a GPU: of the allocator), dark bars the tensors, and orange lines the average over the run. "
+        "Diamonds are predictions of the speed, and of the tensors (the dark bars)."
     )
 
 
 def _speed_words(row: Row) -> str:
+    """Return the label of a cell's throughput bar, or the cell's status and reason without throughput."""
     if row[SPEED] is None:
         return textwrap.shorten(f"{row['status']}: {row['reason']}".removesuffix(": "), 60, placeholder=" ...")
     words = format_count(row[SPEED])
     if row["predicted_step_seconds"] and row["step_seconds"]:
         words += f" (predicted {format_count(row[SPEED] * row['step_seconds'] / row['predicted_step_seconds'])})"
     words += "" if row["mfu"] is None else f", MFU {row['mfu']:.1%}"
-    words += "" if row["utilization"] is None else f", {row['utilization']:.0%} used"
+    words += "" if row["utilization"] is None else f", utilisation {row['utilization']:.0%}"
     return words + ("" if row["status"] == OK else f" ({row['status']})")
 
 
 def _losses(figure: Figure, found: Comparison, folder: Path) -> str:
-    """Draw all loss curves in one plot. Beside it, draw validation losses if cells train different models, else each
-    cell's distance from the baseline."""
+    """Draw all loss curves in one plot. A second plot shows validation losses if cells train different models, else
+    each cell's distance from the baseline."""
     files = [(row, run_folder(row, folder) / "metrics.jsonl") for row in found.rows]
     runs = [(row, read_rows(path)) for row, path in files if path.is_file()]
     curves = [(row, curve, _curve(rows, "val_loss")) for row, rows in runs if (curve := _curve(rows, "loss"))]
@@ -144,7 +154,7 @@ def _losses(figure: Figure, found: Comparison, folder: Path) -> str:
             "marker": "o" if len(curve) == 1 else "",
         }
         label = shorten(row["name"], 30) if index < MOST_CURVES else None
-        # The last curve is on top and the first is the widest, so that identical curves are all visible.
+        # Later curves are drawn on top and thinner, so that identical curves are all visible.
         loss.plot(*zip(*curve.items(), strict=True), label=label, linewidth=max(1.1, 4.5 - 0.45 * index), **style)
         if found.axes and held_out:
             apart.plot(*zip(*held_out.items(), strict=True), **style | {"marker": "o"})
@@ -156,7 +166,7 @@ def _losses(figure: Figure, found: Comparison, folder: Path) -> str:
     apart.set_title(title, loc="left", fontsize=10, weight="bold")
     if not found.axes:
         apart.set_yscale("log")
-        apart.yaxis.set_major_formatter("{x:.0e}")
+        label_log_ticks(apart.yaxis, short_tick)
     if not apart.lines:
         apart.set_axis_off()
     for axes in (loss, apart):
@@ -165,14 +175,14 @@ def _losses(figure: Figure, found: Comparison, folder: Path) -> str:
     figure.legend(loc="outside right upper", frameon=False, fontsize=8)
     if found.axes:
         return f"Cells that differ in {' or '.join(found.axes)} train different models."
-    same = "Every cell trains the same model: the curves coincide up to rounding."
+    same = "Every cell trains the same model, so the curves coincide up to rounding."
     if found.losses_apart > ROUNDING:
         same = f"Every cell trains the same model, but losses differ by {found.losses_apart:.1%}."
     return f"{same} Distances below {SAME:g} are drawn at that value."
 
 
 def _memory(figure: Figure, found: Comparison, folder: Path) -> str:
-    """Draw a stacked bar for each rank, by category; with too many ranks, only for the fullest rank of each cell."""
+    """Draw a stacked bar of categories for each rank, or with too many ranks for the fullest rank of each cell."""
     bars = [(f"{row['name']}  rank {rank}", sizes) for row in found.rows for rank, sizes in enumerate(row["ranks"])]
     if len(bars) > MOST_BARS:
         bars = [(row["name"], row["fullest"]) for row in found.rows if row["ranks"]][:MOST_BARS]
@@ -188,7 +198,7 @@ def _memory(figure: Figure, found: Comparison, folder: Path) -> str:
     _finish(axes, "tensors of a training step", names, ends, map(format_bytes, ends), format_bytes)
     figure.legend(loc="outside lower center", frameon=False, ncols=4, fontsize=8)
     return (
-        "Bytes of tensors in one step: model state when its total is largest, and the peak of activations and "
+        "Bytes of tensors in one step: the model state at its largest total, and the peak of activations and "
         f"temporary tensors. At most {MOST_BARS} bars."
     )
 
@@ -196,11 +206,13 @@ def _memory(figure: Figure, found: Comparison, folder: Path) -> str:
 def _finish(
     axes: Axes, title: str, names: list[str], ends: Array, words: Iterable[str], form: Callable[[float], str]
 ) -> None:
-    """Add names and labels to horizontal bars, the first on top; labels are placed at `ends`.
+    """Add names and labels to horizontal bars, with the first bar on top.
 
-    Bytes have ticks in binary units."""
+    The labels `words` are placed at `ends`. `form` formats the ticks; with format_bytes they are in binary units.
+    """
     from matplotlib.ticker import MultipleLocator
 
+    # bar_label needs bars, and predictions may end beyond the visible ones.
     invisible = axes.barh(range(len(names)), np.nan_to_num(ends), alpha=0)
     axes.bar_label(invisible, list(words), padding=7, fontsize=8)
     axes.set_yticks(range(len(names)), [shorten(name, 30) for name in names])

@@ -1,5 +1,7 @@
-"""Reports of a sweep: sweep.json, the table on the terminal, sweep.csv, charts, and sweep.html, a page with all of them
-that works offline and without scripts."""
+"""Reports of a sweep: sweep.json, the table on the terminal, sweep.csv, charts, and sweep.html.
+
+sweep.html is a page with the table and the charts that works offline and without scripts.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,11 @@ from gptlite.sweep.table import command, csv_text, shown, table
 COLORS = {OK: "ok", FAILED: "bad", OUT_OF_MEMORY: "bad"}
 
 
-def publish(folder: SweepFolder, final: bool, log: Callable[[str], None] = print) -> list[Record]:
-    """Update the reports, after each cell and at the end; return the records.
+def publish(
+    folder: SweepFolder, final: bool, log: Callable[[str], None] = print, *, printed: bool = True
+) -> list[Record]:
+    """Update the reports and return the records. The charts are drawn only if `final`, after the last cell. The table
+    is printed if `printed`.
 
     Files are replaced atomically. An error in a report is logged as a warning and does not affect other reports.
     """
@@ -36,8 +41,8 @@ def publish(folder: SweepFolder, final: bool, log: Callable[[str], None] = print
     with folder.updating() as records, attempting("figures"):
         if not records:
             return records
-        found = compare(records)
-        if final or len(records) != folder.header.get("cells"):  # after the last cell the final table follows
+        found = compare(records, expected := folder.header.get("cells"))
+        if final or (printed and len(records) != expected):  # after the last cell the final table follows
             print(f"\n{table(found, final=final, bold=sys.stdout.isatty())}", flush=True)
         pictures: list[Picture] = []
         with attempting("sweep.csv"):
@@ -50,7 +55,7 @@ def publish(folder: SweepFolder, final: bool, log: Callable[[str], None] = print
 
 
 def page(folder: Path, found: Comparison, pictures: Sequence[Picture], final: bool) -> str:
-    """Return sweep.html, rendered from report.html. Names and reasons, which may contain any text, are escaped."""
+    """Return sweep.html, rendered from report.html. Names and reasons may contain any text and are escaped."""
     from jinja2 import Environment, PackageLoader
 
     def link(row: Row) -> str:
@@ -59,7 +64,7 @@ def page(folder: Path, found: Comparison, pictures: Sequence[Picture], final: bo
     def encoded(picture: Picture) -> str:
         return base64.b64encode((folder / picture.file).read_bytes()).decode("ascii")
 
-    # A page that is opened from disk must not run what a name or an error message contains.
+    # The page must not execute HTML or scripts in a name or an error message.
     pages = Environment(loader=PackageLoader("gptlite.sweep", ""), autoescape=True, trim_blocks=True)
     columns = shown(found)
     return pages.get_template("report.html").render(

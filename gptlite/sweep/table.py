@@ -1,4 +1,4 @@
-"""Table of a sweep's cells, on the terminal and in sweep.csv: its columns and their formats."""
+"""Table of a sweep's cells, on the terminal, in sweep.csv and in sweep.html: columns and their formats."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ NAME_WIDTH, REASON_LENGTH = 24, 400
 
 
 class Column(NamedTuple):
-    """Column of the table: its key in sweep.csv, its title and explanation on the page, and its format.
+    """Column of the table: key in sweep.csv, title and explanation (`words`) in sweep.html, and format.
 
-    Without a title it is only in sweep.csv. A prediction is followed by its deviation from the value in `measured`.
+    A column without a title is only in sweep.csv. The text of a prediction includes its deviation from the value of the
+    column `measured`.
     """
 
     key: str
@@ -32,7 +33,7 @@ class Column(NamedTuple):
     measured: str = ""
 
     def text(self, row: Row) -> str:
-        """Return a cell's figure as text; without one, `n/a` if the cell ran and `-` if it did not."""
+        """Return a cell's value as text; without a value, `n/a` if the cell is ok, else `-`."""
         value = row[self.key]
         if value in (None, "", []):
             return "n/a" if row["status"] == OK else "-"
@@ -41,7 +42,7 @@ class Column(NamedTuple):
 
 
 def seconds(value: float) -> str:
-    """Return a short time with three digits: `0.52 ms`, `98.1 ms`, `1.23 s`; longer ones as format_duration does."""
+    """Return a time as `0.52 ms`, `98.1 ms` or `1.23 s`; from 100 s on, as format_duration does."""
     if not value:
         return "0"
     if value >= 99.95:
@@ -52,16 +53,17 @@ def seconds(value: float) -> str:
 
 
 def difference(value: float) -> str:
-    """Return the difference of two losses, with its sign: `+1.2e-07`, `0`."""
+    """Return the difference of two losses as text with a sign, such as `+1.2e-07`, or `0`."""
     return f"{value:+.1e}" if value else "0"
 
 
 PERCENT, LOSS = "{:.1%}".format, "{:.4f}".format
 COLUMNS = (
     Column("number"),
-    Column("name", "cell", "One run of the sweep, in a separate folder; bold: the best."),
+    Column("name", "cell", "One run of the sweep, in a separate folder. The best cell is bold."),
     Column("layout", "layout"),
-    Column("status", "status", "Pruned: refused before the sweep began. Out of memory: of a GPU, or of the host."),
+    Column("status", "status", "Pruned: refused before the cell started, or the same as another "
+           "cell. Out of memory: on a GPU or on the host."),
     Column("reason", "reason"),
     Column("exit_code"),
     Column("best"),
@@ -69,49 +71,49 @@ COLUMNS = (
     Column("world_size", "ranks"),
     Column(SPEED, "tok/s", "Tokens per second at the run's median speed.", format_count),
     Column("tokens_per_second_per_rank", "per rank", form=format_count),
-    Column("mfu", "MFU", "The model's FLOPs over the peak of all devices; n/a if the peak is not known.", PERCENT),
-    Column("memory_peak_bytes", "peak", "Memory of the fullest rank. On a GPU: of the caching allocator; on a "
-           "CPU: the resident set of the process, libraries included.", format_bytes),
+    Column("mfu", "MFU", "The model's FLOPs per second over all devices' peak; n/a if the peak is unknown.", PERCENT),
+    Column("memory_peak_bytes", "peak", "Peak memory of the fullest rank. On a GPU: of the caching allocator; on "
+           "a CPU: the resident set of the process, libraries included.", format_bytes),
     Column("memory_average_bytes", "average", "Average of the same memory over the run.", format_bytes),
-    Column("utilization", "utilisation", "The ranks' mean. On a GPU: the fraction of time in which a kernel ran; on a "
+    Column("utilization", "utilisation", "Mean over ranks. On a GPU: the fraction of time in which a kernel ran; on a "
            "CPU: the processor time of a rank over the time available to its threads.", PERCENT),
     Column("memory_peak_bytes_of_each_rank", "of each rank", form=lambda sizes: ", ".join(map(format_bytes, sizes))),
-    Column("memory_tensor_bytes", "tensors", "Bytes of tensors on the rank with the most.", format_bytes),
+    Column("memory_tensor_bytes", "tensors", "Bytes of tensors on the rank with the largest total.", format_bytes),
     *(Column(f"memory_{name}_bytes") for name in CATEGORIES),
-    Column("step_seconds", "step", "Measured, at the median speed.", seconds),
-    Column("compute_seconds", "compute", "The step minus communication and bubble, optimizer included.", seconds),
-    Column("communication_seconds", "communication", "Time in collectives, the mean over ranks, without the bubble. "
-           "Along a pipeline it includes waiting for the rank before.", seconds),
-    Column("bubble_seconds", "bubble", "Derived: the time along a pipeline in which its schedule leaves a rank idle, "
-           "with durations of passes in proportion to their FLOPs.", seconds),
-    Column("loss", "loss", "Of the last step.", LOSS),
+    Column("step_seconds", "step", "Measured step time at the median speed.", seconds),
+    Column("compute_seconds", "compute", "Step time minus communication and bubble; includes the optimizer.", seconds),
+    Column("communication_seconds", "communication", "Time in collectives, mean over ranks, minus the bubble. Along a "
+           "pipeline it includes waiting for the previous rank.", seconds),
+    Column("bubble_seconds", "bubble", "Computed: the time in which the pipeline schedule leaves a rank idle, with "
+           "durations of passes in proportion to their FLOPs.", seconds),
+    Column("loss", "loss", "Training loss of the last step, in nats per token.", LOSS),
     Column("loss_step"),
-    Column("val_loss", "validation", "Loss: nats per token over held-out data after the last step.", LOSS),
-    Column("val_bits_per_byte", "bits per byte", "The same loss per byte of text, in bits.", LOSS),
-    Column("loss_minus_baseline", "difference", "The loss minus the baseline's at the same step. The baseline is the "
-           "cell named single, else the first that is ok.", difference),
-    Column("predicted_step_seconds", "planned", "Step time predicted before the run, and its deviation from the "
-           "measured one.", seconds, "step_seconds"),
-    Column("predicted_memory_bytes", "planned memory", "Predicted memory of tensors, and its deviation.", format_bytes,
-           "memory_tensor_bytes"),
+    Column("val_loss", "validation", "Loss over held-out data after the last step, in nats per token.", LOSS),
+    Column("val_bits_per_byte", "bits per byte", "The validation loss in bits per byte of text.", LOSS),
+    Column("loss_minus_baseline", "difference", "The loss minus the baseline's loss at the same step, in nats per "
+           "token. The baseline is the cell named single if it is ok, else the first ok cell with a loss.", difference),
+    Column("predicted_step_seconds", "planned vs step", "Step time predicted before the run, and its deviation from "
+           "the measured one: -50% if the plan is half of it.", seconds, "step_seconds"),
+    Column("predicted_memory_bytes", "planned memory", "Predicted memory of tensors, and its deviation from the "
+           "measured one.", format_bytes, "memory_tensor_bytes"),
     Column("predicted_assumed"),
-    Column("wall_seconds", "wall", "Start and end of the cell included, over all attempts.", format_duration),
+    Column("wall_seconds", "wall", "Time from start to end of the cell, summed over all attempts.", format_duration),
     Column("run_dir", "run folder"),
     Column("overrides"),
 )  # fmt: skip
-# Columns on the terminal, the most important first; those that do not fit the width are dropped from the end.
+# Columns on the terminal, the most important first. If they do not fit the width, the last ones are dropped.
 TERMINAL = ("name", "status", SPEED, "step_seconds", "memory_peak_bytes", "val_loss", "loss", "loss_minus_baseline",
             "mfu", "predicted_step_seconds", "utilization", "wall_seconds")  # fmt: skip
 
 
 def shown(found: Comparison) -> tuple[Column, ...]:
-    """Return the columns that have a title, with throughput in the cells' unit."""
+    """Return the columns that have a title, with throughput in samples if the cells read samples."""
     rate = Column(SPEED, "samples/s", "Samples per second at the run's median speed.", format_count)
     return tuple(rate if each.key == SPEED and found.unit == "samples" else each for each in COLUMNS if each.title)
 
 
 def csv_text(found: Comparison) -> str:
-    """Return sweep.csv: a line per cell with every figure, in seconds, bytes and fractions; empty if unknown."""
+    """Return sweep.csv: a line per cell with all values, in seconds, bytes and fractions; empty if unknown."""
     out = io.StringIO()
     writer = csv.DictWriter(out, [each.key for each in COLUMNS], extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
@@ -124,8 +126,8 @@ def csv_text(found: Comparison) -> str:
 def table(found: Comparison, *, final: bool, bold: bool = False) -> str:
     """Return the table of a sweep for the terminal, with lines of at most 80 characters except for a command.
 
-    The final table also has the reasons of cells without figures (except pruned ones, which were printed before the
-    first ran), and the best cell.
+    The final table also has the best cell, and the cells' reasons, except those of pruned cells, which have already
+    been printed.
     """
     by_key = {each.key: each for each in shown(found)}
     columns = [by_key[key] for key in TERMINAL if any(row[key] is not None for row in found.rows)]
@@ -145,7 +147,7 @@ def table(found: Comparison, *, final: bool, bold: bool = False) -> str:
         for name, words in [*notes, *(("plan  ", words) for words in found.plan_words)]:
             text += textwrap.wrap(words, WIDTH, initial_indent=name, subsequent_indent=" " * 6)
         if found.best:
-            text.append(f"run   {command(found.best)}")  # whole, so that it can be copied
+            text.append(f"run   {command(found.best)}")  # not wrapped, so that it can be copied
         if len(above := {str(Path(row["run_dir"]).parent) for row in found.rows if row["run_dir"]}) == 1:
             text.append(f"more  in {above.pop()}: runs, sweep.csv and sweep.html")
     return "\n".join([*text, "=" * WIDTH])
@@ -157,13 +159,13 @@ def command(row: Row) -> str:
 
 
 def shorten(text: str, width: int) -> str:
-    """Return the text in at most `width` characters, with `..` in place of its middle."""
+    """Return the text, cut to at most `width` characters with `..` in place of the middle."""
     head = (width - 2) // 2
     return text if len(text) <= width else f"{text[:head]}..{text[head - width + 2 :]}"
 
 
 def _lines(found: Comparison, columns: list[Column]) -> list[str]:
-    """Return the title and a line for each cell; names longer than NAME_WIDTH have a line of their own above it."""
+    """Return the title line and a line for each cell. Names longer than NAME_WIDTH are on a separate line above."""
     rows, above = [[each.text(row) for each in columns] for row in found.rows], []
     for row, texts in zip(found.rows, rows, strict=True):
         name = "* "[not row["best"]] + row["name"]

@@ -41,6 +41,17 @@ def test_a_run_of_any_length_becomes_a_picture_with_both_curves(tmp_path, steps)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["curves.png", "metrics.jsonl"]
 
 
+@pytest.mark.parametrize(("steps", "marker"), [([1], "."), ([10, 20, 30], "."), (range(1, 41), "")])
+def test_the_points_of_a_short_run_are_marked(tmp_path, monkeypatch, steps, marker):
+    from matplotlib.figure import Figure
+
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    write_run(tmp_path / "metrics.jsonl", steps, lambda step: 3.0)
+    plot_curves(tmp_path / "metrics.jsonl", tmp_path / "curves.png")
+    assert drawn[0].axes[1].lines[0].get_marker() in (marker, marker or "None")
+
+
 def test_holes_from_a_diverged_loss_do_not_stop_the_picture(tmp_path):
     write_run(tmp_path / "metrics.jsonl", range(1, 60), lambda step: math.nan if step > 30 else 3.0)
     assert plot_curves(tmp_path / "metrics.jsonl", tmp_path / "curves.png").stat().st_size > 10_000

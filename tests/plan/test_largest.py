@@ -7,6 +7,7 @@ import pytest
 
 from gptlite.config import load
 from gptlite.errors import ConfigError
+from gptlite.models.spec import spec_of
 from gptlite.plan.capacity import GIB, rank_memory
 from gptlite.plan.config import ClusterConfig
 from gptlite.plan.largest import largest_models
@@ -63,6 +64,8 @@ def test_the_command_composes_to_the_model_and_is_what_the_plan_finds():
     text = report_largest(config, cluster, found, 5)
     assert f"{best.layers}" in text
     assert "vocabulary 300 (padded to" in text
+    whole = replace(best.work.model, vocab_size=best.work.model.padded_vocab_size)
+    assert "padded" not in spec_of(whole).words(whole)
     deeper = replace(trained, model=replace(trained.model, num_layers=best.layers + 1))
     deeper.run.overrides = [*words, *NODE, *degrees]
     with pytest.raises(ConfigError, match="does not fit"):

@@ -38,6 +38,14 @@ def test_a_report_fits_80_columns(plan):
     assert max(map(len, shown(plan))) == 80
 
 
+def test_the_reason_of_a_refused_layout_has_no_advice(plan):
+    assert any("; " in reason for reason in plan.found.examples.values())
+    for kind, reason in plan.found.examples.items():
+        refused = f"{kind}, e.g. {reason.partition('; ')[0]}"
+        assert refused in words_of(plan)
+        assert f"{refused};" not in words_of(plan)
+
+
 def test_equal_layouts_are_marked_and_counted(plan):
     rows = [line.split() for line in shown(plan) if line[:2].strip().isdigit()]
     marked = [row[1] == "=" for row in rows]

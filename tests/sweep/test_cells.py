@@ -16,11 +16,13 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.types import RunMode
 
 from gptlite.config import CONF_DIR, load, register
+from gptlite.config.batch import check_world
 from gptlite.errors import ConfigError
 from gptlite.launch import host_memory
-from gptlite.sweep.begin import exit_code, refuse_others, sweep_overrides
+from gptlite.sweep.begin import Sweep, exit_code, refuse_others, sweep_overrides
 from gptlite.sweep.cells import checked_cells, parsed_overrides
 from gptlite.sweep.folder import Record, SweepFolder
+from gptlite.sweep.job import predicted
 from sweep.sweeps import SMALL
 
 
@@ -70,10 +72,13 @@ def test_what_depends_on_the_number_of_ranks_prunes_too() -> None:
         (["parallelism.tensr=1,2"], "parallelism.tensr is not a key; did you mean parallelism.tensor?"),
         (["parallelism=single,ddpp"], "parallelism=ddpp does not exist; did you mean ddp?"),
         (["parallelism.tensor=1,abc"], "parallelism.tensor: abc is not a whole number"),
-        (["parallelism.tensor=3,5"], "none of the 2 cells can run; the first: model.num_heads=2 is not divisible"),
-        (["+parallelism.tensr=1,2"], "none of the 2 cells can run; the first: parallelism.tensr is not a key"),
-        (["seed=1,2", "hydra.sweep.subdir=x"], "hydra.sweep.subdir gives cells 0 and 1 the same folder, s/x"),
-        (["seed=1,2", "trainer.host_memory_limit=-1"], "none of the 2 cells can run; the first: trainer.host_memory"),
+        (["parallelism.tensor=3,5"], "none of the 2 cells can run; the first one: model.num_heads=2 is not divisible"),
+        (["+parallelism.tensr=1,2"], "none of the 2 cells can run; the first one: parallelism.tensr is not a key"),
+        (["seed=1,2", "hydra.sweep.subdir=x"], "hydra.sweep.subdir gives cells 1 and 2 the same folder, s/x"),
+        (
+            ["seed=1,2", "trainer.host_memory_limit=-1"],
+            "none of the 2 cells can run; the first one: trainer.host_memory",
+        ),
         (["+sweep=paralelism"], "sweep=paralelism does not exist; did you mean parallelism?"),
     ],
 )
@@ -84,6 +89,24 @@ def test_what_is_wrong_with_the_sweep_itself_is_one_line(overrides: list[str], l
         cells(*overrides)
     assert str(error.value).startswith(line)
     assert "\n" not in str(error.value)
+
+
+def test_a_cell_that_repeats_another_is_pruned() -> None:
+    assert [cell.reason for cell in cells("seed=1,2,1")] == ["", "", "the same overrides as cell 1"]
+
+
+def test_a_sweep_without_an_axis_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for swept, ending in ((["seed"], "1 to run"), ([], "; no key has several values, as in optimizer.lr=1e-3,3e-3")):
+        folder = header(tmp_path / str(len(swept)), swept=swept)
+        Sweep._settle(SimpleNamespace(folder=folder), [Record(0, "0", [], "")])  # type: ignore[arg-type]
+        assert capsys.readouterr().out.rstrip().endswith(ending)
+
+
+def test_a_prediction_on_a_machine_that_was_not_measured_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gptlite.plan.local.read_calibration", lambda _: None)
+    config = load([*SMALL])
+    found = predicted(config, check_world(config, 1))
+    assert found is None or found["assumed"].startswith("cluster=local has not been measured")
 
 
 def test_a_subdir_of_ones_own() -> None:
@@ -132,9 +155,12 @@ def test_a_folder_is_enough_to_go_on(tmp_path: Path) -> None:
 def test_another_sweep_is_refused_in_a_folder(tmp_path: Path) -> None:
     folder = header(tmp_path / "s")
     for given, line in (
-        (["seed=1,2,3", "+sweep=zero"], "it has seed=1,2, not seed=1,2,3; give hydra.sweep.dir alone"),
-        (["seed=1,2"], "it has +sweep=zero, not no sweep"),
-        (["seed=1,2", "+sweep=zero", "trainer.max_steps=5"], "it has no trainer.max_steps, not trainer.max_steps=5"),
+        (["seed=1,2,3", "+sweep=zero"], "with seed=1,2 instead of seed=1,2,3; give only hydra.sweep.dir"),
+        (["seed=1,2"], "with +sweep=zero instead of no sweep"),
+        (
+            ["seed=1,2", "+sweep=zero", "trainer.max_steps=5"],
+            "with no trainer.max_steps instead of trainer.max_steps=5",
+        ),
     ):
         with pytest.raises(ConfigError, match="holds another sweep") as error:
             sweep_overrides([*given, f"hydra.sweep.dir={folder.path}"])
@@ -160,7 +186,9 @@ def test_folders_that_cannot_be_a_sweeps(tmp_path: Path) -> None:
 
 def test_two_sweeps_in_a_folder(tmp_path: Path) -> None:
     held = header(tmp_path)
-    with pytest.raises(ConfigError, match=rf"process {os.getpid()} on .* is running a sweep in it; wait, stop it"):
+    with pytest.raises(
+        ConfigError, match=rf"process {os.getpid()} on .* is running a sweep in it; wait, stop that process"
+    ):
         header(tmp_path)
     with held.running(3) as free, SweepFolder(tmp_path).running(3) as second:
         assert (free, second) == (True, False)

@@ -147,7 +147,7 @@ def test_of_cells_with_the_same_numbers_the_fastest() -> None:
 def test_without_validation_the_training_loss_decides_and_tokenizers_compare_by_byte() -> None:
     records = [record(n, f"lr={n}", overrides=[f"optimizer.lr={n}"], result={"loss": 5.0 - n}) for n in (1, 2)]
     assert best_of(*records) == "lr=2"
-    assert "training loss, for want of a validation loss" in compare(records).best_words
+    assert "training loss (no validation loss)" in compare(records).best_words
     figures = [("char", 1.5, 1.9), ("byte", 1.4, 2.1)]
     records = [
         record(n, kind, overrides=[f"data.tokenizer={kind}"], result={"val_loss": nats, "val_bits_per_byte": bits})
@@ -164,7 +164,7 @@ def test_layouts_are_judged_by_speed_and_noise_is_called_so() -> None:
     assert found.judged_by == "speed, since no axis changes the numbers"
     assert best_of(record(0, "a"), record(1, "b")) == "a"  # of equal ones
     found = compare([record(0, "single", result={"loss": 3.0}), record(1, "pp2", result={"loss": 2.9})])
-    assert found.judged_by == "speed; losses differ by 3.3%, as batch norm does over other micro-batches"
+    assert found.judged_by == "speed; losses differ by 3.3%, e.g. because batch norm depends on the micro-batches"
     assert best_of(*sweep(), record(6, "fast", status=FAILED, result={"tokens_per_second": 9e9})) == "ddp"
     assert best_of(sweep()[3]) is None
 

@@ -11,8 +11,10 @@ from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
+import numpy as np
 import pytest
 from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter
 
 from gptlite.invocation import command
 from gptlite.sweep import pictures, report
@@ -106,6 +108,9 @@ def test_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     # After a cell the table alone is said.
     written(tmp_path, [])
     assert capsys.readouterr().out.strip().splitlines() == [*lines[:8], "=" * 80]
+    publish(SweepFolder(tmp_path), final=False, printed=False)
+    assert capsys.readouterr().out == ""
+    assert compare(sweep(), 8).counts.startswith("6 of 8 cells: 3 ok, ")
     bold = table(compare(sweep()), final=True, bold=True)
     assert [line.split()[0] for line in bold.splitlines() if "\033[1m" in line] == ["\033[1m*ddp"]
     assert bold.count("\033[1m") == bold.count("\033[0m")
@@ -141,7 +146,7 @@ def test_csv_and_page_have_every_figure(tmp_path: Path) -> None:
     expected = {
         **{"layout": "data 2 (zero 0)", "ranks": "2", "tok/s": "4.00k", "per rank": "2.00k", "peak": "301 MiB"},
         **{"average": "201 MiB", "utilisation": "87.5%", "of each rank": "300 MiB, 301 MiB", "compute": "70.0 ms"},
-        **{"communication": "30.0 ms", "bubble": "0", "difference": "+2.0e-07", "planned": "110 ms +10%"},
+        **{"communication": "30.0 ms", "bubble": "0", "difference": "+2.0e-07", "planned vs step": "110 ms +10%"},
         **{"planned memory": "27.0 MiB +8%", "wall": "12s", "run folder": "1-ddp", "validation": "n/a"},
     }
     assert expected.items() <= cells[1].items()
@@ -278,13 +283,18 @@ def test_pictures_show_the_figures(tmp_path: Path, figures: dict[str, Figure]) -
     curves(tmp_path, sweep()[:2])
     drawn(tmp_path, sweep())
     speed, memory = figures["throughput.png"].axes
-    assert labels(speed) == ["ddp", "pp2", "single", "zero3", "tp3", "tp2"]  # the fastest first
-    assert [bar.get_width() for bar in speed.containers[0]][:3] == [4000, 3000, 2500]
+    assert labels(speed) == ["single", "ddp", "pp2", "zero3", "tp3", "tp2"]  # as in the table
+    assert np.nansum([[bar.get_width() for bar in bars][:3] for bars in speed.containers[:3]], 0).tolist() == [
+        *(2500, 4000, 3000)
+    ]
+    legends = [{text.get_text() for text in each.get_texts()} for each in figures["throughput.png"].legends]
+    assert legends == [{"best", "ok", "predicted"}, {"peak", "tensors", "average", "predicted"}]
     peaks, tensors = ([bar.get_width() / MIB for bar in bars][:3] for bars in memory.containers[:2])
     assert (peaks, tensors) == ([301] * 3, [25] * 3)
     words = [text.get_text() for text in speed.texts]
-    assert words[2:4] == ["2.50k, MFU 31.2%, 88% used", "out of memory: rank 1: cannot allocate 134217728 bytes"]
-    assert speed.lines[0].get_xdata()[0] == pytest.approx(4000 * 0.1 / 0.11)  # the diamond
+    assert words[0] == "2.50k, MFU 31.2%, utilisation 88%"
+    assert words[3] == ("out of memory: rank 1: cannot allocate 134217728 bytes")
+    assert speed.lines[0].get_xdata()[1] == pytest.approx(4000 * 0.1 / 0.11)  # the diamond
     (axes,) = figures["memory.png"].axes
     assert labels(axes) == [f"{name}  rank {rank}" for name in ("single", "ddp", "pp2") for rank in (0, 1)]
     widths = [[bar.get_width() / MIB for bar in bars] for bars in axes.containers[:4]]
@@ -296,6 +306,7 @@ def test_pictures_show_the_figures(tmp_path: Path, figures: dict[str, Figure]) -
     assert list(loss.lines[1].get_xdata()) == list(range(1, 21))
     assert loss.lines[0].get_ydata()[4] == 1.0
     assert list(apart.lines[0].get_ydata()) == pytest.approx([0.001] * 20)
+    assert isinstance(apart.yaxis.get_minor_formatter(), NullFormatter)  # matplotlib's own writes formulas
     (axes,) = figures[TIMELINE].axes
     spans = [path.get_extents() for bars in axes.collections for path in bars.get_paths()]
     assert len(spans) == 2 * 2 * 8

@@ -59,7 +59,7 @@ def test_layouts_have_worlds_of_their_own_and_train_alike(start: Start, tmp_path
     assert (config.run.name, config.logger.group) == ("s-2-tp2", "s")  # type: ignore[attr-defined]
     assert "continue:" not in output
     assert output.count(found[3].reason) == 1  # said before the first cell, not after each
-    lines = [line for line in output.splitlines() if "its output: " not in line]  # which ends with a path
+    lines = [line for line in output.splitlines() if "tail -f " not in line]  # which ends with a path
     assert max(len(line) for line in lines if line.startswith(("=", "*", " "))) == 80
     for words in ("== gptlite", "== results", "step 1/3"):
         assert words not in output

@@ -26,6 +26,7 @@ def test_a_signal_stops_the_sweep_and_it_goes_on(start: Start, tmp_path: Path, n
     code, output, errors = run.end(60)
     assert code == 128 + number, errors
     assert statuses(folder) == ["ok", "interrupted"]
+    assert output.count("== sweep: 2 of 3 cells: 1 ok, 1 interrupted ==") == 1
     assert f"{shlex.quote(TRAIN)} -m hydra.sweep.dir={folder}" in output
     step = records(folder)[1].result["step"]
     assert (folder / "1-max_steps1000" / "checkpoints" / f"step-{step:08d}" / "MANIFEST.json").exists()

@@ -8,12 +8,13 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 from run_files import snapshot
 from token_folders import write_folder, write_megatron
 
 from gptlite.data.indexed import IndexedWriter
 from gptlite.data_tool import command
-from gptlite.data_tool.inspect import histogram
+from gptlite.data_tool.inspect import histogram, plot_lengths
 
 TEXTS = {"train": ["a cat", "", "the mat lay under the dog"], "val": ["no cat"]}
 
@@ -74,6 +75,17 @@ def test_inspect_draws_the_lengths(tool, folder, tmp_path):
     assert (tmp_path / "new" / "lengths.png").read_bytes().startswith(b"\x89PNG")
     refused = tool("inspect", folder, "plot=lengths.doc")
     assert (refused.code, "plot=lengths.doc is not an image file" in refused.err) == (2, True)
+
+
+def test_a_short_axis_of_lengths_has_plain_labels(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_: drawn.append(figure))
+    plot_lengths({"a": np.array([900, 1500, 3000])}, tmp_path / "a.png")
+    drawn[0].draw_without_rendering()
+    labels = [drawn[0].axes[0].get_xticklabels(minor=minor) for minor in (False, True)]
+    words = "".join(label.get_text() for each in labels for label in each)
+    assert "1,0002,000" in words
+    assert "$" not in words
 
 
 def test_inspect_says_what_is_damaged_and_shows_the_rest(tool, folder):
