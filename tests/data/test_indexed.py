@@ -133,8 +133,8 @@ def test_what_was_damaged_meanwhile_is_not_gone_on_with(tmp_path, name, content)
 @pytest.mark.parametrize(
     ("tokens", "lengths", "message"),
     [
-        ([1, EOD, 2], [2, 1], "end with eod"),
-        ([1, EOD], [1], "not 1 documents"),
+        ([1, EOD, 2], [2, 1], "lacks its eod"),
+        ([1, EOD], [1], "the lengths of 1 documents do not sum to 2"),
         ([1, EOD], [2, 0], "documents have 0 to 2"),
         ([1, EOD], [3, -1], "documents have -1 to 3"),
         ([65_536 + 1, EOD], [2], "outside the vocabulary"),

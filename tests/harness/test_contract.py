@@ -76,7 +76,7 @@ def test_a_plain_module_that_gives_logits_is_scored():
 
 def test_a_model_without_logits_is_refused_by_name():
     model = Model(ConvSpec(), config_of("data.vocab_size=9").model)
-    with pytest.raises(ConfigError, match=r"the conv model returns no token logits.* define `scores` in it"):
+    with pytest.raises(ConfigError, match=r"the conv model returns no token logits.* define its `scores` too"):
         model.scores(nn.Identity(), torch.zeros(1, 2), Inputs(torch.zeros(1, 2, dtype=torch.int64)))
     with pytest.raises(ConfigError, match=r"the bigram model returns no token logits.* its output is \(2, 5\)"):
         Bigram().scores(nn.Embedding(7, 5), torch.tensor([1, 2]), Inputs(torch.zeros(1, 2, dtype=torch.int64)))
