@@ -13,7 +13,7 @@ class ConfigError(ValueError):
 def needed_package(package: str, user: str, instead: str = "") -> Iterator[None]:
     """Context manager for the import of an optional package. Raises ConfigError if it is not installed.
 
-    `package` is what pip installs, a package or an extra of gptlite.
+    `package` is the argument of pip install, a package or an extra of gptlite.
     The message names `user`, the key or feature that needs the package, and ends with `instead`, an alternative.
     """
     try:

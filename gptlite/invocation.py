@@ -35,7 +35,7 @@ def command(name: str) -> str:
     In a checkout, the script's path is relative to the working directory, or absolute if the script is outside it.
     """
     words = arguments(name)
-    # Suggest `gptlite` only if it belongs to this interpreter, as another environment may have its own.
+    # Suggest `gptlite` only if it belongs to this interpreter, as another environment may have its own `gptlite`.
     if words[0] == "-m" and (found := shutil.which("gptlite")) and Path(found).parent == Path(sys.executable).parent:
         return f"gptlite {name}"
     return shlex.join([python(), *words])
@@ -56,7 +56,7 @@ def recipe(corpus: str) -> str:
 
 
 def localized(text: str) -> str:
-    """Rewrite `gptlite COMMAND` and `python data/CORPUS/prepare.py` in a help text as typed in this environment."""
+    """Return a help text with `gptlite COMMAND` and `python data/CORPUS/prepare.py` as typed in this environment."""
     text = RECIPE.sub(lambda match: recipe(match[1]), text)
     return CANONICAL.sub(lambda match: command(match[1]), text)
 

@@ -15,8 +15,8 @@ NICENESS = 10  # the thread gets about a tenth of a core that training also uses
 class Background:
     """Action that runs in a thread of its own, which the constructor starts.
 
-    `name` describes the action in the error if it takes longer than `limit` seconds. With `yielding`, the thread has a
-    low priority, for training that computes on the same cores.
+    `name` describes the action in the error raised if the action takes longer than `limit` seconds. With `yielding`,
+    the thread has a low priority, for training that computes on the same cores.
     """
 
     def __init__(self, action: Callable[[], None], name: str, limit: float, *, yielding: bool) -> None:
@@ -37,7 +37,7 @@ class Background:
 
     def result(self) -> None:
         """Wait until the action ends, and raise its exception, if any. Raises TimeoutError after the time limit."""
-        # Not result(timeout): the action may raise a TimeoutError of its own.
+        # Not Future.result(timeout), since the action itself may raise a TimeoutError.
         wait([self._outcome], max(0.0, self._end - time.monotonic()))
         if self.running:
             raise TimeoutError(

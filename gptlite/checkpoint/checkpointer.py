@@ -93,7 +93,7 @@ class Checkpointer:
 
         write = partial(self._write, final, parts, complete, log, began)
         if not self.config.async_save:
-            write(None)  # the ranks synchronize over the store, where waiting has no time limit
+            write(None)  # ranks wait at the process group's store, without a time limit
             return final
         parts.stage(self._buffers)
         group, limit = self._group, self.config.timeout_seconds
@@ -140,9 +140,9 @@ class Checkpointer:
 
         Rank 0 searches, and every rank hashes a share of the files.
 
-        `resume`: auto (the newest intact one of this run), never, or the path of a step, checkpoints or run folder.
-        Raises ConfigError if a path holds no intact checkpoint, if all of this run's are damaged (starting over is the
-        user's decision), or if the run folder already has checkpoints of steps that the new run would reach.
+        `resume`: auto (this run's newest intact checkpoint), never, or the path of a step, checkpoints or run folder.
+        Raises ConfigError if a path holds no intact checkpoint, if all of this run's checkpoints are damaged (starting
+        over is the user's decision), or if the run folder already has checkpoints of steps that the run would reach.
         """
         held = from_main(self.mesh, lambda: store.step_folders(self.root))
         check = partial(verify_together, log=log, mesh=self.mesh)
@@ -185,7 +185,7 @@ class Checkpointer:
     def _refuse_running_into(self, held: list[Path], found: Path | None, resume: str) -> None:
         start = read_manifest(found).meta["step"] if found and self.config.load == "all" else 0
         # A step 0 contains imported weights, which a fresh start would ignore.
-        # The step of the checkpoint that was found is no conflict, as it is not written again.
+        # The step of the checkpoint that was found is no conflict, since it is not saved again.
         if held and (store.step_of(held[0]) or 0) >= start + (found is not None):
             key = f"checkpoint.load={self.config.load}" if resume == "auto" else f"checkpoint.resume={resume}"
             fix = "use another run.dir, or checkpoint.resume=auto checkpoint.load=all to continue from there"
@@ -208,7 +208,8 @@ class Checkpointer:
         began: float,
         agree: dist.ProcessGroup | None,
     ) -> None:
-        """Write, complete and commit a checkpoint. In a thread, ranks synchronize over `agree` instead of the store."""
+        """Write, complete and commit a checkpoint. In a thread, ranks synchronize over `agree`, else over the process
+        group's store."""
         mesh = self.mesh
         with ExitStack() as lock, ExitStack() as staging:  # used by rank 0; empty on other ranks
             folder = from_main(mesh, lambda: self._begin(final, parts.total_bytes, lock, staging, log), agree)
@@ -244,7 +245,7 @@ class Checkpointer:
         if not going:
             return
         try:
-            verify_together(saved, log, self.mesh, agree)  # every byte, as older checkpoints are about to be deleted
+            verify_together(saved, log, self.mesh, agree)  # all hashes, since older checkpoints are then deleted
         except DamagedCheckpoint as error:
             log(f"checkpoint: {saved.name} failed verification: {error.reason}; older checkpoints are kept")
         else:

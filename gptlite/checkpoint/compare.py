@@ -10,8 +10,8 @@ class Effect(Enum):
     """Effect of a difference on a resumed run.
 
     refused: the seed, model, data or optimizer differs, so the run does not resume. changes_numbers: the loss curve
-    differs from that of an uninterrupted run. reshards: results agree up to rounding, as the work is split differently
-    over ranks or micro-batches. safe: results are bit-identical.
+    differs from that of an uninterrupted run. reshards: results agree up to rounding, since ranks and micro-batches
+    share the work differently. safe: results are bit-identical.
     """
 
     refused = "refused"
@@ -20,8 +20,8 @@ class Effect(Enum):
     safe = "safe"
 
 
-# The longest prefix of a key in this table decides. Keys without one, such as those of optimizer, schedule, precision
-# and ops, change the numbers.
+# The longest prefix of a key in this table gives the key's effect. Keys without a prefix in it, such as those of
+# optimizer, schedule, precision and ops, change the numbers.
 EFFECTS: dict[str, Effect] = {
     "seed": Effect.refused,
     "model": Effect.refused,
@@ -97,7 +97,7 @@ class Differences(list[Difference]):
     """Differences between two configurations, in the key order of the newer one."""
 
     def of(self, effect: Effect) -> list[Difference]:
-        """Return the differences with one effect."""
+        """Return the differences that have this effect."""
         return [each for each in self if each.effect is effect]
 
     def refusal(self, load: str = "all") -> str:
@@ -164,7 +164,7 @@ def _effect(key: str, before: dict[str, Any], after: dict[str, Any], load: str) 
 
 
 def _tied_to_weights(key: str, before: dict[str, Any]) -> bool:
-    """Return True if the weights are valid only with the key's old value. False for an unknown tokenizer's keys."""
+    """Return True if the weights are valid only with the key's old value. False for keys of an unknown tokenizer."""
     if key in _TOKENIZER_KEYS and any(before.get(name, "") in _NO_TOKENIZER for name in _TOKENIZER_KEYS):
         return False
     return any(prefix in _REFUSED_FOR_WEIGHTS for prefix in _prefixes(key))

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 
 @dataclass
 class CheckpointConfig:
-    """Checkpoint settings. `resume`: auto (the newest valid one in run.dir), never, or the path of a checkpoint or run.
+    """Checkpoint settings.
 
+    `resume`: auto (the newest intact checkpoint in run.dir), never, or the path of a checkpoint or run.
     `load`: all, or weights (with a new optimizer, schedule and data position). `interval: 0` saves only at the end and
     when the run is stopped. `keep: 0` keeps all checkpoints; `keep_every: 1000` also keeps those of step 1000, 2000 and
     so on. `async_save`: training continues while a copy of the state is written. `timeout_seconds` limits the duration

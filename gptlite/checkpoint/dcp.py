@@ -1,4 +1,4 @@
-"""Adapter for torch.distributed.checkpoint (DCP). Together with `metadata`, it works around gaps in DCP's defaults.
+"""Adapter for torch.distributed.checkpoint (DCP). Together with the module `metadata`, it works around gaps in DCP.
 
 Observed in torch 2.13: DCP wraps every error, including KeyboardInterrupt, in CheckpointException. It calls fsync on
 `.metadata` before the file's buffer is flushed; since the manifest syncs all files again, DCP's sync is off. It pickles
@@ -167,7 +167,7 @@ class _Writer(FileSystemWriter):
 class _Reader(FileSystemReader):
     """Storage reader that uses the checked metadata and verifies that each stored box matches it.
 
-    It has one box in memory at a time; DCP's own loop has two.
+    One box is in memory at a time; in DCP's own loop, two boxes are.
     """
 
     def __init__(self, path: Path, metadata: Metadata):

@@ -12,7 +12,7 @@ from gptlite.progress import Log, counted
 
 
 def find_checkpoint(path: str, key: str, log: Log = print) -> Path:
-    """Return the verified step folder at `path`: itself, or the newest intact one in a checkpoints or run folder.
+    """Return the verified step folder `path`, or the newest intact one if `path` is a checkpoints or run folder.
 
     Every rejected checkpoint is logged with the reason. Raises ConfigError if there is none, naming `key`, the setting
     whose value is `path`.
@@ -60,7 +60,7 @@ def first_intact(folders: list[Path], path: str, key: str, log: Log, check: Call
 def newest_intact(folders: list[Path], where: str, fix: str, log: Log, check: Callable[[Path], object]) -> Path:
     """Return the first of `folders` that passes `check`.
 
-    Raises ConfigError if none is intact. Its message has their location `where` and the `fix`.
+    Raises ConfigError if none is intact. The message has `where`, the location of the folders, and the `fix`.
     """
     found, reason = passing_over(folders, log, check)
     if found is None:
@@ -87,7 +87,7 @@ def passing_over(folders: list[Path], log: Log, check: Callable[[Path], object])
 
 
 def damage(folder: Path, log: Log, *, hashes: bool = False) -> str:
-    """Return why a checkpoint is damaged; empty if it is intact. Checks file sizes or, with `hashes`, every byte."""
+    """Return the reason why a checkpoint is damaged; "" if it is intact. Checks file sizes; if `hashes`, all bytes."""
     try:
         verify(folder, log, hashes=hashes)
     except DamagedCheckpoint as error:
@@ -96,7 +96,7 @@ def damage(folder: Path, log: Log, *, hashes: bool = False) -> str:
 
 
 def beyond(root: Path, saved: Path, keep: int, every: int, log: Log) -> list[Path]:
-    """Return the checkpoints older than the newest `keep` intact ones, except `saved` and multiples of `every`.
+    """Return the checkpoints older than the newest `keep` intact ones, except `saved` and steps divisible by `every`.
 
     Checkpoints count as intact if their file sizes are right. `keep=0` keeps all. A damaged checkpoint is neither
     counted nor returned: it may be the only copy left, and deleting it is the user's decision.

@@ -17,9 +17,9 @@ PIECE = 1 << 22  # bytes hashed and written at a time; a multiple of any disk's 
 class HashedFile:
     """Binary file for sequential writes, hashed as it is written. The file must not exist yet.
 
-    Hashing and the disk have about the same throughput, so two threads hash and write a piece while the caller fills
-    the next. If the file system supports it, writes bypass the page cache, which would take CPU time and memory from
-    training. `entry` is the file's manifest entry, set once the file is on disk.
+    Hashing and the disk have about the same throughput, so one thread hashes a piece and another writes it while the
+    caller fills the next. If the file system supports it, writes bypass the page cache, which would take CPU time and
+    memory from training. `entry` is the file's manifest entry, set once the file is on disk.
     """
 
     def __init__(self, path: Path) -> None:

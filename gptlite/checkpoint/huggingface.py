@@ -57,7 +57,7 @@ def write_weights(folder: Path, tensors: Sequence[Stored], max_shard_bytes: int,
     progress = Progress("export", sum(each.num_bytes for each in tensors), log)
     shards: list[list[Stored]] = [[]]
     size = 0
-    for each in tensors:  # in order; a tensor larger than a shard gets its own
+    for each in tensors:  # in order; a tensor larger than a shard gets its own shard
         if shards[-1] and size + each.num_bytes > max_shard_bytes:
             shards.append([])
             size = 0
@@ -163,7 +163,7 @@ def _entry(path: Path, name: str, entry: dict[str, Any], data: int, size: int) -
         return torch.frombuffer(content, dtype=dtype).reshape(shape) if content else torch.empty(shape, dtype=dtype)
 
     stored = Stored(name, shape, dtype, read)
-    # `type`, as a bool is an int too.
+    # `type` instead of isinstance, since a bool is an int too.
     if not all(type(n) is int and n >= 0 for n in (*shape, begin)) or end - begin != stored.num_bytes or end > size:
         raise ValueError(f"the shape or the offsets of {name} are invalid")
     return stored

@@ -38,11 +38,11 @@ def load_tensors(
     """Fill this rank's parts of the tensors in `into` from the step folder `path`, in place and bit for bit.
 
     Every key of `into` must be stored with the same global shape and dtype. With `strict`, every stored key must be
-    requested by a rank; otherwise other keys are ignored (e.g. optimizer state when loading weights). Nothing is
-    unpickled and no tensor is written before the SHA-256 of every file has matched.
+    requested by a rank; without it, other stored keys are ignored (e.g. optimizer state when loading weights). Nothing
+    is unpickled and no tensor is written before the SHA-256 of every file has matched.
 
     `verified` states that this process has found the folder intact (`find_checkpoint`, `Checkpointer.find`). Then only
-    the file sizes and the small unpickled files are checked again, and tensors are not hashed a second time.
+    the file sizes and the file data/.metadata are checked again, and tensors are not hashed a second time.
 
     All ranks of `mesh` call this and verify together. An exception on one rank is raised on all: DamagedCheckpoint for
     a damaged folder, ConfigError if the keys, shapes or dtypes differ.
@@ -84,7 +84,7 @@ def verify_together(folder: Path, log: Log, mesh: Mesh, agree: dist.ProcessGroup
     load = [0] * mesh.world_size
     mine = []
     for name, entry in sorted(manifest.files.items(), key=lambda each: -each[1]["bytes"]):
-        # Largest files first, each to the rank with the fewest bytes so far. All ranks compute the same.
+        # Largest files first, each to the rank with the fewest bytes so far. All ranks compute the same assignment.
         reader = load.index(min(load))
         load[reader] += entry["bytes"]
         if reader == mesh.rank:

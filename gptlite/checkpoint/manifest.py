@@ -47,7 +47,7 @@ class DamagedCheckpoint(ConfigError):
 
 @dataclass(frozen=True)
 class Manifest:
-    """Content of MANIFEST.json, besides its own checksum.
+    """Content of MANIFEST.json, except the checksum of that content.
 
     `meta` comes from the caller (step, tokens, ...). `environment` describes the machine and the versions. `files` maps
     a path relative to the folder to the file's size in bytes and SHA-256. `tensors` maps a key to the global shape and
@@ -137,7 +137,7 @@ def write_manifest(
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Return the manifest of a step folder after checking its checksum, not the files. Raises DamagedCheckpoint."""
+    """Return a step folder's manifest after checking its checksum. No other file is read. Raises DamagedCheckpoint."""
     try:
         content = json.loads((folder / FILE_NAME).read_text(encoding="utf-8"))
         checksum = content.pop("sha256")
@@ -159,7 +159,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def _well_formed(content: dict[str, Any]) -> bool:
-    """Return True if a manifest is complete and names no file outside its folder.
+    """Return True if a manifest is complete and lists no file outside its folder.
 
     A valid checksum guarantees neither.
     """
@@ -183,7 +183,7 @@ def _inside(name: str) -> bool:
 
 
 def verify(folder: Path, log: Log, *, hashes: bool = True) -> Manifest:
-    """Check that every file exists with its size and, with `hashes`, its SHA-256. Raises DamagedCheckpoint."""
+    """Check the size and, with `hashes`, the SHA-256 of every file against the manifest. Raises DamagedCheckpoint."""
     manifest = read_manifest(folder)
     if step_of(folder) not in (None, step := manifest.meta["step"]):  # a copy may have any other name
         raise DamagedCheckpoint(folder, f"{FILE_NAME} belongs to step {step}")

@@ -53,7 +53,7 @@ def read_metadata(folder: Path, manifest: Manifest) -> Metadata:
 
 
 def boxes_of(metadata: Metadata, key: str) -> list[tuple[ChunkStorageMetadata, _StorageInfo]]:
-    """Return the boxes of a tensor, each with its location in a file."""
+    """Return the boxes of a tensor (DCP calls them chunks), each with its location in a file."""
     entry = metadata.state_dict_metadata[key]
     assert isinstance(entry, TensorStorageMetadata)
     return [(box, metadata.storage_data[MetadataIndex(key, box.offsets)]) for box in entry.chunks]
@@ -73,7 +73,8 @@ def check_metadata(metadata: Metadata, tensors: Entries, files: Entries) -> None
         if not isinstance(entry, TensorStorageMetadata) or spell(entry.size, entry.properties.dtype) != wanted:
             raise ValueError(f"checkpoint key {key} is not stored as {in_words(wanted)}")
         stored = sum(prod(box.sizes) for box in entry.chunks)
-        if stored != prod(entry.size):  # as boxes are within the tensor and do not overlap, all elements are stored
+        # Boxes lie inside the tensor and do not overlap (checked below), so if the sizes agree, no element is missing.
+        if stored != prod(entry.size):
             raise ValueError(f"checkpoint key {key}: its boxes hold {stored} of {prod(entry.size)} elements")
         for box in entry.chunks:
             _check_box(key, box, entry.size, metadata.storage_data.get(MetadataIndex(key, box.offsets)), files)

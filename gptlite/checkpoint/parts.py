@@ -46,8 +46,8 @@ class Parts:
     def share(self, offers: Sequence[Mapping[str, TensorWriteData]], rank: int) -> None:
         """Assign each box to one of the ranks that hold it: the one with the fewest bytes to write so far.
 
-        `offers` has the `offers` of every rank, in rank order, so all ranks compute the same assignment. Raises
-        ValueError if the shape or dtype of a key differs between ranks.
+        `offers` has the attribute `offers` of every rank's Parts, in rank order, so all ranks compute the same
+        assignment. Raises ValueError if the shape or dtype of a key differs between ranks.
         """
         holders: dict[tuple[str, torch.Size], list[int]] = {}
         for each, offered in enumerate(offers):

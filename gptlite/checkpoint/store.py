@@ -40,8 +40,8 @@ def writing(root: Path, log: Log) -> Iterator[None]:
     """Register this process as a writer below `root` for the block, after removing files left by dead processes.
 
     Writers hold a shared file lock, which the kernel releases when a process ends. Therefore, if a process gets
-    the exclusive lock, no live process owns the hidden folders. On a file system without locks, these folders are not
-    removed.
+    the exclusive lock, no live process owns the hidden folders (.tmp-, .trash-). On a file system without locks, these
+    folders are not removed.
     """
     root.mkdir(parents=True, exist_ok=True)
     with open(root / ".lock", "a") as lock:

@@ -72,7 +72,7 @@ def differences(a: Side, b: Side, values: bool) -> Iterator[str]:
     if values and (a.manifest is None or b.manifest is None):
         missing = a.path if a.manifest is None else b.path
         raise ConfigError(f"values=true: {missing} is a configuration and holds no tensors; give two checkpoints")
-    # The list of overrides is ignored, as the values that they set are compared.
+    # The list of overrides is ignored, since the values that the overrides set are compared.
     found = [each for each in compare_configs(a.config, b.config) if each.key != "run.overrides"]
     found.sort(key=lambda each: list(Effect).index(each.effect))
     rows = [(each.effect.value, each.key, _cut(each.old), _cut(each.new)) for each in found]

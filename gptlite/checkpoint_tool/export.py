@@ -2,7 +2,7 @@
 
 TARGET becomes a folder that transformers loads with from_pretrained (for a GPT, GPT2LMHeadModel): safetensors,
 config.json and, if it can be converted, the tokenizer. Every byte of the checkpoint is verified; for a run, the newest
-intact checkpoint is exported. plugins=[MODULE,...] imports the modules that register its model.
+intact checkpoint is exported. plugins=[MODULE,...] imports the modules that register the model.
 """
 
 from dataclasses import dataclass, field

@@ -42,7 +42,7 @@ from gptlite.progress import Log
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 TOKENIZER = "gptlite_tokenizer"
-KEPT = "huggingface"  # folder of a checkpoint with files that an import only stores and an export writes back
+KEPT = "huggingface"  # folder in a checkpoint with files that an import stores unread and an export writes back
 KEPT_SUFFIXES = {".json", ".txt", ".model", ".jinja", ".tiktoken"}
 MOST_KEPT_BYTES = 1 << 28
 NO_TOKENIZER = "none"  # see checkpoint/compare.py; a run that trains from these weights sets the tokenizer
@@ -173,7 +173,7 @@ def import_(source: Path, run_dir: Path, *, plugins: Sequence[str] = (), log: Lo
     config.json's model_type, or reads Meta's files; modules in `plugins` may register it. Weights are stored in fp32.
     The small files beside them, including a tokenizer, are stored for `export` but not interpreted: the checkpoint has
     no tokenizer. The vocabulary is padded with rows of zeros. The model is in memory once (with pytorch_model.bin,
-    twice). The last log line is the command that trains from it.
+    twice). The last log line is the command that trains from the checkpoint.
 
     Raises ConfigError if the model differs from what the adapter supports, naming the key or tensor, and if `run_dir`
     is not empty. In both cases nothing is written.
@@ -240,7 +240,7 @@ def _opened(source: Path) -> tuple[dict[str, Any], Adapter, dict[str, Stored]]:
 
 
 def _adapter_of(content: Mapping[str, Any]) -> Adapter:
-    """Return the adapter for a config.json. Raises ConfigError for a model_type without one."""
+    """Return the adapter for a config.json. Raises ConfigError for a model_type without an adapter."""
     found = content.get("model_type")
     adapters = [each for spec in SPECS for each in spec.huggingface()]
     for adapter in adapters:
@@ -289,7 +289,7 @@ def _fill(ours: Tensor, source: Path, weight: Weight, stored: Stored) -> None:
 
 
 def changed(model: ModelConfig, default: ModelConfig) -> list[tuple[str, Any]]:
-    """Return the keys and values that differ from those of `default`."""
+    """Return the keys and values of `model` that differ from those of `default`."""
     values = dict(leaves(default))
     return [(key, value) for key, value in leaves(model) if values[key] != value]
 
@@ -304,7 +304,7 @@ def _composed(model: ModelConfig, name: str, run_dir: Path, plugins: Sequence[st
         default = type(model)()
     names = [field.name for field in dataclasses.fields(model)]
     overrides += [f"model.{key}={override_value(value)}" for key, value in changed(model, default)]
-    # train.py requires these keys if the model has no default. This checkpoint is not trained, so any value will do.
+    # train.py requires these keys if the model sets no default. This checkpoint is not trained, so any value will do.
     unknown = [f"{key}=1" for mine, key in DEFAULTS_OF_MODELS.items() if mine not in names]
     config = load([*overrides, *unknown, f"run.name={name}", f"run.dir={hydra_value(str(run_dir))}"])
     assert config.model == model

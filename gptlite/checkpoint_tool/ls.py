@@ -2,8 +2,8 @@
 
 PATH is a run folder, its checkpoints folder, or a folder of runs, which is searched three levels deep. A checkpoint
 counts as intact if all files have the sizes in its manifest; hashes=true verifies every byte, as resuming does. Below
-the table are folders that a process is writing or deleting, or left unfinished when it died (.tmp-, .trash-), and
-checkpoints that were set aside (damaged-, superseded-). Times are UTC. The exit code is 1 if a checkpoint is damaged.
+the table are folders that a process is writing or deleting, or that a dead process left unfinished (.tmp-, .trash-),
+and checkpoints set aside (damaged-, superseded-). Times are UTC. The exit code is 1 if a checkpoint is damaged.
 """
 
 from dataclasses import dataclass

@@ -21,7 +21,7 @@ def is_meta(source: Path) -> bool:
 
 
 def open_meta(source: Path) -> tuple[dict[str, Any], Adapter, dict[str, Stored]]:
-    """Return the model as the content of a config.json, its adapter, and the tensors by canonical name.
+    """Return the content of an equivalent config.json, the model's adapter, and the tensors by canonical name.
 
     Shards are memory-mapped, and read one tensor at a time. Raises ConfigError if shards are missing, or if no adapter
     supports the model.

@@ -22,7 +22,7 @@ LEFT = (".tmp-*", ".trash-*", "damaged-*", "superseded-*")
 
 
 def existing(path: str, fix: str = "") -> Path:
-    """Return the folder or file at `path`. Raises ConfigError if it does not exist, with `fix` if no name is close."""
+    """Return the folder or file `path`. Raises ConfigError if it does not exist, with `fix` if no name is similar."""
     found = Path(path).expanduser()
     if not found.exists():
         names = [each.name for each in found.parent.iterdir()] if found.parent.is_dir() else []
@@ -37,7 +37,7 @@ def refuse_used(key: str, folder: Path) -> None:
 
 
 def roots(path: str) -> list[Path]:
-    """Return the checkpoints folders at `path`: itself, its run's, or those of all runs below it.
+    """Return the checkpoints folders at `path`: `path` itself, that of the run, or those of all runs below a folder.
 
     Raises ConfigError if there are none, or if `path` is a step folder.
     """
@@ -106,14 +106,14 @@ def size_on_disk(path: Path) -> int:
 
 
 def checkpoint_config(folder: Path) -> dict[str, Any]:
-    """Return the configuration in a checkpoint. Raises DamagedCheckpoint, ConfigError."""
+    """Return the configuration in a checkpoint. Raises DamagedCheckpoint or ConfigError."""
     return config_of(read_file(folder, "config.yaml").decode("utf-8"), str(folder / "config.yaml"))
 
 
 def config_of(text: str, where: str) -> dict[str, Any]:
     """Return a configuration as nested dicts, without importing plugins.
 
-    Defaults are filled in, unless this version of gptlite cannot read the configuration or it needs plugins.
+    Defaults are filled in, unless this version of gptlite cannot read the text or its plugins are not imported.
     """
     try:
         return to_dict(from_yaml(text))

@@ -12,7 +12,7 @@ BLOCK = 1 << 24  # elements converted to fp64 at a time
 def statistics(tensor: Tensor) -> dict[str, float | int | None]:
     """Return the numbers of all, zero, NaN and infinite elements, and min, max, mean, standard deviation and 2-norm.
 
-    Min to norm are over the finite elements, in fp64; they are None if no element is finite.
+    The last five are computed over the finite elements, in fp64; they are None if no element is finite.
     """
     count = zeros = nan = infinite = 0
     total = squares = 0.0
@@ -57,7 +57,7 @@ class Distance:
 def distance(a: Tensor, b: Tensor) -> Distance:
     """Return the distance between two tensors of equal shape.
 
-    NaN equals NaN; NaN in one tensor only counts as infinite.
+    Two NaNs count as equal; a NaN in only one of the tensors counts as an infinite difference.
     """
     differing, largest, apart, norm = 0, 0.0, 0.0, 0.0
     for x, y in _blocks(a, b):

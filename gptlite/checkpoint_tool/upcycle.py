@@ -43,7 +43,7 @@ def run(paths: list[str], options: Options) -> int:
     dense = Model.of(config.model)
     found, copies = dense.spec.upcycled(config.model, options.experts, options.top_k)
     keys = [f"model.{key}={override_value(value)}" for key, value in changed(found, config.model)]
-    # The new run has its own folder and start, so these overrides of the dense run are left out.
+    # The new run has another folder and other weights, so these overrides of the dense run are left out.
     kept = [each for each in config.run.overrides if not each.lstrip("+~").startswith(("run.", "checkpoint."))]
     overrides = [*kept, *keys]
     where = replace(config.run, dir=str(run_dir), name=run_dir.name, overrides=overrides)

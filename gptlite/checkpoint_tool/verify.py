@@ -1,9 +1,9 @@
 """Verify checkpoints by reading every byte: verify RUN_OR_STEP ... [hashes=false]
 
-A checkpoint passes if its files match the manifest in size and SHA-256 (read past the page cache where the system
-allows it), every element of every tensor is in exactly one box of a file, and no weight is NaN or infinite. For a run,
-or a folder of runs, all checkpoints are verified, newest first. With hashes=false, only sizes and
-the completeness of tensors are checked. The exit code is 1 if a checkpoint fails.
+A checkpoint passes if its files match the manifest in size and SHA-256 (read from disk, not from the page cache, where
+the system allows it), every element of every tensor is in exactly one box of a file, and no weight is NaN or infinite.
+For a run, or a folder of runs, all checkpoints are verified, newest first. With hashes=false, only sizes and the
+completeness of tensors are checked. The exit code is 1 if a checkpoint fails.
 """
 
 import time

@@ -1,7 +1,7 @@
 """Evaluation by one process, or by one rank of a layout.
 
-`python -m gptlite.commands.eval_rank ARGUMENTS FOLDER STARTED LAUNCHER`, as gptlite/launch/elastic.py starts it.
-ARGUMENTS are JSON.
+gptlite/launch/elastic.py starts a rank as `python -m gptlite.commands.eval_rank ARGUMENTS FOLDER STARTED LAUNCHER`.
+ARGUMENTS is JSON.
 """
 
 from __future__ import annotations

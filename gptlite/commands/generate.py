@@ -59,7 +59,7 @@ def write_samples(arguments: Arguments) -> None:
         raise ConfigError(f"checkpoint={arguments.checkpoint}: a {model.spec.name} model does not generate text")
     prompt = tokenizer.encode(arguments.prompt) or [tokenizer.eod]  # the model needs at least one token
     for index in range(arguments.num_samples):
-        # StreamDecoder, as a token may end within a UTF-8 character.
+        # StreamDecoder, since a token may end within a UTF-8 character.
         decoder, drawn = StreamDecoder(tokenizer), replace(sampling, seed=arguments.seed + index)
         print(arguments.prompt, end="", flush=True)
         given = (runner, prompt, arguments.max_tokens, drawn)

@@ -1,4 +1,4 @@
-"""Write a package with a model and a dataset that can be trained at once, to be replaced by your own.
+"""Write a package with an example model and dataset, which can be trained as they are, to be replaced by your own.
 
 gptlite new FOLDER
 
@@ -31,7 +31,7 @@ TEMPLATE = "template"  # name in the files of gptlite/template, to be replaced b
 STEPS = "trainer.max_steps=300"
 MODULES = ("__init__.py", "model.py", "data.py")
 NAME = re.compile(r"[A-Za-z](\w*[A-Za-z0-9])?", re.ASCII)  # valid for Python packages, distributions and presets
-VALUES = ("null", "true", "false", "inf", "nan")  # the command line does not take these as text
+VALUES = ("null", "true", "false", "inf", "nan")  # the command line does not parse these as text
 
 
 def main() -> NoReturn:

@@ -30,7 +30,7 @@ from gptlite.progress import counted
 if TYPE_CHECKING:
     from gptlite.parity.record import StepRecord
 
-# Defaults that save time. A large vocabulary would take most of it.
+# Defaults for short runs. A large vocabulary would take most of the time.
 CHEAP = ("data=synthetic", "data.vocab_size=500", "data.num_tokens=100000")
 
 
@@ -40,7 +40,7 @@ def main() -> NoReturn:
 
 
 def run(arguments: list[str]) -> int:
-    """Compare, and return the exit code. Raises ConfigError for an invalid configuration or a layout of one rank."""
+    """Run the comparison and return the exit code. Raises ConfigError for an invalid configuration or a single rank."""
     steps, config = composed(arguments)
     if outer := starter():
         raise ConfigError(f"parity starts the ranks itself; run it as a single process, without {outer.name}")

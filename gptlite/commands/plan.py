@@ -8,8 +8,8 @@ gptlite plan calibrate [seconds=60] [out=FILE]    measure this machine, for clus
 All valid layouts are compared; keys of `parallelism` and data.micro_batch_size stay fixed if they are given. The table
 has the best layout for each combination of degrees and ZeRO stage, with the overrides that train with it, up to `top`
 rows. `tokens` adds the time and cost of training on that many tokens. `out` is the folder for plan.png, timeline.png
-and plan.json, or for largest.png. simulate=true runs the best layout's rank with the highest memory use on fake
-tensors, which gives its exact memory.
+and plan.json, or for largest.png. simulate=true simulates one rank of the best layout, the one that needs the most
+memory, on fake tensors, and prints its exact memory.
 Exit codes: 0 planned, 2 refused; if nothing fits, the error gives the missing memory.
 """
 
@@ -58,8 +58,8 @@ def run(arguments: list[str]) -> int:
 
 
 def separated(schema: type[Any], arguments: list[str], *positive: str) -> tuple[Any, list[str]]:
-    """Split arguments into those of `schema`, parsed, and those of train. Raises ConfigError if a key in `positive` is
-    not above 0."""
+    """Return the arguments of `schema`, parsed, and the other arguments, for train. Raises ConfigError if a key in
+    `positive` is not above 0."""
     own = [each for each in arguments if each.partition("=")[0] in schema.__dataclass_fields__]
     settings = parse_arguments(schema, own)
     for key in positive:

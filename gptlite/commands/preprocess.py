@@ -6,10 +6,10 @@ gptlite preprocess input='corpus/*.jsonl.zst' tokenizer=FOLDER output=data/mine 
 
 input      files, folders or globs, separated by commas, or - (standard input) with format=jsonl|text. They contain
            JSON lines, Parquet or text, plain or compressed (gz, zst, xz, bz2)
-tokenizer  byte, a folder of gptlite train-tokenizer, a SentencePiece .model, a tokenizer.json or a folder with it,
+tokenizer  byte, an output of gptlite train-tokenizer, a SentencePiece .model, a tokenizer.json or a folder with it,
            a .tiktoken file, or tiktoken:gpt2
 field      the JSON field or Parquet column with the text
-separator  what separates documents in text: nothing (a file is one document), blank (empty lines), or a string, e.g.
+separator  separator of documents in text: nothing (a file is one document), blank (empty lines), or a string, e.g.
            '<|endoftext|>' or '\\n'
 
 Each document ends with the tokenizer's end-of-document token. A fraction `validation_fraction` of documents, selected

@@ -108,7 +108,7 @@ def completions() -> int:
 
 
 def print_once(text: str) -> None:
-    """Print a line on rank 0 only, to standard error, as --cfg prints the configuration to standard output."""
+    """Print a line on rank 0 only, to standard error, since --cfg prints its result to standard output."""
     if is_main():
         print(text, file=sys.stderr, flush=True)
 
@@ -125,7 +125,7 @@ def jobs() -> int:
 
 
 def sort_arguments(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """Split arguments into flags with their values, and overrides, as Hydra requires overrides to be contiguous."""
+    """Separate flags, with their values, from overrides, since Hydra requires overrides to be contiguous."""
     overrides = [each for each in arguments if re.match(r"[+~]*[\w./@:]+=|~\w", each)]
     for each in arguments:
         if (option := re.match(r"--([a-z_.]*[._][a-z_.]*)(=.*)?$", each)) and option[1] != "shell_completion":

@@ -47,9 +47,9 @@ def check_world(config: Config, world: int) -> Layout:
 
 
 def _batch_problem(config: Config, data_size: int) -> str:
-    """Return the reason why the batch cannot be split over `data_size` data-parallel ranks, with the equation.
+    """Return the reason why the batch cannot be split over `data_size` data-parallel ranks, and values that would work.
 
-    Return an empty string if it can be split, or if the calling program supplies the batches.
+    Return an empty string if the batch can be split, or if the calling program supplies the batches.
     """
     if config.data.handed_over:
         return ""
@@ -99,8 +99,8 @@ def _ramp_problem(config: Config, data_size: int) -> str:
 
 
 def _nearest(value: int, step: int, fits: Callable[[int], bool]) -> list[int]:
-    """Return the multiples of `step` nearest to `value` for which `fits` is true: one up to `value`, if any, and one
-    above it."""
+    """Return the multiples of `step` nearest to `value` for which `fits` is true: the largest that does not exceed
+    `value`, if any, and the smallest above it."""
     below = next((n for n in range(value // step * step, 0, -step) if fits(n)), None)
     above = next(n for n in itertools.count(value // step * step + step, step) if fits(n))
     return [above] if below is None else [below, above]

@@ -10,7 +10,7 @@ from gptlite.checkpoint.compare import flatten
 from gptlite.config.saved import LENGTHS, override_value, to_dict
 from gptlite.config.schema import Config, presets_of, schema_names
 
-SECTIONS = ("model", "data", "optimizer", "schedule")  # sections that determine a run's results, besides its length
+SECTIONS = ("model", "data", "optimizer", "schedule")  # these and the run's length determine its results
 
 
 def changed_presets(saved: Config, overrides: list[str], compose: Callable[[list[str]], DictConfig]) -> list[str]:

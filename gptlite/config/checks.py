@@ -32,7 +32,7 @@ from gptlite.parallelism.layout import (
 from gptlite.precision import Precision, check_precision
 
 FP8_MULTIPLE = 16  # the hardware requires each dimension of an fp8 GEMM to be a multiple of this
-SOME, FINITE = sys.float_info.min, sys.float_info.max  # the smallest and largest positive finite floats
+SOME, FINITE = sys.float_info.min, sys.float_info.max  # the smallest positive normal float, the largest finite one
 AT_LEAST_1, OFF_AT_0 = "must be at least 1", "must not be negative; 0 turns it off"
 # Section, keys, minimum, maximum and the end of the error message. An unset key (None) is valid.
 BOUNDS: list[tuple[str, str, float, float, str]] = [
@@ -269,7 +269,7 @@ def _master_weights(config: Config) -> None:
 def _pipeline(config: Config) -> None:
     layout, spec = config.parallelism, spec_of(config.model)
     if layout.pipeline == 1 and type(spec).num_blocks is ModelSpec.num_blocks:
-        return  # the default builds the model to count its blocks, which imports torch
+        return  # the default num_blocks builds the model, which imports torch
     layers, key = spec.num_blocks(config.model), f"model.{spec.blocks_key}"
     if getattr(config.model, spec.blocks_key, None) != layers:
         key = f"the {spec.name} model's number of blocks"

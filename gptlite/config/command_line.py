@@ -1,4 +1,4 @@
-"""Command line parsing: `key=value` arguments typed by a dataclass, subcommands with paths, errors and exit codes.
+"""Command line parsing: `key=value` options declared in a dataclass, subcommands with paths, errors and exit codes.
 
 A subcommand is a module. Its docstring is the help text, its dataclass `Options` declares the key=value options, and
 its function `run(paths, options)` (`run(options)` if it takes no paths) returns the exit code. Only the module of the
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 def run_tool(main: Callable[[Any], int | None], schema: type[Any], usage: str | None) -> NoReturn:
-    """Run a tool with its typed arguments and exit.
+    """Run a tool with the arguments of the command line, converted to `schema`, and exit.
 
     The exit code is the tool's return value (0 for None), 1 after an I/O error, 2 after a ConfigError, and 130 after
     Ctrl-C. `--help` prints `usage`, the tool's docstring, with commands as they are typed in this environment.
@@ -47,14 +47,17 @@ def run_tool(main: Callable[[Any], int | None], schema: type[Any], usage: str | 
 
 
 def pipe_closed() -> int:
-    """Discard further output after its reader, such as `| head`, has closed the pipe. Return the exit code."""
+    """Discard further output after the process that reads it, e.g. `head`, closed the pipe. Return the exit code."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # so that the flush at exit succeeds
     return 128 + signal.SIGPIPE
 
 
 @dataclass(frozen=True)
 class Subcommand:
-    """Subcommand: dotted name of its module, and the paths it takes. With `more`, the last path can be repeated."""
+    """Subcommand, given by the dotted name of its module and the names of its path arguments.
+
+    If `more` is true, the last path can be repeated.
+    """
 
     module: str
     paths: tuple[str, ...] = ()
@@ -91,7 +94,7 @@ def run_subcommand(subcommands: Mapping[str, Subcommand], usage: str) -> NoRetur
 
 def separate(name: str, wanted: Subcommand, arguments: list[str], keys: list[str]) -> tuple[list[str], list[str]]:
     """Split arguments into paths and key=value options. Raises ConfigError for a wrong number of paths."""
-    # A sweep names folders e.g. lr=0.1. Such an argument is treated as an option, and ./lr=0.1 as a path.
+    # The folders of a sweep have names such as lr=0.1. The argument lr=0.1 is an option, and ./lr=0.1 is a path.
     options = [each for each in arguments if re.match(r"[A-Za-z_]+=", each) or each.startswith("-")]
     paths = [each for each in arguments if each not in options]
     for each in options:

@@ -38,7 +38,7 @@ def load(overrides: Iterable[str] = (), config_dir: Path = CONF_DIR) -> Config:
     if flags := [each for each in overrides if not isinstance(each, str) or each.startswith("-")]:
         raise ConfigError(f"load takes strings KEY=VALUE and GROUP=PRESET, not {flags[0]!r}")
     overrides = with_deepspeed(overrides)
-    import_plugins(named_in(overrides))  # first, as plugins add schemas
+    import_plugins(named_in(overrides))  # before the composition, since plugins add schemas
     overrides = with_model(resumed(overrides, config_dir))
     with refusals(), _initialized(config_dir):
         return typed(compose("config", overrides=overrides), overrides)
@@ -138,8 +138,8 @@ def typed(config: DictConfig, overrides: Iterable[str] = ()) -> Config:
 
 
 def with_vocabulary(config: Config, vocab_size: int) -> Config:
-    """Return the configuration with `model.vocab_size` set for a tokenizer with this vocabulary size. Raises
-    ConfigError if the configured size is smaller."""
+    """Return the configuration; if `model.vocab_size` is null, it is set for a tokenizer of this vocabulary size.
+    Raises ConfigError if the configured size is smaller."""
     spec = spec_of(config.model)
     config = dataclasses.replace(config, model=spec.with_vocabulary(config.model, vocab_size))
     size = spec.vocab_size(config.model)

@@ -22,11 +22,11 @@ def refusals() -> Iterator[None]:
     try:
         yield
     except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(explain(error)) from None  # chained, Hydra's traceback would hide the message
+        raise ConfigError(explain(error)) from None  # a chained traceback of Hydra's would hide the message
 
 
 def explain(error: BaseException) -> str:
-    """Return one line for an exception that was raised while composing a configuration."""
+    """Return a one-line message for an exception that was raised while composing a configuration."""
     chain = [error]  # Hydra wraps OmegaConf's error, which names the key
     while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None:
         chain.append(cause)
@@ -71,13 +71,13 @@ def unknown_key(key: str) -> str:
     keys = known_keys()
     if key in keys:
         return f"{key} is not a key of the chosen preset; another preset of {section} has it"
-    if section in SCHEMAS and name in ("name", "type", "kind", "preset"):  # other frameworks choose e.g. optimizers so
+    if section in SCHEMAS and name in ("name", "type", "kind", "preset"):  # keys of other frameworks for a choice
         return f"{key} is not a key; {choices(section)}"
     inside = {known.partition(".")[2]: known for known in keys if known.startswith(f"{section}.")}
     leaves = [known for known in keys if known.split(".")[-1] == key.split(".")[-1]]
     if leaves:
         return f"{key} is not a key; did you mean {min(leaves, key=lambda each: each not in inside.values())}?"
-    if inside and name:  # compared without the section, which would make any two of its keys similar
+    if inside and name:  # the section's name, common to its keys, is not compared
         close = get_close_matches(name, inside, n=1)
         return f"{key} is not a key; {f'did you mean {inside[close[0]]}?' if close else '--help lists them'}"
     return f"{key} is not a key{did_you_mean(key, keys) or '; --help lists them'}"
@@ -87,7 +87,7 @@ def _missing_preset(error: MissingConfigException) -> str:
     group, _, name = (error.missing_cfg_file or "").rpartition("/")
     options = [option for option in error.options or () if not option.endswith("_schema")]  # schemas are not presets
     longer = [option for option in options if name and option.startswith(name)]
-    close = longer[:3] or get_close_matches(name, options, n=1, cutoff=0.75)  # tp3 is not a slip for tp8
+    close = longer[:3] or get_close_matches(name, options, n=1, cutoff=0.75)  # a lower cutoff would match tp3 with tp8
     hint = f"did you mean {' or '.join(close)}? " if close else ""
     if not options:
         return str(error).splitlines()[0]

@@ -1,8 +1,8 @@
 """User modules that register models, datasets and optimizers, imported before a configuration is composed.
 
 A module is imported if the command line names it (`plugins=[my_models]`), or if an installed package declares it as an
-entry point. Reading a configuration from a file imports nothing: if one of its plugins has not been imported,
-`refuse_unnamed` raises an error.
+entry point. Reading a configuration from a file imports nothing: if the configuration requests a plugin that has not
+been imported, `refuse_unnamed` raises an error.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def named_in(overrides: Iterable[str]) -> list[str]:
 
 
 def import_plugins(names: Iterable[str]) -> None:
-    """Import the entry points of installed packages, and modules from the Python path or the working directory.
+    """Import the plugins of installed packages, and the modules `names` from the Python path or the working directory.
 
     Raises ConfigError if an import fails.
     """
@@ -51,7 +51,7 @@ def import_plugins(names: Iterable[str]) -> None:
         except ConfigError:
             raise
         except ModuleNotFoundError as error:
-            # Tell a missing plugin, or a missing parent package, from an import that fails inside the plugin.
+            # Distinguish a missing plugin or parent package from an import that fails inside the plugin.
             if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
                 raise ConfigError(
                     f"plugins=[{name}]: no module named {error.name} in {here} or among the installed packages; "
@@ -66,7 +66,7 @@ def import_plugins(names: Iterable[str]) -> None:
 def import_installed() -> None:
     """Import the modules that installed packages declare as entry points of the group gptlite.plugins, once.
 
-    Raises ConfigError, with the name of the package, if one cannot be imported.
+    Raises ConfigError, with the name of the package, if an entry point cannot be imported.
     """
     for point in entry_points(group=GROUP):
         try:
@@ -87,12 +87,13 @@ def refuse_unnamed(names: list[str], where: object) -> None:
 
 
 def as_override(names: Iterable[str]) -> str:
-    """Return the override that names plugins, such as `plugins=[a,b]`."""
+    """Return the override that requests plugins, such as `plugins=[a,b]`."""
     return f"plugins=[{','.join(names)}]"
 
 
 def refuse_foreign(overrides: Iterable[object], where: object) -> None:
-    """Raise ConfigError if overrides stored in `where` may run code, or name plugins that have not been imported."""
+    """Raise ConfigError if an override stored in `where` may run code, or if the stored overrides request plugins that
+    have not been imported."""
     texts = [str(each) for each in overrides]
     for each in texts:
         if may_run_code(each):
@@ -103,8 +104,8 @@ def refuse_foreign(overrides: Iterable[object], where: object) -> None:
 def may_run_code(override: str) -> bool:
     """Return True unless an override sets a key of a run, or chooses a preset in conf/ by its name.
 
-    Keys of the section `hydra` can name classes to import. A path in place of a preset's name reads a file that could
-    set such keys.
+    Keys of the section `hydra` can contain classes for Hydra to import. Given a path in place of a preset's name, Hydra
+    would read a file that could set such keys.
     """
     key, _, value = override.partition("=")
     section = re.split(r"[./]", key.lstrip("+~"))[0]

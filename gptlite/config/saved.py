@@ -23,7 +23,7 @@ LENGTHS = ("trainer.max_steps", "trainer.max_epochs")  # setting one replaces th
 
 
 def to_dict(config: Config) -> dict[str, Any]:
-    """Convert to plain nested dicts, with enums by name, for YAML, manifests and trackers."""
+    """Convert a configuration to nested dicts, with the names of enum members, for YAML, manifests and trackers."""
     # resolve=False: the values are already resolved, and interpolations in saved overrides must stay as typed.
     container = OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True, resolve=False)
     assert isinstance(container, dict)
@@ -31,16 +31,16 @@ def to_dict(config: Config) -> dict[str, Any]:
 
 
 def to_yaml(config: Config) -> str:
-    """Serialise the resolved configuration; `from_yaml` reads it back to an equal object."""
+    """Serialise the resolved configuration; `from_yaml` reads it back as an equal object."""
     return OmegaConf.to_yaml(OmegaConf.create(to_dict(config)), sort_keys=False)
 
 
 def from_yaml(text: str, where: object = "this configuration", *, imports: bool = False) -> Config:
     """Parse the result of `to_yaml`. Raises ConfigError if it is damaged or from another version.
 
-    Its plugins must have been imported; otherwise PluginsNotNamed is raised, with a message that begins with `where`.
-    `imports=True` imports them instead. Use it only for a text from this process's launcher, whose command line has
-    named the plugins.
+    The configuration's plugins must have been imported; otherwise PluginsNotNamed is raised, with a message that begins
+    with `where`. `imports=True` imports them instead. Use it only for a text from this process's launcher, on whose
+    command line the plugins were requested.
     """
     try:
         raw = OmegaConf.to_container(OmegaConf.create(text), resolve=False)

@@ -45,7 +45,8 @@ def _presets() -> Path:
 CONF_DIR = _presets()
 
 
-# At run time, the class that a spec in gptlite.models names. Static types cannot express that; type checkers see Any.
+# At run time, Config.model is an instance of the `schema` of the model's spec. Static types cannot express that; type
+# checkers see Any.
 if TYPE_CHECKING:
     from typing import Any as AnyModel
 else:
@@ -108,7 +109,7 @@ SCHEMAS: dict[str, dict[str, type]] = {
 
 
 def register() -> None:
-    """Register with Hydra the schemas, and prepared folders as presets of `data`. Can be called repeatedly."""
+    """Register the schemas with Hydra, and prepared folders as presets of `data`. Can be called repeatedly."""
     store = ConfigStore.instance()
     store.store(name="config_schema", node=Config)
     for group, schemas in SCHEMAS.items():

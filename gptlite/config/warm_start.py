@@ -23,9 +23,9 @@ def model_overrides(overrides: list[str]) -> list[str]:
     """Return `optimizer=PRESET` and `model.KEY=VALUE` of the checkpoint named by checkpoint.resume, without keys that
     are in `overrides`.
 
-    Return [] unless `overrides` have checkpoint.load=weights and name a checkpoint, and if they choose a preset model=,
-    which the run compares with the checkpoint. Also return [] if the checkpoint cannot be read; the run then raises the
-    error. Raises PluginsNotNamed if the checkpoint's plugins have not been imported.
+    Return [] unless `overrides` have checkpoint.load=weights and the path of a checkpoint. Also return [] if they set
+    model=PRESET, which the run compares with the checkpoint, and if the checkpoint cannot be read; then the run
+    raises the error. Raises PluginsNotNamed if the checkpoint's plugins have not been imported.
     """
     given = {key.lstrip("+~"): value for key, _, value in (each.partition("=") for each in overrides)}
     resume = given.get("checkpoint.resume", "auto").strip("'\"")

@@ -19,9 +19,9 @@ class Batch:
 
     tokens: torch.Tensor  # int64[B, S]
     targets: torch.Tensor  # int64[B, S], IGNORE where nothing is predicted
-    sample_ids: torch.Tensor  # int64[B], number of the sample in the run, or of the chunk in validation
-    documents: Documents | None = None  # of whole sequences, also under context parallelism
-    counted: bool = True  # False for a filler, which gives this rank as many batches as the others
+    sample_ids: torch.Tensor  # int64[B], numbers of the samples in the run, or of the chunks in validation
+    documents: Documents | None = None  # boundaries in the whole sequences, also under context parallelism
+    counted: bool = True  # False for a filler, so that every rank has the same number of batches
 
     @property
     def length(self) -> int:
@@ -43,7 +43,10 @@ class Batch:
 
 @dataclass(frozen=True)
 class Share:
-    """Part of a global batch read by data-parallel rank `rank` of `size`: `positions` of each sample, None for all."""
+    """Share of each global batch that data-parallel rank `rank` of `size` reads.
+
+    `positions` are the rank's positions in each sample; None: all.
+    """
 
     rank: int = 0
     size: int = 1
@@ -54,12 +57,12 @@ WHOLE = Share()
 
 
 class BatchLoader(ABC):
-    """Loader that divides the run's sample stream into global batches and micro-batches, and over ranks.
+    """Base class of loaders, which divide the run's sample stream into global batches, and these into micro-batches.
 
     `schedule` gives the samples of a global batch. For micro-batch size B and R data-parallel ranks, each micro-batch
-    takes the next B * R of them, split in order over the ranks, so the global batch does not depend on R. A batch
-    depends on `consumed_samples` and not on earlier calls, so a resumed run reads the same ones. A new `schedule` takes
-    effect with the next batch.
+    takes the next B * R samples: the first B for rank 0, and so on. So the global batch does not depend on R. A batch
+    depends on `consumed_samples` and not on earlier calls, so a resumed run reads the same batches. A new `schedule`
+    takes effect with the next batch.
     """
 
     def __init__(
@@ -123,7 +126,7 @@ class BatchLoader(ABC):
     def validation_batches(self, limit: int | None = None, name: str | None = None) -> Iterator[Batch]:
         """Yield this rank's batches of all held-out samples of data set `name`, or of `limit` evenly spaced ones.
 
-        The default is the first set. Every rank gets the same number of batches, and each sample counts once.
+        `name` defaults to the first set. Every rank gets the same number of batches, and each sample counts once.
         """
 
     @abstractmethod
@@ -136,7 +139,7 @@ class BatchLoader(ABC):
         return -(-len(spread(total, limit)) // self._samples_at_once)
 
     def validation_bytes(self, limit: int | None = None, name: str | None = None) -> int:
-        """Return the UTF-8 bytes of all targets in `validation_batches(limit, name)`, summed over all ranks.
+        """Return the number of UTF-8 bytes of all targets in `validation_batches(limit, name)`, summed over all ranks.
 
         The result is 0 if the targets are not text.
         """
@@ -144,6 +147,6 @@ class BatchLoader(ABC):
 
 
 def spread(total: int, limit: int | None) -> np.ndarray:
-    """Return `limit` evenly spaced numbers of range(total), or all of them without a limit: int64[N]."""
+    """Return `limit` evenly spaced numbers of range(total), or all of them if `limit` is None: int64[N]."""
     count = total if limit is None else min(limit, total)
     return np.arange(count) * total // max(count, 1)

@@ -50,14 +50,14 @@ class BatchSchedule:
         return np.concatenate([np.arange(first, stop, dtype=np.int64) for first, stop in runs])
 
     def after(self, position: int, batches: int = 1) -> int:
-        """Return the position after `batches` batches from `position` on. Step s, from 0, begins at after(0, s).
+        """Return the position after `batches` batches from `position` on. Step s (from 0) begins at after(0, s).
 
         The cost grows with the number of sizes and skipped ranges, not with the number of batches.
         """
         position = self._first(position)
         while batches and (level := self._next_level(position)) < len(self._levels):
             size, end = self.size(position), self._levels[level][0]
-            # All batches that begin before the next level have this size.
+            # All batches that begin before `end`, from which the next size applies, have this size.
             alike = min(batches, -(-(self.trained(end) - self.trained(position)) // size))
             position, batches = self._advance(position, alike * size), batches - alike
         return self._advance(position, batches * self.global_batch_size)
@@ -82,7 +82,7 @@ class BatchSchedule:
 
     @cached_property
     def _levels(self) -> list[tuple[int, int]]:
-        """(first position, size) of each size. Integer arithmetic avoids floating-point errors."""
+        """(position from which a size applies, size), ascending. Integer arithmetic avoids floating-point errors."""
         start, increment, samples = self.ramp or (self.global_batch_size, 1, 0)
         sizes = range(start, self.global_batch_size + 1, increment)
         return [(-(-n * samples // max(len(sizes) - 1, 1)), size) for n, size in enumerate(sizes)]

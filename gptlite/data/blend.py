@@ -1,10 +1,10 @@
-"""Blending of data sets: assigns a data set to each sample, in blocks of 65,536 with the proportions of the blend.
+"""Blending of data sets: each sample is assigned to one set, in blocks of 65,536 that keep the proportions.
 
 A block of B samples is assigned by systematic sampling (Madow and Madow 1944, On the Theory of Systematic Sampling).
-The weights are adjacent intervals on a line of length B. Sampling points lie one unit apart, one for each sample, and a
-data set of weight w gets the points in its interval: floor(w B) or ceil(w B). The points of successive blocks are
-shifted by van der Corput's sequence (1935), so rounding errors do not add up over blocks. The number of samples of a
-data set before any block is a sum over the bits of the block number.
+The data sets are adjacent intervals on a line of length B: a set with the fraction w of the total weight is w B long.
+Sampling points lie one unit apart, one for each sample. A set gets the points in its interval, which are floor(w B) or
+ceil(w B). The points of successive blocks are shifted by van der Corput's sequence (1935), so rounding errors do not
+add up over blocks. The number of samples of a data set before a given block is a sum over the bits of the block number.
 
 Inside a block the samples are in a pseudo-random order (order.py).
 """
@@ -33,7 +33,7 @@ class BlendPlan:
         """Return the number of samples of each data set in the blocks 0 to `block` - 1: int64[sets]."""
         whole, rest = self._edges >> _UNIT_BITS, self._edges & (_UNIT - 1)
         teeth, first = whole * block, 0
-        for bit in reversed(range(block.bit_length())):  # shifts of blocks [first, first + 2**bit): evenly spaced
+        for bit in reversed(range(block.bit_length())):  # shifts of blocks [first, first + 2**bit) are evenly spaced
             if block >> bit & 1:
                 step = _UNIT >> bit
                 teeth += np.clip((rest - _shift(first) + step - 1) // step, 0, 1 << bit)

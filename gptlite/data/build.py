@@ -63,7 +63,7 @@ def prepare(config: DataConfig, seed: int, log: Log = print, mesh: Mesh = ALONE)
 def open_data(config: DataConfig, seed: int, log: Log, mesh: Mesh) -> PreparedData | SampleSets:
     """Return the samples of a registered dataset, or prepared data. All ranks of `mesh` must call this.
 
-    Raises ConfigError, see `open_samples` and `prepare`.
+    Raises the ConfigErrors of `open_samples` and `prepare`.
     """
     if not isinstance(config, DatasetConfig):
         return prepare(config, seed, log, mesh)
@@ -123,9 +123,10 @@ def build_loader(
     seed: int,
     parallelism: ParallelismConfig | None = None,
 ) -> Loader | SampleLoader:
-    """Return this rank's loader. `micro_batch_size: null` selects the largest that the layout can run.
+    """Return this rank's loader. `micro_batch_size: null` selects the largest size that the layout can run.
 
-    Raises ConfigError if a global batch size is not divisible by the micro-batch size times the data-parallel ranks.
+    Raises ConfigError if a global batch size is not divisible by the micro-batch size times the number of data-parallel
+    ranks.
     """
     micro, schedule = config.micro_batch_size, batch_schedule(config.global_batch_size, config.batch_ramp)
     if micro is None:
@@ -162,7 +163,7 @@ def build_loader(
 
 
 def _positions(length: int, mesh: Mesh) -> np.ndarray | None:
-    """Return the positions of each sequence that this rank holds under context parallelism; None for all."""
+    """Return the positions in a sequence that this rank holds under context parallelism; None for all."""
     ranks = mesh.size(CONTEXT)
     if ranks == 1:
         return None
@@ -171,7 +172,7 @@ def _positions(length: int, mesh: Mesh) -> np.ndarray | None:
 
 
 def prepared_folder(config: TextConfig | CorpusConfig, log: Log) -> Path:
-    """Return the path, which may not exist yet, of the prepared data. Raises ConfigError for an unreadable source."""
+    """Return the path of the prepared folder, which may not exist yet. Raises ConfigError for an unreadable source."""
     return cached_path(_cache(config), *_key(config, log))
 
 
@@ -193,7 +194,7 @@ def _key(config: TextConfig | CorpusConfig, log: Log) -> tuple[str, dict[str, st
     return config.corpus, common | {
         "corpus": config.corpus,
         "recipe": hashlib.sha256(script.read_bytes()).hexdigest(),
-        # Size and time identify the content, which may be many gigabytes.
+        # Size and time stand for the content, which may be many gigabytes.
         "source": "" if source is None else f"{source} {source.stat().st_size} {source.stat().st_mtime_ns}",
         **{f"argument {name}": value for name, value in config.arguments.items() if value is not None},
     }
@@ -244,7 +245,7 @@ def _run_recipe(config: CorpusConfig, folder: Path, log: Log) -> None:
             last = line.rstrip()  # held back: after a failure, the last line is the error
         code = process.wait()
     finally:
-        process.kill()  # otherwise it would continue after Ctrl-C
+        process.kill()  # otherwise the recipe would continue after Ctrl-C
         process.wait()
     if code:  # the last line of output gives the reason
         failed = f"data.corpus={config.corpus}: {script} failed: {last}"

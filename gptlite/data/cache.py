@@ -20,7 +20,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def cached_folder(root: Path, name: str, key: dict[str, str], make: Callable[[Path], None], log: Log) -> Path:
-    """Return the folder `root/name-<hash of key>`, filled by `make(temporary folder)` if it is not there yet.
+    """Return the folder `root/name-<hash of key>`, filled by `make(temporary folder)` if it does not exist yet.
 
     The folder gets its name only when complete. Concurrent processes that need the same folder wait for the first one.
     If `make` raises, including KeyboardInterrupt, the temporary folder is removed. Raises ConfigError if `root` or a
@@ -45,7 +45,7 @@ def _text(key: dict[str, str]) -> str:
 
 
 def _make(folder: Path, key: str, make: Callable[[Path], None]) -> None:
-    for leftover in folder.parent.glob(f".tmp-{folder.name}-*"):  # left by a killed process, as the lock is held here
+    for leftover in folder.parent.glob(f".tmp-{folder.name}-*"):  # left by a killed process: this one holds the lock
         shutil.rmtree(leftover, ignore_errors=True)
     try:
         with new_folder(folder) as temporary:
@@ -95,7 +95,7 @@ def _hold(path: Path, notice: str, log: Log) -> TextIO:
         if try_lock(file) is False:
             log(notice)
             try_lock(file, wait=True)
-        # The last holder may have removed the file meanwhile. Then this lock is on an unlinked file: try again.
+        # The previous holder may have removed the file meanwhile. Then this lock is on an unlinked file: try again.
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(file.fileno()), path.stat()):
                 return file

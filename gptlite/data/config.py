@@ -9,7 +9,7 @@ class Packing(Enum):
     """Treatment of documents that share a sequence. Both modes read the same tokens, document after document.
 
     `concatenate` treats a sequence as one text. `documents` isolates the documents in a sequence: attention stays
-    within a document, positions restart at its beginning, and no token is predicted from the end of another document.
+    within a document, positions restart at its beginning, and the first token of a document is not predicted.
     """
 
     concatenate = "concatenate"
@@ -21,7 +21,7 @@ class DataConfig:
     """Settings common to all data sources. Batch sizes are in sequences of `sequence_length` tokens."""
 
     global_batch_size: int = 16
-    micro_batch_size: int | None = None  # null: the largest up to 16 that the layout can run
+    micro_batch_size: int | None = None  # null: the largest size up to 16 that the layout can run
     sequence_length: int = 256
     batch_ramp: list[int] | None = None  # [first size, increment, samples]: ramp-up of the global batch size
     packing: Packing = Packing.concatenate
@@ -34,7 +34,7 @@ class DataConfig:
 
     @property
     def handed_over(self) -> bool:
-        """True if the calling program supplies the batches, of any size (gptlite.initialize)."""
+        """True if the calling program supplies the batches, which may have any size (gptlite.initialize)."""
         return False
 
     @property
@@ -59,7 +59,7 @@ class TextConfig(DataConfig):
 
 @dataclass
 class CorpusConfig(DataConfig):
-    """Corpus with a recipe in data/<corpus>/prepare.py, run on first use into `cache_dir`.
+    """Corpus with a recipe, data/<corpus>/prepare.py, which runs on first use and writes into `cache_dir`.
 
     `arguments` are specific to the recipe, such as `{max_documents: 1000}`. Arguments that are null are not passed.
     """
@@ -113,14 +113,14 @@ class ImagesConfig(DatasetConfig):
     size: int = 224
     resize: int | None = None  # pixels of the shorter side; null: 8/7 of `size`
     augment: bool = True
-    mean: list[float] = field(default_factory=lambda: [0.485, 0.456, 0.406])  # of red, green, blue; pixels are 0 to 1
+    mean: list[float] = field(default_factory=lambda: [0.485, 0.456, 0.406])  # red, green, blue, for pixels from 0 to 1
     std: list[float] = field(default_factory=lambda: [0.229, 0.224, 0.225])
     validation_fraction: float = 0.1
 
 
 @dataclass
 class ImageFolderConfig(ImagesConfig):
-    """Images in one folder per class: in path/train and path/val (or valid, validation, test), or in `path` itself."""
+    """Images in one folder per class, in path/train and path/val (or valid, validation, test), or just in `path`."""
 
 
 @dataclass
@@ -128,7 +128,7 @@ class HuggingFaceConfig(ImagesConfig):
     """Dataset that Hugging Face's `datasets` saved to disk, or local parquet, json, jsonl or csv files.
 
     `input` is a column, or a list of columns that are passed to the model by name; null: all columns but the label.
-    `label` is a column; null: the first that exists of labels, label, targets and target. Image settings apply to
+    `label` is a column; null: the first of labels, label, targets and target that exists. Image settings apply to
     image columns.
     """
 

@@ -29,7 +29,7 @@ def train_tokenizer(
 ) -> Tokenizer:
     """Train a tokenizer for a corpus. SentencePiece is trained on the training documents only.
 
-    The alphabet of `char` comes from both splits, as is usual; otherwise a character that occurs only in held-out text
+    The alphabet of `char` comes from all documents, as is usual; otherwise a character that is only in held-out text
     would have no id. Each call of `training` or `held_out` starts a new pass over the documents. Raises ConfigError for
     an unknown `kind` or an invalid `vocab_size`.
     """
@@ -54,12 +54,12 @@ def train_tokenizer(
 
 
 def document_hash(data: bytes | memoryview = b"") -> "hashlib.blake2b":
-    """Return the hash object of a document that begins with `data`. Its `update` adds more."""
+    """Return a hash object that has hashed `data`, the start of a document. Its `update` adds the rest."""
     return hashlib.blake2b(data, digest_size=_DIGEST)
 
 
 def is_held_out(digest: bytes, fraction: float) -> bool:
-    """Return True if the document with this hash is in the held-out `fraction`. Equal documents get the same split."""
+    """Return True if the document with this hash is in the held-out `fraction`. Equal documents get the same result."""
     return int.from_bytes(digest, "big") < fraction * 2.0 ** (8 * _DIGEST)
 
 
@@ -81,7 +81,7 @@ def split_writers(
 
 
 def write_split(prefix: Path, documents: Iterable[Document], tokenizer: Tokenizer, progress: Progress) -> None:
-    """Tokenize documents, each ended by `eod`, into PREFIX.bin, .idx and .meta.json. `progress` counts bytes."""
+    """Write tokenized documents, each followed by `eod`, to PREFIX.bin, .idx, .meta.json. `progress` counts bytes."""
     with IndexedWriter(prefix, tokenizer.fingerprint, tokenizer.vocab_size, tokenizer.eod) as writer:
         for document in documents:
             for block in document:

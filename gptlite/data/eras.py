@@ -1,8 +1,8 @@
 """Eras of a run: spans of samples with constant data sets, weights and sequence length.
 
-Together with the seed, these determine the n-th sample of a run. If the data sets, their weights or the sequence length
-change when a run resumes, a new era begins at the next sample. Earlier eras do not change, so a sample number always
-identifies the same sample.
+Together with the seed, the eras determine the n-th sample of a run. If the data sets, their weights or the sequence
+length change when a run resumes, a new era begins at the next sample. Earlier eras do not change, so a sample number
+always identifies the same sample.
 """
 
 import math
@@ -15,9 +15,9 @@ from typing import Any
 class DataSet:
     """Data set, as used in one era.
 
-    `data` is the SHA-256 of its tokens. It is the key of the sample order, so moving a folder changes nothing. `weight`
-    is the fraction of samples; it is 0 if an earlier era read the set and this one does not. The era begins in `epoch`
-    of the set, after `position` samples of that epoch.
+    `data`, the SHA-256 of its tokens, is the key of the sample order, so moving a folder does not change the order.
+    `weight` is the set's fraction of the samples; it is 0 if an earlier era read the set and this era does not. The era
+    begins in `epoch` of the set, after `position` samples of that epoch.
     """
 
     data: str

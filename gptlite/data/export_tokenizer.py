@@ -71,7 +71,7 @@ def _tokenizer_json(tokenizer: SentencePieceTokenizer) -> str:
 def _merges(processor: Any, texts: list[str]) -> list[tuple[str, str]]:
     """Return every pair of pieces whose concatenation is a piece, in SentencePiece's merge order: descending score.
 
-    SentencePiece models store only pieces; Hugging Face's BPE needs pairs. Pairs that form one piece are adjacent.
+    SentencePiece models store only pieces; Hugging Face's BPE needs pairs. Pairs that form the same piece are adjacent.
     """
     ids = {name: token for name in texts if not processor.is_byte(token := processor.piece_to_id(name))}
     order = sorted((name for name in ids if len(name) > 1), key=lambda name: -processor.get_score(ids[name]))

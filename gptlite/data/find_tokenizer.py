@@ -13,11 +13,11 @@ _TRAINED = ("sentencepiece", "char")
 def find_tokenizer(spec: str, eod: str | None = None) -> Tokenizer:
     """Return the tokenizer of `tokenizer=SPEC`: byte, tiktoken:NAME, or a path to
 
-    - a folder saved by gptlite (a tokenizer, or a prepared folder with tokenizer/), or one with tokenizer.json or
-      tokenizer.model;
+    - a folder saved by gptlite (a tokenizer, or a prepared folder with tokenizer/), or a folder with tokenizer.json
+      or tokenizer.model;
     - a Hugging Face *.json, a SentencePiece *.model, Llama 3's tokenizer.model, or a *.tiktoken file of ranks.
 
-    `eod` names the token that ends documents, if the format does not define it. Raises ConfigError if the
+    `eod` is the text of the token that ends documents, for formats that do not define one. Raises ConfigError if the
     tokenizer does not exist or cannot be read.
     """
     if spec == "byte":

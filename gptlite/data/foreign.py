@@ -1,7 +1,7 @@
 """Readers that yield the documents in token files of nanoGPT, llm.c and Megatron.
 
-nanoGPT writes raw uint16. llm.c writes a header of 256 int32 that starts with magic, version and number of tokens, then
-the tokens: uint16 for GPT-2's vocabulary, uint32 for Llama 3's. In both formats only the end-of-document token
+nanoGPT writes raw uint16 tokens. llm.c writes 256 int32 as a header (magic number, version, number of tokens), then the
+tokens: uint16 for GPT-2's vocabulary, uint32 for Llama 3's. In both formats only the end-of-document token
 separates documents. nanoGPT puts it after each document, llm.c before it. A document may continue in the next file.
 """
 
@@ -81,7 +81,7 @@ def cut_at_ends(
             first = False
             ends = np.flatnonzero(ids == eod) + 1
             if ends.size:
-                # Up to the last end in this block; the rest belongs to a document that goes on in the next block.
+                # Up to the last end in this block; the rest belongs to a document that continues in the next block.
                 whole = np.concatenate([*pending, ids[: ends[-1]]])
                 yield Batch(whole, np.diff(ends + (whole.size - ends[-1]), prepend=0))
                 pending = []
@@ -94,7 +94,7 @@ def cut_at_ends(
 def megatron_documents(
     dataset: IndexedDataset, eod: int, vocab_size: int, found: Found, progress: Progress
 ) -> Iterator[Batch]:
-    """Yield the documents of a Megatron dataset, each with its sequences joined. Empty ones are left out and counted.
+    """Yield a Megatron dataset's documents, each with its sequences joined. Empty documents are left out and counted.
 
     A document that does not end with `eod` gets one and is counted. Raises ConfigError for a token outside the
     vocabulary, or a sequence that is not text.
@@ -117,12 +117,12 @@ def megatron_documents(
         ends = np.cumsum(lengths)
         unended = ids[ends - 1] != eod
         found.unended += int(unended.sum())
-        # positions refer to `ids` before any insertion
+        # np.insert takes positions in `ids` before any insertion
         yield Batch(np.insert(ids, ends[unended], eod), lengths + unended)
 
 
 def checked(ids: np.ndarray, path: Path, start: int, vocab_size: int) -> np.ndarray:
-    """Return the ids as int32. Raises ConfigError for one outside the vocabulary. `start` is the position of ids[0]."""
+    """Return the ids as int32. Raises ConfigError for an id outside the vocabulary. ids[0] is at position `start`."""
     if (place := outside(ids, vocab_size)) is not None:
         raise ConfigError(
             f"{path}: token {start + place} is {ids[place]}, outside the vocabulary of {vocab_size}; "

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 READERS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv"}
-VALIDATION = ("validation", "val", "valid", "test")  # split names and file name prefixes, by preference
+VALIDATION = ("validation", "val", "valid", "test")  # split names and file name prefixes, in order of preference
 
 
 class Rows:

@@ -18,9 +18,9 @@ _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 class HuggingFaceTokenizer(Tokenizer):
     """Tokenizer of a tokenizer.json whose tokens are byte strings: byte-level BPE, or SentencePiece with byte fallback.
 
-    Special tokens have no bytes. Text that spells one out is plain text and never becomes an end of document. Nothing
-    is added before or after a text. `eod` is the id that ends documents. Raises ConfigError for a file with
-    another decoder.
+    Special tokens have no bytes. Text that spells one out is plain text and never becomes an end-of-document token.
+    Nothing is added before or after a text. `eod` is the id that ends documents. Raises ConfigError for a file with
+    any other type of decoder.
     """
 
     kind = "huggingface"
@@ -32,7 +32,7 @@ class HuggingFaceTokenizer(Tokenizer):
         super().__init__(_pieces(self._tokenizer, json.loads(content)), eod, {"eod": eod}, content)
 
     def definition(self) -> bytes:
-        # A digest of the file identifies its content, which takes megabytes.
+        # The content takes megabytes, so only its digest is included.
         return self.eod.to_bytes(4, "little") + hashlib.sha256(self._content).digest()
 
     def encode(self, text: str) -> list[int]:
@@ -42,7 +42,7 @@ class HuggingFaceTokenizer(Tokenizer):
     def of_file(cls, path: Path, eod: str | None) -> "HuggingFaceTokenizer":
         """Load a tokenizer.json; `eod` is the text of the token that ends documents.
 
-        By default it is the eos_token of the tokenizer_config.json beside it, or the first of `ENDS` in the vocabulary.
+        The default is the eos_token in tokenizer_config.json beside `path`, else the first of `ENDS` in the vocabulary.
         Raises ConfigError if there is no such token.
         """
         content = path.read_bytes()
@@ -57,7 +57,10 @@ class HuggingFaceTokenizer(Tokenizer):
 
 
 def byte_alphabet() -> dict[str, int]:
-    """Return {character: byte} of GPT-2's byte-level BPE: printable bytes are unchanged, others start at U+0100."""
+    """Return {character: byte} of GPT-2's byte-level BPE.
+
+    Printable bytes stand for themselves. The other bytes get the characters from U+0100 on, in order.
+    """
     seen = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     unseen = sorted(set(range(256)) - seen)
     return {chr(byte): byte for byte in seen} | {chr(0x100 + n): byte for n, byte in enumerate(unseen)}

@@ -18,7 +18,7 @@ VALIDATION = ("val", "valid", "validation", "test")
 
 
 class ImageFolder:
-    """Images, fp32 [3, size, size], and class indices. `files` are relative to `root` and begin with the class."""
+    """Images, fp32 [3, size, size], and class indices. `files` are paths relative to `root`, with the class first."""
 
     def __init__(self, root: Path, files: Sequence[str], classes: Sequence[str], convert: ToTensor) -> None:
         self.root, self.files, self.classes, self.convert = root, files, classes, convert
@@ -41,7 +41,10 @@ class ImageFolder:
 
 
 def open_image_folder(config: ImageFolderConfig) -> tuple[ImageFolder, ImageFolder]:
-    """Return the training and the validation images. Raises ConfigError for missing images or an unknown class."""
+    """Return the training and the validation images.
+
+    Raises ConfigError for missing images, or a validation class without training images.
+    """
     require("PIL", "images", "pillow")
     path = Path(config.path).expanduser()
     if not path.is_dir():

@@ -46,7 +46,7 @@ class ToTensor:
         return cls(config.size, short, augment and config.augment, mean, std)
 
     def __call__(self, image: Image) -> Tensor:
-        """Return the tensor of an image of any mode: gray is repeated three times, transparency is dropped."""
+        """Return the tensor of an image in any mode: gray fills all three channels, transparency is dropped."""
         image = _rgb(image)
         scale = self.short / min(image.size)
         width, height = (max(self.short, round(scale * side)) for side in image.size)
@@ -70,7 +70,7 @@ def _rgb(image: Image) -> Image:
 
 
 def held_out(name: str, fraction: float) -> bool:
-    """Return True for a fraction of all names, chosen by hash, so that adding data does not move other samples."""
+    """Return True for a `fraction` of all names, chosen by hash, so that adding data does not change other results."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4]) < fraction * 2**32
 
 

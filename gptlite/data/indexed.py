@@ -58,7 +58,7 @@ class Meta:
 
 
 class IndexedWriter:
-    """Context manager that writes one dataset, one document or many documents at a time.
+    """Context manager that writes one dataset. Documents are added one or many at a time.
 
     The files have temporary names until the block succeeds. The .idx gets its final name last, so a reader never sees
     an incomplete dataset. If the block raises, the files are removed. Each document takes 4 bytes of memory.
@@ -73,7 +73,7 @@ class IndexedWriter:
         self.dtype = np.dtype(DTYPES[self._dtype_code])
         self._tokenizer, self._vocab_size, self._eod = tokenizer, vocab_size, eod
         self.num_documents = 0  # written so far
-        self._lengths = array("i")  # tokens of each sequence; negative if its document continues in the next
+        self._lengths = array("i")  # tokens of each sequence; negative if its document continues in the next one
         self._length = 0  # tokens of the open sequence
         self._tokens = 0
         self._text_bytes = 0
@@ -105,9 +105,9 @@ class IndexedWriter:
         self.num_documents += 1
 
     def write_documents(self, tokens: np.ndarray, lengths: np.ndarray, text_bytes: int) -> None:
-        """Add whole documents: concatenated tokens, int[N], and the length of each with its `eod`, int[D].
+        """Add whole documents: concatenated tokens, int[N], and the length of each, including its `eod`, int[D].
 
-        Raises ValueError for ids outside the vocabulary, lengths that do not sum to N, or a document without its `eod`.
+        Raises ValueError for ids outside the vocabulary, lengths that do not sum to N, or a document without `eod`.
         """
         self._require_ended()
         ids, lengths = self._checked(tokens), np.asarray(lengths, dtype=np.int64)
@@ -143,7 +143,7 @@ class IndexedWriter:
             progress.add(len(block))
         self._index.seek(0)
         data = self._index.read()
-        lengths = np.frombuffer(data, np.int32, len(data) // 4)  # a full disk may have truncated the last one
+        lengths = np.frombuffer(data, np.int32, len(data) // 4)  # a full disk may have truncated the last length
         ends = np.flatnonzero(lengths > 0)[: saved.documents]
         self._lengths.frombytes(lengths[: ends[-1] + 1 if ends.size else 0].tobytes())
         self.num_documents, self._text_bytes, self._saved = ends.size, saved.text_bytes, len(self._lengths)
@@ -204,7 +204,7 @@ class IndexedWriter:
             file.flush()
             os.fsync(file.fileno())
         for suffix in (".bin", ".meta.json", ".idx"):
-            os.replace(self._path(suffix), _path(self._prefix, suffix))  # .idx last: a dataset needs it
+            os.replace(self._path(suffix), _path(self._prefix, suffix))  # .idx last: readers open it first
         sync_folder(self._prefix.parent)
 
     def _meta(self) -> Meta:
@@ -236,7 +236,7 @@ class IndexedDataset:
     and so does `modes`, int8[S], in a multimodal Megatron dataset (else None). `meta` is None without a .meta.json,
     as in datasets written by Megatron.
 
-    Opening compares the file sizes with .idx and checks the index; of a large index it checks evenly spaced parts.
+    Opening compares the file sizes with .idx and checks the index, or evenly spaced parts of a large index.
     Raises ConfigError naming the file and the defect. `gptlite.data.verify` checks the rest.
     """
 
@@ -266,7 +266,7 @@ class IndexedDataset:
 
     def document_stops(self, start: int, stop: int) -> np.ndarray:
         """Return the end of documents [start, stop): the position after the last token of each, int64[stop - start]."""
-        last = self.document_indices[start + 1 : stop + 1] - 1  # the last sequence; -1: none so far
+        last = self.document_indices[start + 1 : stop + 1] - 1  # index of the last sequence so far; -1: none
         if not len(self.lengths):
             return np.zeros(len(last), dtype=np.int64)
         stops = self.pointers[last] // self.dtype.itemsize + self.lengths[last]
@@ -342,7 +342,7 @@ def _read_header(path: Path) -> tuple[np.dtype, int, int, bool]:
 
 
 def _spaced(count: int) -> Iterator[tuple[int, int]]:
-    """Yield the (start, stop) ranges to check: all of range(count), or `_PARTS` evenly spaced parts of a long one."""
+    """Yield the (start, stop) ranges to check: all of range(count), or `_PARTS` evenly spaced parts of a long range."""
     size = -(-_LOOKED_AT // _PARTS)
     if count <= _LOOKED_AT:
         yield 0, count

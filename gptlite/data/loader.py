@@ -14,7 +14,7 @@ from gptlite.errors import ConfigError
 from gptlite.invocation import command
 from gptlite.ops.documents import Documents
 
-IGNORE = -100  # ignored targets, the default of torch's cross entropy
+IGNORE = -100  # marks targets without a loss; torch's default ignore_index
 _Key = tuple[BatchSchedule, SampleStream, int]  # the int is the number of samples before the step
 
 
@@ -51,7 +51,7 @@ class Loader(BatchLoader):
 
         The result does not depend on earlier calls. All micro-batches of a step are read together, and those of the
         next step are read ahead in a background thread. A micro-batch takes 8 bytes per token and 8 per target. An
-        error in the background thread is raised here when that step is requested.
+        error in the background thread is raised here when the affected step is requested.
         """
         key = self.schedule, self.stream, consumed_samples
         if self._now is None or self._now[0] != key:
@@ -81,9 +81,9 @@ class Loader(BatchLoader):
     def validation_batches(self, limit: int | None = None, name: str | None = None) -> Iterator[Batch]:
         """Yield this rank's batches of all held-out chunks of data set `name`, or of `limit` evenly spaced ones.
 
-        The default is the first set. Chunks are in file order. Every rank gets the same number of batches of the same
-        shape: the last chunk and the last batch are padded, with targets IGNORE, so each held-out target counts once
-        over all ranks.
+        `name` defaults to the first set. Chunks are in file order. Every rank gets the same number of batches, all
+        of the same shape: the last chunk and the last batch are padded, with targets IGNORE. So each held-out target
+        counts once over all ranks.
         """
         held_out = self._validation[name or self.validation_sets[0]]
         chunks = spread(num_chunks(held_out, self._length), limit)
@@ -92,7 +92,7 @@ class Loader(BatchLoader):
             yield self._collate_chunks(held_out, chunks[begin : begin + self.micro_batch_size]).to(self._device)
 
     def validation_bytes(self, limit: int | None = None, name: str | None = None) -> int:
-        """Return the UTF-8 bytes of all targets in `validation_batches(limit, name)`, summed over all ranks.
+        """Return the number of UTF-8 bytes of all targets in `validation_batches(limit, name)`, summed over all ranks.
 
         With the total loss in nats, bits per byte = nats / ln 2 / bytes. `eod` has no bytes, so the end of a document
         adds bits but no bytes.
@@ -116,11 +116,11 @@ class Loader(BatchLoader):
         shape = (*numbers.shape, rows.shape[1] - 1)
         tokens, targets = (part.astype(np.int64).reshape(shape) for part in (rows[:, :-1], rows[:, 1:]))
         batches = [self._batch(*each) for each in zip(tokens, targets, numbers, strict=True)]
-        # In the background thread, since pinning copies.
+        # Pinned in the background thread, since pinning copies the data.
         return [batch.pin_memory() for batch in batches] if self._device.type == "cuda" else batches
 
     def _require_known(self, rows: np.ndarray, name: Callable[[int], str]) -> None:
-        """Raise ConfigError for an id outside the vocabulary. Opening a file does not check all ids.
+        """Raise ConfigError for an id outside the vocabulary, which opening a file does not detect.
 
         `name` describes a row by its index, for the message.
         """

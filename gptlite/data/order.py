@@ -30,7 +30,7 @@ def permute(index: int | np.ndarray, size: int, key: np.ndarray) -> np.ndarray:
         raise IndexError(f"index outside range({size})")
     bits = max(_MIN_BITS, (size - 1).bit_length())
     value = _feistel(value.astype(np.uint64), bits, key)
-    while (outside := value >= size).any():  # a cycle returns to range(size), so this ends, and stays a bijection
+    while (outside := value >= size).any():  # cycles return to range(size), so this ends and is a bijection
         value[outside] = _feistel(value[outside], bits, key)
     return value.astype(np.int64).reshape(np.shape(index))
 

@@ -56,7 +56,7 @@ def note_order(folder: Path, row: OrderRow) -> None:
 def note_spike(folder: Path, step: int, spike_step: int, skipped: tuple[int, int]) -> None:
     """Append the reason for skipped samples: a loss spike at `spike_step`, after which the run went back to `step`.
 
-    The row with the new rules is appended after it. If a resumed run detects the same spike again, nothing is added.
+    The row with the new rules follows this one. If a resumed run detects the same spike again, nothing is added.
     """
     row = {"step": step, "spike_step": spike_step, "skipped": list(skipped)}
     path = folder / FILE_NAME
@@ -84,7 +84,7 @@ def read_order(folder: Path) -> list[OrderRow]:
     for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)
-            if "spike_step" not in row:  # a row of note_spike, which only gives the reason
+            if "spike_step" not in row:  # rows of note_spike only give a reason
                 rows.append(OrderRow(**row))
         except (ValueError, TypeError) as error:
             if number == len(lines) and not line.endswith("\n"):

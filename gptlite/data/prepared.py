@@ -83,7 +83,7 @@ def open_blend(blend: Mapping[str, float], sequence_length: int, beside: str | N
     """Open the prepared folders of `blend`, {folder: weight}.
 
     Raises ConfigError if a folder is damaged or its text is shorter than a sequence, if two folders hold the same
-    tokens, or if tokenizers differ. With `beside`, a further prepared folder, its tokenizer must match as well.
+    tokens, or if tokenizers differ. The tokenizer of `beside`, a further prepared folder, must match too.
     """
     sets: list[TokenSet] = []
     hashes: dict[str, dict[str, str]] = {}

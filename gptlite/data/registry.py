@@ -55,7 +55,7 @@ def register_data(name: str, schema: type[DatasetConfig], open: Callable[[Any], 
         if (taken.__module__, taken.__qualname__) == (schema.__module__, schema.__qualname__):
             return
         raise ConfigError(f"a dataset named {name} is already registered by {taken.__module__}; choose another name")
-    # A configuration's class identifies its dataset.
+    # `source_of` finds a dataset by the class of its configuration, so two datasets cannot share one.
     if others := [each.name for each in SOURCES.values() if each.schema is schema]:
         raise ConfigError(
             f"data={name}: {schema.__name__} is the schema of data={others[0]}; define a dataclass for each"

@@ -27,7 +27,7 @@ from gptlite.data.registry import source_of
 from gptlite.data.stream import SampleStream
 from gptlite.errors import ConfigError
 
-TARGETS = ("labels", "label", "targets", "target")  # keys of targets in a dict sample, by preference
+TARGETS = ("labels", "label", "targets", "target")  # keys of targets in a dict sample, in order of preference
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,8 @@ def _digest(config: DatasetConfig, dataset: Any) -> str:
 
     A dataset without a fingerprint is identified by the settings that its schema adds to DatasetConfig.
     """
-    found = getattr(dataset, "fingerprint", getattr(dataset, "_fingerprint", None))  # Hugging Face's datasets have one
+    # Hugging Face's datasets have `_fingerprint`.
+    found = getattr(dataset, "fingerprint", getattr(dataset, "_fingerprint", None))
     if found is None:
         common = set(DatasetConfig.__dataclass_fields__)
         found = sorted((key, value) for key, value in asdict(config).items() if key not in common)
@@ -113,7 +114,7 @@ def _digest(config: DatasetConfig, dataset: Any) -> str:
 def split(key: str, batch: Any) -> tuple[Any, Tensor]:
     """Return the model's input and the targets of a collated batch.
 
-    Raises ConfigError if it has no targets, or values that are not tensors.
+    Raises ConfigError if the batch has no targets, or has values that are not tensors.
     """
     if isinstance(batch, Mapping):
         named = next((name for name in TARGETS if name in batch), None)
@@ -151,7 +152,7 @@ def _collated(dataset: Any, samples: list[Any], key: str) -> Any:
 
 @dataclass(frozen=True)
 class _Seeded:
-    """Dataset indexed by (n, index): sample `index`, read as the n-th of the run, and augmented by the seed and n."""
+    """Dataset indexed by (n, index). Sample `index`, the run's n-th, is augmented as a function of the seed and n."""
 
     key: str
     dataset: Any
@@ -194,7 +195,7 @@ def raised(batch: tuple[Any, Tensor] | ConfigError) -> tuple[Any, Tensor]:
 class SampleLoader(BatchLoader):
     """Loader of a map-style dataset. `workers` processes prefetch samples.
 
-    Without workers, samples are read in this process between steps. Its random generators are then restored.
+    Without workers, this process reads samples between steps, and then restores its random generators.
     """
 
     def __init__(
@@ -274,7 +275,7 @@ class SampleLoader(BatchLoader):
     def validation_batches(self, limit: int | None = None, name: str | None = None) -> Iterator[Batch]:
         """Yield this rank's batches of all samples of a validation dataset, or of `limit` evenly spaced ones.
 
-        Every rank gets the same number of batches. A rank with no samples left gets batches that do not count.
+        Every rank gets the same number of batches. A rank with no samples left gets batches with `counted` False.
         """
         dataset = self._sets.validation[name or self.validation_sets[0]]
         numbers = spread(len(dataset), limit).tolist()

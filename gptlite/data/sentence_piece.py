@@ -14,11 +14,11 @@ from gptlite.progress import Log
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """Tokenizer of a SentencePiece model (Kudo and Richardson 2018). `eod` is its end-of-sentence piece.
+    """Tokenizer of a SentencePiece model (Kudo and Richardson 2018). `eod` is the model's end-of-sentence piece.
 
     SentencePiece writes a space as U+2581, so U+2581 in a text decodes to a space. Models trained by gptlite lose
-    nothing else; others may normalize the text, or add a space before it. `processor` is the SentencePieceProcessor.
-    Raises ConfigError for bytes that are not a model, or a model without an end-of-sentence piece.
+    nothing else; other models may normalize the text, or add a space before it. `processor` is the
+    SentencePieceProcessor. Raises ConfigError for bytes that are not a model, or a model without an `eod` piece.
     """
 
     kind = "sentencepiece"
@@ -76,7 +76,7 @@ def train_sentencepiece(
             model_writer=model,
             model_type="bpe",
             vocab_size=vocab_size,
-            hard_vocab_limit=False,  # otherwise a text with fewer pieces is an error
+            hard_vocab_limit=False,  # otherwise a text that yields fewer pieces is an error
             byte_fallback=True,  # every text can be encoded, and decoded without loss
             # Encoding is lossless: no normalization, no added or removed spaces.
             normalization_rule_name="identity",

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-SPACE = "\u2581"  # SentencePiece writes a space as this character, and reads it as a space
+SPACE = "\u2581"  # SentencePiece writes a space as this character, and decodes this character as a space
 _WORD = re.compile(rf"[ {SPACE}]*+[^ {SPACE}\n]+|[ {SPACE}]+|\n+")
 _CUT = re.compile(rf"\n|(?<=[^ {SPACE}])(?= )")
 _CROSSING = re.compile(rf"[^ {SPACE}][ {SPACE}]")
@@ -26,7 +26,7 @@ _BPE = 2
 
 
 class WordEncoder:
-    """Encoder with a cache of the ids of words, up to 64 MiB."""
+    """Encoder that caches the ids of words, in up to 64 MiB of memory."""
 
     def __init__(self, processor: Any):
         self._processor = processor
@@ -35,7 +35,7 @@ class WordEncoder:
         self._size = 0
 
     def encode(self, text: str) -> np.ndarray:
-        """Return the ids of a text, int32[N]. Runs of over a million characters without newline or space are split."""
+        """Return the ids of a text, int32[N]. Runs of over a million characters without newline or space are cut."""
         return np.frombuffer(b"".join(map(self._encode_chunk, _chunks(text))), dtype=np.int32)
 
     def _encode_chunk(self, chunk: str) -> bytes:
@@ -69,10 +69,10 @@ class WordEncoder:
 
 
 def encodes_by_words(model: bytes, pieces: list[str]) -> bool:
-    """Return True if words can be encoded separately. `model` is the serialized model, `pieces` those that match text.
+    """Return True if words can be encoded separately. `model` is serialized; `pieces` are its pieces that match text.
 
-    This needs a BPE with byte fallback (otherwise a run of unknown characters becomes one id) that does not change the
-    text first: no normalization, no added prefix space, no removed spaces.
+    The model must be a BPE with byte fallback (otherwise a run of unknown characters becomes one id) that does not
+    change the text first: no normalization, no added prefix space, no removed spaces.
     """
     trainer, normalizer = ({}, {})
     for number, value in _fields(model):

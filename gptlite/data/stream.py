@@ -14,7 +14,7 @@ from gptlite.data.blend import BLOCK, BlendPlan
 from gptlite.data.eras import DataSet, Era
 from gptlite.data.order import order_key, permute
 
-_WINDOW = 8192  # samples located at a time, since numpy's overhead is the same for a few
+_WINDOW = 8192  # samples located at a time, since numpy's overhead per call is the same for fewer
 
 
 class SampleStream:
@@ -57,7 +57,7 @@ class SampleStream:
         return SampleStream(self.seed, eras, self._tokens)
 
     def counts(self, sample: int) -> dict[str, int]:
-        """Return the number of samples of each data set before `sample` in the era that contains it."""
+        """Return {data set: number of its samples before `sample`}, counted from the start of the era of `sample`."""
         index = int(np.searchsorted(self._starts, sample, side="right")) - 1
         era = self.eras[index]
         if len(era.active) == 1:
@@ -69,7 +69,7 @@ class SampleStream:
         return dict(zip(era.active, counts.tolist(), strict=True))
 
     def locate(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the data set (index in `names`), epoch and chunk number of `samples`, int64[N]: three arrays int64[N].
+        """Return the data set (index in `names`), the epoch and the chunk number of each sample: three int64[N] arrays.
 
         Chunk j is tokens jL to jL + L of the set, for the era's sequence length L. Raises IndexError for a negative
         sample number.
@@ -85,7 +85,7 @@ class SampleStream:
         return found[0], found[1], found[2]
 
     def read(self, samples: np.ndarray) -> np.ndarray:
-        """Return tokens of `samples`, int64[N], in the data's dtype: [N, L + 1], for L inputs and L shifted targets.
+        """Return the tokens of `samples`, int64[N]: [N, L + 1] in the data's dtype, for L inputs and L shifted targets.
 
         Raises ValueError for samples of different lengths.
         """
@@ -169,10 +169,10 @@ def num_chunks(tokens: np.ndarray, length: int) -> int:
 
 
 def read_chunk(tokens: np.ndarray, chunk: int, length: int) -> np.ndarray:
-    """Return chunk j, tokens jL to jL + L: int64[L + 1], or fewer at the end of `tokens`.
+    """Return tokens jL to jL + L for j = `chunk` and L = `length`: int64[L + 1], or fewer at the end of `tokens`.
 
-    It holds L inputs and L targets shifted by one. Neighbouring chunks share one token, so every token but the first is
-    a target exactly once.
+    These are L inputs and L targets shifted by one. Neighbouring chunks share one token, so every token but the first
+    is a target exactly once.
     """
     return tokens[chunk * length : (chunk + 1) * length + 1].astype(np.int64)
 

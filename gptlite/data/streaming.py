@@ -40,7 +40,7 @@ class StreamArguments:
     tokenizer: str = "sentencepiece"
     vocab_size: int = 32000
     path: str | None = None  # a folder of .parquet or .jsonl files to read instead of the hub
-    sample: str | None = None  # a configuration of the repository
+    sample: str | None = None  # configuration of the repository to read, e.g. a sample
     max_documents: int | None = None
     validation_fraction: float = 0.0005
 

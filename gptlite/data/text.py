@@ -62,7 +62,7 @@ def find_files(path: str) -> list[Path]:
     found = sorted(root.rglob("*.txt")) if root.is_dir() else [root]
     for file in found:
         refuse_broken_link("data.path", file)
-    files = [file for file in found if file.is_file()]  # without devices and pipes, which may never end
+    files = [file for file in found if file.is_file()]  # no devices or pipes, which may never end
     if not files:
         raise ConfigError(f"data.path={path} holds no .txt files; give a text file or a folder of .txt files")
     return files

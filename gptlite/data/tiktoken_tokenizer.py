@@ -11,7 +11,7 @@ from gptlite.data.tokenizer import Tokenizer
 from gptlite.errors import ConfigError, needed_package
 
 END = "<|endoftext|>"
-# Pattern and special tokens of Llama 3, whose file has only the ranks. The ids of the 256 special tokens follow them.
+# Pattern and special tokens of Llama 3, whose file has only the ranks. The 256 special tokens get the next ids.
 LLAMA_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+"
@@ -54,7 +54,7 @@ class TiktokenTokenizer(Tokenizer):
 
     @classmethod
     def of_name(cls, name: str, eod: str | None) -> "TiktokenTokenizer":
-        """Load an encoding by name, e.g. gpt2. tiktoken downloads its ranks unless TIKTOKEN_CACHE_DIR has them.
+        """Load an encoding by name, e.g. gpt2. tiktoken downloads the ranks unless TIKTOKEN_CACHE_DIR has them.
 
         Raises ConfigError for an unknown name or a failed download.
         """

@@ -1,7 +1,7 @@
 """Tokenizers: conversion between text and token ids.
 
-Every tokenizer is a table of byte strings, one for each id. Decoding, streaming decoding and bits per byte all use this
-table, so they agree.
+Every tokenizer has a table of byte strings, one for each id. Decoding, streaming decoding and bits per byte all use
+this table, so they agree.
 """
 
 import codecs
@@ -33,7 +33,7 @@ UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 
 
 class Tokenizer(ABC):
-    """Base class of tokenizers. `pieces` are the byte strings of the ids; `eod`, the id that ends a document, has none.
+    """Base class of tokenizers. `pieces` are the ids' byte strings; that of `eod`, which ends a document, is empty.
 
     A saved tokenizer is rebuilt by calling its class with `settings` as keyword arguments. If the class stores a `file`
     beside the definition, the `content` of that file is the first positional argument.

@@ -1,4 +1,4 @@
-"""Full verification of a dataset, including checks that are too slow to make whenever it is opened."""
+"""Full verification of a dataset, including checks that are too slow for every opening."""
 
 import hashlib
 
@@ -40,7 +40,7 @@ def _check_ends(dataset: IndexedDataset, eod: int) -> None:
     before = 0
     for start in range(0, dataset.num_documents, _BLOCK):
         stops = dataset.document_stops(start, min(start + _BLOCK, dataset.num_documents))
-        ended = np.diff(stops, prepend=before) > 0  # an empty document has no end
+        ended = np.diff(stops, prepend=before) > 0  # False for an empty document, which has no EOD token
         ended[ended] = dataset.tokens[stops[ended] - 1] == eod
         if not ended.all():
             words = f"document {start + int(ended.argmin())} does not end with the end-of-document token, {eod}"

@@ -8,9 +8,9 @@ the tokens, given as for gptlite preprocess: a tokenizer folder, tokenizer.json,
   gptlite data import 'fineweb10B/fineweb_*.bin' format=llmc output=data/fineweb tokenizer=tiktoken:gpt2
 
 validation=PATH is the validation split. Without it, and without *val* files, validation_fraction=0.005 of the documents
-are held out, chosen by the hash of their tokens. eod names the token that ends documents if the tokenizer does not
-define it. In the output, every document ends with it. Empty documents are left out, missing EOD tokens are added, and
-the numbers of both are printed. A token outside the vocabulary is an error, and nothing is written.
+are held out, chosen by the hash of their tokens. eod=TOKEN is the token that ends documents, for a tokenizer that does
+not define one. In the output, every document ends with that token. Empty documents are left out, missing EOD tokens are
+added, and the numbers of both are printed. A token outside the vocabulary is an error, and nothing is written.
 """
 
 import glob

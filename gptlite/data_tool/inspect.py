@@ -65,7 +65,7 @@ def document_lengths(dataset: IndexedDataset) -> np.ndarray:
 
 
 def describe(dataset: IndexedDataset, lengths: np.ndarray) -> dict[str, Any]:
-    """Return the description of a dataset as JSON-compatible values. `lengths` are those of its documents."""
+    """Return the description of a dataset as JSON-compatible values. `lengths` are its document lengths."""
     quantiles = {f"p{q}": round(float(np.percentile(lengths, q))) for q in (10, 50, 90, 99)} if lengths.size else {}
     ends = {"min": int(lengths.min()), "mean": float(lengths.mean()), "max": int(lengths.max())} if lengths.size else {}
     return {

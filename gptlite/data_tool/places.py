@@ -9,7 +9,10 @@ from gptlite.errors import ConfigError
 
 
 def prefixes(path: str) -> list[Path]:
-    """Return the prefixes of datasets in a folder, sorted, or a given prefix. Raises ConfigError if there is none."""
+    """Return the prefixes of the datasets in the folder `path`, sorted, or the prefix of the dataset at `path`.
+
+    Raises ConfigError if there is no dataset.
+    """
     given = Path(path).expanduser()
     if given.is_dir():
         found = sorted(file.with_suffix("") for file in given.glob("*.idx") if not file.name.startswith("."))

@@ -1,8 +1,8 @@
 """Show the text of a training sample: show PATH [sample=N] [step=N] [split=train] [sequence_length=256]
 
 In a run's folder, step=N shows all samples of that step (counted from 1), and sample=N shows the N-th sample of the run
-(counted from 0). In a prepared folder, sample=N is the N-th chunk of sequence_length
-tokens of the split (counted from 0), in file order. Ends of documents are marked.
+(counted from 0). In a prepared folder, sample=N shows the N-th chunk of the split (counted from 0), in file order; a
+chunk has sequence_length tokens. Ends of documents are marked.
 plugins=[MODULE,...] imports the plugins of a run that needs them.
 """
 
@@ -62,7 +62,7 @@ def run(paths: list[str], options: Options) -> int:
 
 
 def of_folder(folder: Path, options: Options) -> Iterator[str]:
-    """Yield the printed lines for one chunk of a prepared folder. Raises ConfigError if it does not exist."""
+    """Yield the lines to print for one chunk of a prepared folder. Raises ConfigError if there is no such chunk."""
     if options.sample is None or options.sequence_length < 1:
         low = f"sequence_length={options.sequence_length} must be at least 1"
         raise ConfigError("sample is not set; give sample=N" if options.sample is None else low)
@@ -81,7 +81,7 @@ def of_folder(folder: Path, options: Options) -> Iterator[str]:
 
 
 def of_run(folder: Path, options: Options) -> Iterator[str]:
-    """Yield the printed lines for the samples of a step, or for one sample of a run."""
+    """Yield the lines to print for the samples of a step, or for one sample of a run."""
     from gptlite.data.build import prepare  # imports torch, so only here
 
     if options.step is None and options.sample is None:
@@ -111,7 +111,7 @@ def of_run(folder: Path, options: Options) -> Iterator[str]:
 
 
 def of_stream(seed: int, eras: list[Era], data: "PreparedData", samples: list[int]) -> Iterator[str]:
-    """Yield the printed lines for the samples with these numbers. Raises ConfigError if their data has changed."""
+    """Yield the lines to print for the samples with these numbers. Raises ConfigError if their data has changed."""
     now = {each.data: each for each in data.sets}
     stream = SampleStream(seed, eras)
     for sample in samples:

@@ -58,7 +58,7 @@ def _verify(prefix: Path, vocab_size: int | None, dtypes: dict[Path, tuple[Path,
 
 
 def _tokenizer(dataset: IndexedDataset, vocab_size: int | None) -> int | None:
-    """Return the vocabulary size of the tokenizer, or `vocab_size` if there is none.
+    """Return the vocabulary size of the tokenizer beside a dataset, or `vocab_size` if there is no tokenizer.
 
     Raises ConfigError if the tokenizer is not the one in .meta.json.
     """

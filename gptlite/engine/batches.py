@@ -1,4 +1,4 @@
-"""Batches that a program passes to an engine: the split into micro-batches, and the loader that a step reads from."""
+"""Batches that a program passes to an engine: division into micro-batches, and the loader of a step."""
 
 from __future__ import annotations
 
@@ -97,8 +97,8 @@ def agreed_samples(batches: Sequence[SampleBatch], mesh: Mesh) -> int:
 
 
 def in_step(batches: Iterable[SampleBatch], mesh: Mesh) -> Iterator[Batch]:
-    """Yield this rank's batches on its device. After the last one, repeat it, marked as not counted, until every rank
-    has yielded all of its batches.
+    """Yield this rank's batches on its device. After the last batch, yield it again, marked as not counted, until
+    every rank has yielded all of its batches.
 
     Raises ConfigError on a rank that has no batch while other ranks have some. Collective.
     """

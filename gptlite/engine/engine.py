@@ -59,10 +59,10 @@ def initialize(
 ) -> Engine:
     """Prepare a module for training on the ranks of this program, and return its engine.
 
-    Every rank calls this. Under torchrun or srun it joins the process group, unless the program has already joined it;
+    Every rank calls this. Under torchrun or srun, the process joins the process group, unless it has already done so;
     without a launcher, this process is the only rank. Training starts from the values of rank 0's module; other ranks
-    may build the module on the meta device. The module itself is not changed: `Engine.module` is the one that is
-    trained.
+    may build the module on the meta device. The given module is not changed: the module that is trained is the copy
+    `Engine.module`.
 
     Args:
         model: module whose output is the first argument of `loss`. Children of an nn.Sequential, or the elements of
@@ -86,7 +86,7 @@ def initialize(
             held.callback(leave)
         world = dist.get_world_size() if dist.is_initialized() else 1
         if world > 1:
-            # All ranks use rank 0's configuration, as the run folder's name contains the time.
+            # All ranks use rank 0's configuration, since the run folder's name contains the time.
             settings = from_yaml(broadcast_text(to_yaml(settings)))
         check_world(settings, world)
         check_device(settings, "cuda" if torch.cuda.is_available() else "cpu")
@@ -129,7 +129,7 @@ class Engine:
         self._mesh, self._state, self._checkpointer, self._held = mesh, state, checkpointer, held
         self._log = print if mesh.is_main else lambda _: None
         self._own: set[Path] = set()  # checkpoints that this engine has saved or loaded
-        self._stopping = Stopping(mesh, StopSignal())  # no signal handler is installed, so it never stops
+        self._stopping = Stopping(mesh, StopSignal())  # no signal handler is installed, so it never requests a stop
         self._passes: OnePart | Pipeline | None = None
         self._shape: torch.Size | None = None  # input shape of the micro-batches for which the pipeline was built
 
@@ -162,9 +162,9 @@ class Engine:
         """Take one optimizer step, and return its loss, gradient norm and learning rate.
 
         `batch` is this rank's share of the global batch: (input, target), (argument, ..., target), or a dict with the
-        key `labels` or `target`, on any device. A list of batches accumulates their gradients, and so does a batch with
-        more samples than data.micro_batch_size. The loss is the mean over the targets of all ranks. Ranks with the same
-        `data_rank`, such as the ranks of a pipeline, must pass the same batch.
+        key `labels` or `target`, on any device. Gradients are accumulated over a list of batches, and over the
+        parts of a batch with more samples than data.micro_batch_size. The loss is the mean over the targets of all
+        ranks. Ranks with the same `data_rank`, such as the ranks of a pipeline, must pass the same batch.
 
         Raises ConfigError for a batch without a target. If the loss is not finite, raises RuntimeError without changing
         the parameters.
@@ -211,8 +211,8 @@ class Engine:
         """Save a checkpoint below `folder`, by default run.dir, and return its path.
 
         `extra` is returned by `load`, and must be serializable as JSON. Older checkpoints beyond checkpoint.keep are
-        removed. Raises ConfigError if the newest checkpoint in the folder is not from this engine's training. Raises
-        OSError if the disk is full; existing checkpoints are then unchanged.
+        removed. Raises ConfigError if this engine has neither saved nor loaded the newest checkpoint in the folder.
+        Raises OSError if the disk is full; existing checkpoints are then unchanged.
         """
         checkpointer, state = self._checkpointer, self._state
         checkpointer.finish()  # a save in progress still uses the previous folder
@@ -226,9 +226,9 @@ class Engine:
     def load(self, folder: str | Path | None = None) -> Loaded:
         """Restore weights, optimizer state, step and loss scale, and return the step and the saved `extra`.
 
-        `folder` is a checkpoint, or a run folder, by default run.dir, whose newest intact checkpoint is loaded. It may
-        have been saved on another layout. Raises ConfigError if there is no intact checkpoint, or if it does not fit
-        the module.
+        `folder` is a checkpoint or a run folder, by default run.dir. Of a run folder, the newest intact checkpoint is
+        loaded. The checkpoint may have been saved on another layout. Raises ConfigError if there is no intact
+        checkpoint, or if it does not fit the module.
         """
         self._checkpointer.finish()
         mesh, state, path = self._mesh, self._state, str(folder or self.config.run.dir)
@@ -257,8 +257,8 @@ class Engine:
             self.close()
 
     def _passes_for(self, batches: list[SampleBatch]) -> OnePart | Pipeline:
-        """Return the object that runs these micro-batches. In a pipeline, they need the same shape, and the schedule
-        must be able to run their number; otherwise raises ConfigError."""
+        """Return the object that runs these micro-batches. In a pipeline, raises ConfigError if the shapes of the
+        micro-batches differ, or if the schedule cannot run this number of micro-batches."""
         layout, shape = self.config.parallelism, None
         example = single_input(batches[0].tokens, layout.pipeline)
         if layout.pipeline > 1:

@@ -1,4 +1,4 @@
-"""Entries of the model and data registries for an engine. A checkpoint's config.yaml imports this module as a plugin.
+"""Entries of the model and data registries for an engine, whose checkpoints list this module as a plugin.
 
 It does not import torch at import time.
 """
@@ -86,12 +86,12 @@ class ModuleSpec(ModelSpec[ModuleConfig]):
 
 @dataclass
 class BatchesConfig(DatasetConfig):
-    """Batches that a program passes to an engine. They are split into micro-batches of `micro_batch_size`; if it is
-    null, each batch is one micro-batch."""
+    """Batches that a program passes to an engine. They are split into micro-batches of `micro_batch_size`; if that key
+    is null, each batch is one micro-batch."""
 
     @property
     def handed_over(self) -> bool:
-        """True, as the program determines the sizes of the batches."""
+        """True, since the program determines the sizes of the batches."""
         return True
 
 

@@ -1,4 +1,4 @@
-"""Weights of a given module: a copy of the module on the meta device, and their distribution over the ranks."""
+"""Weights of a given module: copy of the module on the meta device, and distribution of the weights over the ranks."""
 
 from __future__ import annotations
 

@@ -98,4 +98,5 @@ def _sampling(options: Mapping[str, Any], seed: int) -> Sampling:
     if not options.get("do_sample", temperature > 0) or temperature == 0:
         return Sampling(temperature=0.0)
     top_k, top_p = int(options.get("top_k") or 0), float(options.get("top_p") or 1.0)
-    return Sampling(temperature, top_k, top_p, seed)  # seeds differ, as a task may request several texts of a context
+    # Seeds differ, since a task may request several texts for one context.
+    return Sampling(temperature, top_k, top_p, seed)

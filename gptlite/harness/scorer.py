@@ -69,7 +69,7 @@ class Scorer:
             for start in range(0, len(order), size):
                 batch = order[start : start + size]
                 mine = batch[mesh.data_rank :: ranks]
-                # All ranks run the same number of batches, as ZeRO gathers parameters in each.
+                # All ranks run the same number of batches, since ZeRO gathers parameters in each batch.
                 out = self._batch([requests[index] for index in mine or batch[:1]])
                 if out is not None and mine and counts:
                     found[torch.tensor(mine, device=mesh.device)] = out

@@ -5,7 +5,7 @@ import re
 import torch
 
 # TFLOP/s without sparsity, from the vendors' data sheets: bf16, fp16, tf32, fp32 (None: not supported, or unknown).
-# GeForce: with fp32 accumulation, which training uses; with fp16 accumulation, the peaks are twice as high. The first
+# GeForce peaks assume fp32 accumulation, which training uses; fp16 accumulation would be twice as fast. The first
 # pattern that occurs in the device's name applies, so a variant comes before its family.
 _PEAKS: tuple[tuple[str, tuple[float | None, float | None, float | None, float | None]], ...] = (
     (r"Laptop|Max-Q|MIG", (None, None, None, None)),
@@ -36,8 +36,8 @@ _PEAKS: tuple[tuple[str, tuple[float | None, float | None, float | None, float |
 def peak_flops(name: str, dtype: torch.dtype, tf32: bool = False) -> float | None:
     """Return the dense peak in FLOP/s of the device called `name`, for matrix multiplications in `dtype`.
 
-    `name` is as returned by `torch.cuda.get_device_name`. `tf32` is True if those in float32 may use TF32. None if the
-    peak is not known; MFU is then n/a instead of a guess.
+    `name` is as returned by `torch.cuda.get_device_name`. `tf32` is True if float32 multiplications may use TF32.
+    Returns None if the peak is not known; MFU is then n/a instead of a guess.
     """
     columns = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2 if tf32 else 3}
     if dtype not in columns:

@@ -52,7 +52,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def truncate_after(path: Path, step: int) -> int:
-    """Remove rows later than `step` from a metrics.jsonl, for a run that resumes there. Returns their number.
+    """Remove rows later than `step` from a metrics.jsonl, for a run that resumes at that step. Returns their number.
 
     Such rows describe training that will be repeated. They are kept in `metrics.replaced.jsonl` beside it, as is a last
     line truncated by a kill.

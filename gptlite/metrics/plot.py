@@ -36,7 +36,7 @@ STYLE: dict[Any, Any] = {
 
 LEFT = 0.045  # left edge of the titles and the loss panel, as a fraction of the figure
 LABEL_HEIGHT = 28  # points: two lines of text and some space
-SHORT = 10  # most points of a series whose points are marked
+SHORT = 10  # maximum length of a series whose points are marked
 
 Series = tuple[list[int], list[float]]
 
@@ -107,7 +107,7 @@ def smooth(values: list[float], width: float) -> list[float]:
 
 
 def label_log_ticks(axis: "Axis", words: Callable[[float], str]) -> None:
-    """Label a logarithmic axis, with its limits set, in plain text; matplotlib labels minor ticks with formulas."""
+    """Label a logarithmic axis, whose limits must be set, in plain text instead of matplotlib's formulas."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     low, high = axis.get_view_interval()
@@ -221,7 +221,7 @@ def short_tick(value: float) -> str:
 
 
 def _marker(values: list[float]) -> str:
-    """Return a marker that shows the points of a short series, between which a straight line is no measurement."""
+    """Return a marker for the points of a short series, as the lines between them are no measurements; else ""."""
     return "." if len(values) <= SHORT else ""
 
 

@@ -10,7 +10,7 @@ from gptlite.metrics.jsonl import read_rows
 from gptlite.metrics.plot import FAINT, STYLE
 
 EXPERT_LOADS = "expert_loads"  # key of a row: tokens of each expert, by layer
-MOST_LAYERS, MOST_STEPS = 8, 400  # limits of the picture; those shown are evenly spaced
+MOST_LAYERS, MOST_STEPS = 8, 400  # limits of the picture; the layers and steps shown are evenly spaced
 
 
 def plot_loads(jsonl: Path, out: Path) -> Path | None:

@@ -35,7 +35,7 @@ class Usage:
 
     Memory: on a GPU, bytes of live tensors, from the caching allocator; on a CPU, the resident set. Utilisation, from 0
     to 1: on a GPU, the fraction of time in which a kernel ran, from NVML; on a CPU, the processor time of this process
-    divided by the time available to its threads. None if the system does not report it, or without nvidia-ml-py.
+    divided by the time available to its threads; None if the system does not report it or nvidia-ml-py is missing.
     """
 
     def __init__(self, device: torch.device, seconds: float = SAMPLE_SECONDS) -> None:
@@ -95,6 +95,6 @@ class Usage:
 
 def gpu_utilization(device: torch.device) -> float | None:
     """Return NVML's utilisation, 0 to 1; None without nvidia-ml-py, or if the driver does not report it."""
-    with suppress(Exception):  # ModuleNotFoundError, and NVML's own kinds
+    with suppress(Exception):  # ModuleNotFoundError, and NVML's exceptions
         return torch.cuda.utilization(device) / 100
     return None

@@ -14,8 +14,8 @@ class WandbSink:
     """Sink for one W&B run, stored in `<run_dir>/wandb`; `id` identifies it across resumes.
 
     The run is online if an API key is set. Without a key (and a terminal to ask for it), or if the server cannot be
-    reached, it is offline after one warning; with `mode: online` that is an error. A resumed run passes its `id`. If it
-    is online, the W&B run continues; if it is offline, `wandb sync` joins the parts in order of time.
+    reached, it is offline after one warning; with `mode: online` that is an error. A resumed run passes its `id`. If
+    the resumed run is online, the W&B run continues; if it is offline, `wandb sync` joins the parts in order of time.
 
     Raises:
         ConfigError: W&B cannot start the run in the requested mode.
@@ -82,7 +82,7 @@ class WandbSink:
         self._run.log(shown)
 
     def rewind(self, step: int) -> None:
-        """Do nothing: W&B keeps its rows, and the following ones repeat their steps, as after a resume."""
+        """Do nothing: W&B keeps its rows, and later rows repeat their steps, as after a resume."""
 
     def close(self, failed: bool = False) -> None:
         """Wait until W&B has received everything, and mark the run as finished or failed."""

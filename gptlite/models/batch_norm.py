@@ -1,5 +1,5 @@
-"""Batch normalization with statistics over all data ranks. They are the same on any layout with the same samples in a
-micro-batch of all data ranks.
+"""Batch normalization with statistics over all data ranks. The statistics are the same on every layout on which the
+ranks' micro-batches together have the same samples.
 
 torch's SyncBatchNorm does not run on CPUs, and the statistics of nn.BatchNorm2d depend on the number of data ranks.
 Method: Ioffe & Szegedy 2015, arXiv:1502.03167, with the mean and variance of all ranks' samples.
@@ -35,8 +35,8 @@ class _SumOverRanks(torch.autograd.Function):
 class SyncedBatchNorm(_BatchNorm):
     """Batch normalization of x [B, C, ...] with the mean and variance of the micro-batches of all data ranks.
 
-    It replaces a batch norm of torch and shares its parameters and buffers. `tracks` is False while a block is
-    recomputed, since the running statistics already include its input.
+    It replaces a torch batch norm and uses that norm's parameters and buffers. `tracks` is False while a block is
+    recomputed, since the running statistics already include the block's input.
     """
 
     tracks = True
@@ -63,7 +63,7 @@ class SyncedBatchNorm(_BatchNorm):
             count = x.numel() // x.shape[1] * self.mesh.data_size
             mean = self._summed(x.sum(dims)) / count
             centered = x - mean.view(shape)
-            # In two passes, since E[x^2] - E[x]^2 loses precision for a large mean.
+            # The variance takes a second pass, since E[x^2] - E[x]^2 loses precision for a large mean.
             variance = self._summed((centered * centered).sum(dims)) / count
             if self.tracks and self.training:
                 self._track(mean.detach(), variance.detach() * (count / max(count - 1, 1)))
@@ -98,14 +98,14 @@ def sync_batch_norms(part: nn.Module, mesh: Mesh) -> None:
 
 
 def has_batch_norm(part: nn.Module) -> bool:
-    """Return True if a part has a batch norm. Its loss then depends on the number of samples in a micro-batch of all
-    data ranks."""
+    """Return True if a part has a batch norm. The loss then depends on how many samples the micro-batches of all data
+    ranks have together."""
     return any(isinstance(module, SyncedBatchNorm) for module in part.modules())
 
 
 def tracking_once(block: nn.Module, forward: Callable[..., Any]) -> Callable[[], Callable[..., Any]]:
-    """Return a function that creates a `forward` for each forward pass. Only the first call of such a `forward` updates
-    running statistics; a recomputation does not."""
+    """Return a function that creates a separate `forward` for each forward pass. The first call of that `forward`
+    updates running statistics; the second call, which recomputes the block, does not."""
     norms = [module for module in block.modules() if isinstance(module, SyncedBatchNorm)]
     return (lambda: _Once(forward, norms)) if norms else (lambda: forward)
 

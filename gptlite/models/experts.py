@@ -32,8 +32,8 @@ class Router(nn.Module):
     K].
 
     Logits and scores are fp32. `bias` [E] is added to the scores to select experts, but not to compute their weights.
-    The backward pass adds the number of tokens of each expert to `load` [E] and the router's losses to `losses`. It is
-    done there since the forward pass may be recomputed. At the end of a step, both hold the sums over all ranks.
+    The backward pass adds the number of tokens of each expert to `load` [E] and the router's losses to `losses`; the
+    forward pass does not, since it may be recomputed. At the end of a step, both hold the sums over all ranks.
     """
 
     bias: Tensor
@@ -84,7 +84,7 @@ class Router(nn.Module):
         return total
 
     def _sequence_groups(self) -> list[tuple[dist.ProcessGroup, int]]:
-        """Return the process groups whose ranks share each sequence, with their sizes."""
+        """Return the process groups over whose ranks each sequence is sharded, with the sizes of the groups."""
         tensor, context = self.tensor_axis, self.context
         found = [] if tensor is None or not tensor.sequence else [(tensor.group, tensor.size)]
         return found if context is None or context.whole else [*found, (context.group, context.size)]
@@ -115,9 +115,9 @@ class Experts(nn.Module):
     """Experts of a layer: x [B, s, d], weights and expert indices `chosen` [B, s, K] -> the weighted sum of the
     experts' outputs.
 
-    `up` [E, u, d] and `down` [E, d, f] are the experts' stacked matrices. With a gated activation, rows 2i and 2i + 1
-    of an expert's `up` are gate and value of unit i, as in the dense MLP. A tensor-parallel rank holds some hidden
-    units of every expert.
+    `up` [E, u, d] and `down` [E, d, f] are the experts' stacked matrices, with f hidden units; u is f, or 2f with a
+    gated activation. Rows 2i and 2i + 1 of an expert's gated `up` are the gate and the value of hidden unit i, as in
+    the dense MLP. A tensor-parallel rank holds some hidden units of every expert.
     """
 
     matmul_dtype: torch.dtype | None = None
@@ -149,7 +149,7 @@ class Experts(nn.Module):
         dtype, given = x.dtype, x
         x = x.to(self.matmul_dtype or dtype)
         if self.axis is not None:
-            # Each rank computes a partial sum of every output, so the gradients of x and of the router's weights are
+            # Each rank computes a partial sum of every output, so the gradients of x and of the routing weights are
             # summed over the ranks.
             x, weights, chosen = (enter(each, self.axis) for each in (x, weights, chosen))
         dispatch = Dispatch.of(chosen.flatten(0, 1), self.up.shape[0])
@@ -220,8 +220,8 @@ def begin(parts: Sequence[nn.Module], upstream: Tensor) -> None:
 
 @torch.no_grad()
 def balance(parts: Sequence[nn.Module], mesh: Mesh) -> None:
-    """Sum the step's loads over the ranks, then raise the routers' biases of underloaded experts and lower those of
-    overloaded ones. Collective.
+    """Sum the step's loads and losses over the ranks. Then raise the routers' biases of underloaded experts and lower
+    those of overloaded experts. Collective.
 
     Loads are integers, so the biases are bitwise identical on all layouts.
     """
@@ -246,7 +246,7 @@ def loads_of(found: Mapping[int, Router], shape: tuple[int, int], mesh: Mesh) ->
     """Return the step's loads and losses of all routers, fp64 [layers with experts, E + 1]; the last column has the
     losses, summed over tokens. Collective.
 
-    `found`: this rank's routers by index among the layers with experts. `shape`: the number of these layers, and E.
+    `found`: this rank's routers by index among the layers with experts. `shape`: the number of all such layers, and E.
     """
     table = torch.zeros(shape[0], shape[1] + 1, dtype=torch.float64, device=mesh.device)
     for row, router in found.items():

@@ -37,9 +37,9 @@ def count_flops(model: Model, length: int, example: tuple[Any, Tensor] | None = 
     in the forward pass and four in the backward pass, including the masked half. Tensors are on the meta device, so no
     values are computed.
 
-    Raises Uncounted with the name of the first op without a formula. Such an op is one of another library, or one of
-    torch's matrix multiplications, convolutions, attention, transforms, recurrent layers, grid samplers and linear
-    algebra. Also raised if the pass fails.
+    Raises Uncounted if the pass fails, or if an op needs a formula but has none, with the name of the first such op.
+    Ops of other libraries need a formula, and so do torch's matrix multiplications, convolutions, attention,
+    transforms, recurrent layers, grid samplers and linear algebra.
     """
     with _Unknown() as unknown:
         try:
@@ -47,7 +47,7 @@ def count_flops(model: Model, length: int, example: tuple[Any, Tensor] | None = 
                 part = model.spec.build(model.config, Ops(), 0)
                 x = targets = torch.zeros(1, length, dtype=torch.int64)
                 if example is not None:
-                    part.eval()  # batch norm refuses to train on one value
+                    part.eval()  # batch norm cannot train on one value
                     x, targets = tree_map(lambda leaf: torch.empty(leaf.shape, dtype=leaf.dtype), example)
                 inputs = Inputs(targets, torch.zeros(1, dtype=torch.int64))
                 model.spec.forward(part, x, inputs).backward()

@@ -10,9 +10,10 @@ from gptlite.parallelism.tensor import TensorAxis, cut, local, summed
 
 
 class HeadsNorm(nn.Module):
-    """RMS norm of x [B, S, K, G, D] over its last three dimensions, in fp32, with a gain for each element.
+    """RMS norm of x [B, S, K, G, D], K groups of G heads, over the last three dimensions, in fp32, with a gain for each
+    element.
 
-    A tensor-parallel rank has some of the K groups; the sum of squares is summed over the ranks.
+    A tensor-parallel rank has some of the K groups, so the sum of squares is added up over the ranks.
     """
 
     def __init__(self, heads: int, width: int, eps: float, *, gain: bool) -> None:

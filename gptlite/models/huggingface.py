@@ -24,9 +24,9 @@ def unchanged(ours: Tensor) -> Tensor:
 class Weight:
     """A parameter's name and shape in transformers, and its name and shape in gptlite.
 
-    If `ours` is None, the parameter is zero in transformers and does not exist in gptlite. `view` returns a view of our
-    tensor whose elements, in row-major order, are those of the tensor in transformers: an export reads it, an import
-    writes into it.
+    If `ours` is None, the parameter is zero in transformers and does not exist in gptlite. `view` returns a view of
+    gptlite's tensor whose elements, in row-major order, are those of the tensor in transformers. An export reads from
+    the view, and an import writes into it.
     """
 
     name: str
@@ -50,8 +50,8 @@ class Piece:
 class Adapter(Generic[C]):
     """Conversion of a model to and from a transformers class. `weights`, `to_json` and `from_json` are required.
 
-    `model_type`: the key in config.json by which an import finds the model. `model_class`: the class with
-    `from_pretrained`. `title`: the model's name in messages.
+    `model_type`: the value of that key in config.json, by which an import finds the adapter. `model_class`: name of the
+    transformers class with `from_pretrained`. `title`: the model's name in messages.
     """
 
     model_type: str
@@ -59,7 +59,7 @@ class Adapter(Generic[C]):
     title: str
 
     def weights(self, config: C) -> Iterator[Weight]:
-        """Yield every parameter of the transformers model, in the order of the file."""
+        """Yield every parameter of the transformers model, in the order of an exported file."""
         raise NotImplementedError(f"{type(self).__name__} does not define `weights`")
 
     def differences(self, config: C) -> list[str]:
@@ -71,8 +71,8 @@ class Adapter(Generic[C]):
         raise NotImplementedError(f"{type(self).__name__} does not define `to_json`")
 
     def from_json(self, content: Mapping[str, Any], name: str) -> C:
-        """Return the configuration that a config.json describes, with its vocabulary size. `name`: the model's name,
-        for configurations with that key. Raises ConfigError, naming the key, for unsupported values."""
+        """Return the configuration that a config.json describes, including the vocabulary size. `name`: the value of
+        the key `name`, if the configuration has one. Raises ConfigError, naming the key, for unsupported values."""
         raise NotImplementedError(f"{type(self).__name__} does not define `from_json`")
 
     def from_meta(
@@ -84,8 +84,8 @@ class Adapter(Generic[C]):
         return None
 
     def canonical(self, name: str) -> str | None:
-        """Return the canonical name of a tensor that checkpoints store under several names; None if the tensor is not a
-        parameter but, for example, a mask."""
+        """Return the canonical name of a tensor, which different checkpoints may store under different names; None if
+        the tensor is not a parameter but, for example, a mask."""
         return name
 
     def copies(self) -> Mapping[str, str]:

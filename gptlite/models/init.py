@@ -60,7 +60,7 @@ def _draw_part_(
         for index, each in enumerate(target):
             _draw_part_(each, whole[1:], at[1:], draw, offset + (at[0] + index) * size)
         return
-    # This rank has only some columns. Counters run along whole rows, so draw these and keep the columns.
+    # This rank has only some columns. Counters run along whole rows, so draw whole rows and keep these columns.
     rows, columns = target.shape
     for start in range(0, rows, step := max(1, BLOCK // size)):
         block = target.new_empty(min(step, rows - start), size)

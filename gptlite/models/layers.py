@@ -1,7 +1,7 @@
 """Basic layers that cast their parameters to their input's dtype.
 
 Parameters are fp32 master weights; activations have the compute dtype. The casts give a single device the numerics of
-FSDP2's mixed precision (cast, compute, gradient back to fp32), and are no-ops if FSDP2 has already cast. If activations
+FSDP2's mixed precision (cast, compute, gradient back to fp32), and do nothing if FSDP2 has already cast. If activations
 stay in fp32 (Apex's O1), a layer's `matmul_dtype` is the dtype of its GEMM.
 """
 

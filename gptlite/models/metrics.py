@@ -37,8 +37,8 @@ def metric_values(spec: ModelSpec, found: Mapping[str, Any], device: torch.devic
 class Recording:
     """Forward pass that sums a step's metrics over this rank's micro-batches, on the device.
 
-    In a pipeline, only the part with the loss records metrics. A recomputed block cannot add to the sums a second time,
-    since they are read when the forward pass returns.
+    In a pipeline, only the part with the loss records metrics. A recomputed block does not count twice, since metrics
+    are read when the forward pass returns, before any recomputation.
     """
 
     def __init__(self, spec: ModelSpec, forward: Callable[[nn.Module, Any, Inputs], Tensor]) -> None:

@@ -25,8 +25,8 @@ from gptlite.precision import Policy
 class Model:
     """A model spec with its configuration.
 
-    `dtype`: dtype of the activations. `autocast`: dtype of autocast, for a model whose layers do not cast their inputs;
-    None turns autocast off.
+    `dtype`: dtype of the activations. `autocast`: dtype of autocast, for a model whose spec does not set `casts`; None
+    turns autocast off.
     """
 
     spec: ModelSpec
@@ -36,7 +36,7 @@ class Model:
 
     @classmethod
     def of(cls, config: Any, policy: Policy | None = None) -> Model:
-        """Return the model of a configuration, with the dtypes of a precision policy (fp32 without one)."""
+        """Return the model of a configuration, with the dtypes of a precision policy (fp32 if that is None)."""
         spec = spec_of(config)
         if policy is None:
             return cls(spec, config)
@@ -56,7 +56,7 @@ class Model:
         """Return the sum of the losses, or the activations of a part without the loss: see ModelSpec.forward."""
         if self.autocast is None:
             return self.spec.forward(part, x, inputs)
-        # Only for models whose layers do not cast: autocast chooses a dtype for each op, which FSDP2 cannot.
+        # Only for models whose layers do not cast: autocast chooses a dtype for each op, which FSDP2 cannot do.
         with torch.autocast(inputs.targets.device.type, self.autocast):
             out = self.spec.forward(part, x, inputs)
         return out.to(self.dtype) if out.dim() else out  # activations, which the next part of a pipeline receives
@@ -78,8 +78,8 @@ class Model:
         """Raise ConfigError if a forward pass on inputs of these shapes fails, its loss is not a scalar tensor, or the
         loss does not record the metrics that the spec declares.
 
-        The pass runs on the meta device, without computing values. A model that needs values, or whose spec `casts`, is
-        not checked.
+        The pass runs on the meta device, without computing values. A model that needs values, or whose spec sets
+        `casts`, is not checked.
         """
         if self.spec.casts:
             return
@@ -130,8 +130,8 @@ class Model:
         return None if found is None or count is None else count * found[0] + found[1]
 
     def stage_blocks(self, stages: int) -> list[range]:
-        """Return the blocks of each pipeline stage, balanced by FLOPs including the layers after the last block. Raises
-        ValueError if the model's number of blocks is unknown."""
+        """Return the blocks of each pipeline stage, with balanced FLOPs. The layers after the last block count
+        towards the last stage. Raises ValueError if the model's number of blocks is unknown."""
         count = self.spec.num_blocks(self.config)
         if count is None:
             raise ValueError(f"the {self.spec.name} model has no stages, since its number of blocks is unknown")
@@ -166,8 +166,8 @@ class Model:
         return {name: values[name].clone() for name in names}
 
     def tie(self, part: nn.Module) -> None:
-        """Tie parameters again in a part that holds both of a pair, since moving a module to another device unties
-        them."""
+        """Tie parameters again in a part that holds both parameters of a tied pair, since moving a module to another
+        device unties them."""
         for copy, owner in self.tied.items():
             if (found := _parameter(part, owner)) is not None and _parameter(part, copy) is not None:
                 path, _, name = copy.rpartition(".")

@@ -71,11 +71,11 @@ def parallelize(
         parameter.data = parameter.data.to(policy.parameter_dtype)
     parts = _cut_blocks(model, whole, mesh, config)
     split_backward = splits_backward(config)
-    # If the backward pass is split, a layer that overlaps communication would repeat it in the input- and the
-    # weight-gradient pass. Compiled code is reordered by the compiler itself.
+    # If the backward pass is split, a layer that overlaps communication would communicate twice: in the pass for input
+    # gradients and in that for weight gradients. If blocks are compiled, the compiler reorders their ops.
     axis = tensor_axis(mesh, config.sequence, overlap=not (split_backward or compile))
-    # Keys and values are gathered again for the backward pass, unless the block is recomputed, which repeats the gather
-    # anyway, or compiled: compiled code does not support resizing a tensor's memory.
+    # Gathered keys and values are freed, and gathered again for the backward pass, with two exceptions: recomputing a
+    # block repeats the gather anyway, and compiled code does not support resizing a tensor's memory.
     context = context_axis(mesh, config.activation_checkpointing is ActivationCheckpointing.none and not compile)
     mode, among = config.activation_checkpointing, expert_axis(mesh)
     for part in parts:
@@ -130,13 +130,13 @@ def materialize(model: Model, parts: Sequence[nn.Module], device: torch.device) 
         part.to_empty(device=device)
         model.tie(part)  # `to_empty` creates new parameters, two of them for a shared one
         for parameter in part.parameters():
-            parameter.grad_dtype = torch.float32  # for sums over micro-batches and ranks, also of bf16 parameters
+            parameter.grad_dtype = torch.float32  # even bf16 parameters have fp32 sums over micro-batches and ranks
 
 
 def copy_weights(parts: Sequence[nn.Module], mesh: Mesh, policy: Policy) -> None:
-    """Create 16-bit copies of the weights that layers cast in each forward pass, see ops/weight_copies.py.
+    """Create 16-bit copies of the weights that layers would cast in each forward pass; see ops/weight_copies.py.
 
-    Only on a single device that holds whole fp32 weights; otherwise does nothing. Call it after `materialize`.
+    Does nothing unless a single device holds all weights, in fp32. Call it after `materialize`.
     """
     if mesh.world_size > 1 or policy.compute_dtype.itemsize > 2:
         return
@@ -185,11 +185,11 @@ def build_passes(
 
 @torch.no_grad()
 def finish_gradients(model: Model, parts: Sequence[nn.Module], mesh: Mesh) -> torch.Tensor | None:
-    """Sum the gradients that are still partial: over the tensor axis, those of sequence slices and of modules with some
-    of the heads; over the two ends of the pipeline, those of tied parameters.
+    """Sum the gradients that are still partial. Over the tensor axis, these come from slices of the sequence, or from
+    some of the heads. Over the first and the last pipeline stage, they are those of tied parameters.
 
-    Call it once per step, after ZeRO's reduction and before clipping. It also calls ModelSpec.end_step, and returns its
-    result.
+    Call it once per step, after ZeRO's reduction and before clipping. It also calls ModelSpec.end_step and returns the
+    result of that method.
     """
     for part in parts:
         axis = axis_of(part)
@@ -216,8 +216,8 @@ def _cut_blocks(model: Model, whole: nn.Module, mesh: Mesh, config: ParallelismC
 
 
 def _gathered_alone(model: Model, part: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
-    """Return the blocks without a tied parameter, each of which ZeRO gathers separately. FSDP2 would untie a parameter
-    from its copy in another block, so the other blocks are gathered with the rest of the part."""
+    """Return the blocks without tied parameters. ZeRO gathers each of these blocks separately. FSDP2 would untie a
+    parameter from its copy in another block, so all other blocks are gathered with the rest of the part."""
     tied = {id(each) for name, each in part.named_parameters(remove_duplicate=False) if name in model.tied}
     return [block for block in blocks if tied.isdisjoint(map(id, block.parameters()))]
 
@@ -273,7 +273,7 @@ def _set_axis(part: nn.Module, name: str, axis: TensorAxis | ContextAxis) -> Non
 
 def _plain_products(part: nn.Module) -> None:
     """Switch linear layers to torch's own GEMMs, which can compute the gradients of input and weight separately. The
-    fused function computes both at once."""
+    fused function computes both in one backward call."""
     for module in part.modules():
         if isinstance(module, Linear):
             module.fused = False

@@ -93,7 +93,7 @@ def input_shapes(spec: ModelSpec, config: Any, x: Tensor) -> list[tuple[int, ...
     read."""
     with torch.device("meta"):
         out, shapes = torch.empty(x.shape, dtype=x.dtype), []
-        for block in build_whole(spec, config, Ops(), 0).eval().children():  # batch norm refuses to train on one value
+        for block in build_whole(spec, config, Ops(), 0).eval().children():  # batch norm cannot train on one value
             shapes.append(tuple(out.shape))
             out = block(out)
     return shapes

@@ -12,7 +12,8 @@ PRESETS: list[str] = []  # names of registered models: `model=<name>` has the sc
 
 
 def register_model(spec: ModelSpec) -> None:
-    """Add a model, and a preset of its name with its schema's default values. Raises ConfigError if the name is taken.
+    """Add a model, and a preset with the model's name and the default values of its schema. Raises ConfigError if
+    the name is taken.
 
     A plugin calls it when it is imported; a second call for the same model has no effect.
     """

@@ -81,9 +81,9 @@ class Matrices:
 class ModelSpec(Generic[C]):
     """Interface of a model for the engine. Methods take the model's configuration, an instance of `schema`.
 
-    `name` is that of its schema in presets: `defaults: [<name>_schema, _self_]`. `casts` is True if the model's layers
-    compute in their input's dtype, whatever their parameters' dtype, as gptlite.models.layers do. Other models run
-    under autocast.
+    Presets refer to the schema by `name`: `defaults: [<name>_schema, _self_]`. `casts` is True if the model's layers
+    compute in their input's dtype, whatever their parameters' dtype, like those of gptlite.models.layers. Other models
+    run under autocast.
     """
 
     name: str
@@ -97,15 +97,15 @@ class ModelSpec(Generic[C]):
     positive: tuple[str, ...] = ()  # configuration keys that must be at least 1 if they are not null
     renamed: Mapping[str, str] = {}  # {former configuration key: key}, for saved configurations
 
-    # Methods that need only a configuration. No torch in these.
+    # Methods that need only a configuration. They do not need torch, apart from the default `num_blocks`.
 
     def check(self, config: C) -> None:
         """Raise ConfigError for a configuration that is invalid by itself."""
 
     def num_blocks(self, config: C) -> int | None:
         """Return the number of blocks that can be divided into pipeline stages; if None, parallelism.pipeline > 1 is
-        refused. By default, builds the model on the meta device and counts the children of an nn.Sequential; None for
-        any other module."""
+        refused. By default, builds the model on the meta device and returns the number of children of an nn.Sequential;
+        None for any other module."""
         from gptlite.models.plain import count_blocks
 
         return count_blocks(self, config)
@@ -181,8 +181,8 @@ class ModelSpec(Generic[C]):
         return None
 
     def attention(self, config: C) -> tuple[int, int, bool] | None:
-        """Return the number of heads, their width, and True if attention has dropout, for the banner's line on the SDPA
-        kernel; if None, there is no such line."""
+        """Return the number of heads, the head width, and True if attention has dropout, otherwise False. If None, the
+        banner has no line on the SDPA kernel."""
         return None
 
     def label(self, config: C) -> str:
@@ -201,7 +201,7 @@ class ModelSpec(Generic[C]):
     # Methods on modules.
 
     def build(self, config: C, ops: Ops, seed: int) -> nn.Module:
-        """Build the whole model on the default device, which is the meta device in a run. `seed` keys its dropout."""
+        """Build the whole model on the default device, which is the meta device in a run. `seed` keys dropout."""
         raise NotImplementedError(f"{type(self).__name__} does not define `build`")
 
     def blocks(self, part: nn.Module) -> dict[int, nn.Module]:
@@ -216,7 +216,7 @@ class ModelSpec(Generic[C]):
         """Return the sum of the losses, fp32, in nats. x: tokens int64 [B, S], or the inputs of samples.
 
         In a pipeline, a part without the model's beginning gets activations as x, and a part without its end returns
-        activations. By default, calls the module with x (`**x` for a dict, `*x` for a tuple), and `loss` with its
+        activations. By default, calls the module with x (`**x` for a dict, `*x` for a tuple) and returns `loss` of its
         output.
         """
         from gptlite.models.plain import call, has_end
@@ -228,9 +228,9 @@ class ModelSpec(Generic[C]):
         """Return the fp32 sum of the losses of the module's output, by default the cross entropy of logits [B, ...,
         classes].
 
-        If the spec declares `metrics`, this method stores the sum of each over the micro-batch, a number or a scalar
-        tensor, in the dict `inputs.metrics`. The sums are divided by `count`, like the loss. The default can record
-        "accuracy", the number of correct predictions.
+        If the spec declares `metrics`, this method stores the sum of each metric over the micro-batch, a number or a
+        scalar tensor, in the dict `inputs.metrics`. The sums are divided by `count`, like the loss. The default can
+        record "accuracy", the number of correct predictions.
         """
         from gptlite.models.plain import cross_entropy
 
@@ -242,7 +242,7 @@ class ModelSpec(Generic[C]):
         activations.
 
         By default, scores are computed from the module's output, logits [B, S, V]. The default raises ConfigError for
-        any other output, or if the spec has its own `forward`.
+        any other output, or if the spec overrides `forward`.
         """
         from gptlite.models.plain import scores
 
@@ -252,7 +252,7 @@ class ModelSpec(Generic[C]):
         """Return the number of losses that `forward` sums for these targets, by default the number of targets other
         than -100.
 
-        Override it with `len(targets)` if a sample has one loss but a target of several elements.
+        Override it to return `len(targets)` if a sample has one loss but a target of several elements.
         """
         from gptlite.ops.cross_entropy import IGNORE
 
@@ -278,8 +278,8 @@ class ModelSpec(Generic[C]):
 
     def tied(self, config: C) -> Mapping[str, str]:
         """Return `{copy: owner}`, the names of tied parameters. In a pipeline, the first stage holds the owner and the
-        last stage the copy. By default, these are the parameters that several modules share, for which pipelines are
-        refused."""
+        last stage the copy. By default, these are the parameters that several modules share; pipelines are refused if
+        there are any."""
         from gptlite.models.plain import shared_parameters
 
         return shared_parameters(self, config)
@@ -300,7 +300,7 @@ class ModelSpec(Generic[C]):
             return dict(self.build(config, ops, seed).named_buffers())
 
     def prepare(self, part: nn.Module, policy: Policy, recomputes: bool) -> None:
-        """Set up a part for a precision policy, once. `recomputes`: its blocks are recomputed in the backward pass."""
+        """Set up a part for a precision policy, once. `recomputes`: blocks are recomputed in the backward pass."""
 
     def begin_step(self, config: C, parts: Sequence[nn.Module], upstream: Tensor) -> None:
         """Prepare parts for a step. `upstream`: the gradient with respect to the sum of losses, a scalar tensor."""

@@ -1,4 +1,4 @@
-"""Vocabulary-parallel output head: each tensor-parallel rank holds some rows of its weight."""
+"""Vocabulary-parallel output head: each tensor-parallel rank holds some rows of the head's weight."""
 
 import torch
 from torch import Tensor, nn

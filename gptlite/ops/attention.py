@@ -49,8 +49,8 @@ def causal_attention(
 
     q [B, H, Sq, D]; k, v [B, H, Sk, D], Sq <= Sk: the queries are the last Sq positions. Returns [B, H, Sq, D]. If k
     and v have fewer heads, each serves several consecutive query heads (grouped-query attention, arXiv:2305.13245).
-    `mask`, bool and broadcast to [B, H, Sq, Sk], hides further entries where it is True; a fully masked query gets
-    zeros.
+    `mask`, bool and broadcast to [B, H, Sq, Sk], also hides the keys where it is True; a query without visible keys
+    gets zeros.
 
     With dropout, scores are always materialized, since SDPA's dropout would depend on the layout. With a mask, they are
     materialized unless `choice` is `sdpa`. `fused_scores`: materialized scores use our softmax and dropout kernels. The
@@ -135,7 +135,7 @@ def _backends(choice: Attention, device: torch.device, several: bool) -> list[SD
 
 
 def _takes_flash(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Return True if flash attention supports fewer queries than keys here, with its own mask.
+    """Return True if flash attention, with its causal mask, supports fewer queries than keys here.
 
     torch's causal_lower_right does this too, but its tensor subclass cannot be created under a dispatch mode, such as
     the one of selective checkpointing.

@@ -22,7 +22,8 @@ CHECKS: dict[str, Callable[..., bool]] = {
 
 
 def sdpa_words(device: torch.device, dtype: torch.dtype, heads: int, length: int, width: int) -> str:
-    """Return, for causal training, e.g. `cuDNN for bfloat16 heads of 64; flash can run; efficient cannot: ...`."""
+    """Return a description of SDPA's kernels for causal training, e.g. `cuDNN for bfloat16 heads of 64; flash can run;
+    efficient cannot: ...`."""
     qkv = torch.empty(1, length, heads, 3, width, device=device, dtype=dtype, requires_grad=True)
     q, k, v = qkv.permute(3, 0, 2, 1, 4).unbind(0)
     # torch has no public function for its choice.

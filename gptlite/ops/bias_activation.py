@@ -24,9 +24,9 @@ FORMULAS: dict[str, Callable[[Tensor], Tensor]] = {
 def bias_activation(x: Tensor, bias: Tensor | None, kind: str, fused: bool = False) -> Tensor:
     """Return f(x + bias) [..., F], with the formula f of `kind`. x [..., F]; bias [F].
 
-    For a gated kind, x is [..., 2F] and bias [2F]: columns 2i and 2i + 1 of their sum are gate and value of unit i, and
-    the result is f(gate) * value. The fused kernel saves only x and bias for the backward pass, and rounds only the
-    result.
+    For a gated kind, x is [..., 2F] and bias [2F]: columns 2i and 2i + 1 of x + bias are the gate and the value of unit
+    i, and the result is f(gate) * value. The fused kernel saves only x and bias for the backward pass, and rounds only
+    the result.
     """
     number = ACTIVATIONS[kind]
     if fused:

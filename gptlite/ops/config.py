@@ -4,10 +4,10 @@ from dataclasses import dataclass
 from enum import Enum
 
 QUERY_BLOCK = 256  # queries per block of matmul attention: bounds memory, and skips most of the upper triangle
-# Limit of the bytes of logits in memory at once. On a GPU, 32,768 tokens with GPT-2's vocabulary are one chunk (3.3 GB
-# in 16-bit precision). The meta device has the values of a GPU, since steps are traced on it.
+# Maximum number of bytes of logits in memory at a time. On a GPU, 32,768 tokens with GPT-2's vocabulary are one chunk
+# (3.3 GB in 16-bit precision). The meta device has the values of a GPU, since steps are traced on it.
 LOGIT_BYTES = {"cpu": 256 * 2**20, "cuda": 4 * 2**30, "meta": 4 * 2**30}
-# Limit of the bytes of fp32 logits in a block of the softmax. On a CPU, a block fits in the cache.
+# Maximum number of bytes of fp32 logits in a block of the softmax. On a CPU, a block fits in the cache.
 SOFTMAX_BYTES = {"cpu": 4 * 2**20, "cuda": 256 * 2**20, "meta": 256 * 2**20}
 CHUNK_ROWS = 128  # with aligned GEMMs, a chunk's number of rows is a multiple of this, the tile size of GPU GEMMs
 
@@ -41,8 +41,8 @@ PRODUCTS = {"cpu": Products(), "cuda": ON_GPU, "meta": ON_GPU}
 def logit_rows(device: str, tokens: int, columns: int, itemsize: int) -> int:
     """Return the number of tokens per chunk of logits with this many `columns`. The last chunk may have fewer.
 
-    With aligned GEMMs, chunks have about equal size, so that no GEMM is small. Rounding up may exceed the limit by up
-    to CHUNK_ROWS rows.
+    With aligned GEMMs, chunks have about equal size, so that no GEMM is small. Rounding up may exceed LOGIT_BYTES
+    by up to CHUNK_ROWS rows.
     """
     most = LOGIT_BYTES[device]
     if not PRODUCTS[device].aligned:

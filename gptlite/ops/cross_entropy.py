@@ -49,10 +49,10 @@ class LossTerms:
 class LossGradient:
     """Properties of a loss's gradients that are known before the backward pass.
 
-    `upstream`: the gradient with respect to the loss. It is applied when the logits' gradients are computed. If the
-    backward pass gets a different one, or on a GPU, rescaling takes a pass over the weight's gradient. `table`:
-    receives the gradient of a weight that the embedding shares; autograd then gets no gradient of the weight from this
-    op.
+    `upstream`: the gradient with respect to the loss, by which the logits' gradients are multiplied when they are
+    computed. If the backward pass gets a different value, and always on a GPU, rescaling takes a pass over the weight's
+    gradient. `table`: receives the gradient of a weight that the embedding shares; autograd then gets no gradient of
+    the weight from this op.
     """
 
     upstream: float | None = None
@@ -79,7 +79,7 @@ def linear_cross_entropy(
     hidden [N, D]; weight [V', D], cast to hidden's dtype; rows from `vocab_size` on are padding, without probability or
     gradient; targets [N] int64, where IGNORE is not counted. `reference` computes all logits in fp32, directly from the
     formula. The other paths compute gradients in the forward pass, while the logits exist (as in Liger Kernel,
-    arXiv:2410.10989). The backward pass scales the gradients by the upstream gradient, unless that is the `known` one.
+    arXiv:2410.10989). The backward pass scales the gradients by the upstream gradient, unless that is `known.upstream`.
     Aligned GEMMs (see Products) include the padding, as zeros.
 
     With a `shard`, weight holds only this rank's rows. The ranks exchange three floats per token (log-sum-exp, the
@@ -123,7 +123,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         rows, table = loss.rows(weight), loss.table(weight, hidden.dtype)
         losses, dhidden, dtable = [], [], None
         chunks = list(loss.chunks(hidden, targets, weight))
-        # Chunks are summed in fp32: a bf16 sum of many would lose small terms.
+        # Chunks are summed in fp32: a bf16 sum of many chunks would lose small terms.
         dtype = torch.float32 if len(chunks) > 1 else torch.promote_types(weight.dtype, hidden.dtype)
         for h, t in chunks:
             logits = h @ table.t()
@@ -154,9 +154,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx.scaled_by = grad
         factor = grad if ctx.upstream is None else grad / ctx.upstream
         # Reading the factor on a GPU would synchronize, after tens of milliseconds of queued work. So a GPU always
-        # multiplies: 0.4 GB at GPT-3 Small, 95 us of a micro-batch's 55 ms on an H200.
+        # multiplies. For GPT-3 Small, this moves 0.4 GB, in 95 us of a micro-batch's 55 ms on an H200.
         if ctx.upstream is None or grad.device.type != "cpu" or factor != 1:
-            # In place: nothing else uses them. `.data`, since autograd would reject modified saved tensors next time.
+            # In place, since nothing else uses these tensors. By way of `.data`, since autograd would otherwise reject
+            # the modified saved tensors in a second backward pass.
             dhidden.data.mul_(factor)
             dweight.data.mul_(factor)
         if ctx.shared is None:
@@ -190,8 +191,8 @@ class _Loss:
 
         With aligned GEMMs, the result is a copy in `dtype`, padded with zeros to a multiple; a cast would copy anyway.
         The padding's contents must not reach hidden's gradient, since 0 times NaN is NaN. With zeros, the padding's
-        logits are 0 and equal their gradients. (If the weight already has the dtype, the copy moves 154 MB at GPT-3
-        Small, 36 us on an H200, of a micro-batch's 55 ms.)
+        logits are 0 and equal their gradients. (If the weight already has the dtype, the copy moves 154 MB for GPT-3
+        Small, in 36 us of a micro-batch's 55 ms on an H200.)
         """
         rows, products = self.rows(weight), PRODUCTS[weight.device.type]
         if not products.aligned:
@@ -266,7 +267,7 @@ class _Loss:
         return torch.where(valid, loss, 0.0).sum()
 
     def _gradient(self, p: Tensor, log_sum: Tensor, index: Tensor, mine: Tensor, valid: Tensor) -> Tensor:
-        """Compute the gradient in place of probabilities [N, V]. `mine`: rows whose target is column `index` [N, 1]."""
+        """Overwrite probabilities p [N, V] with the gradient. `mine`: rows whose target is column `index` [N, 1]."""
         terms = self.terms
         if terms.z_loss:
             p.mul_((1 + 2 * terms.z_loss * log_sum).unsqueeze(1))

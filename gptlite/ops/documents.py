@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 class Documents:
     """Document boundaries of a batch. `starts` int64 [B, S]: for each position, the first position of its document.
 
-    `ends` int32 [B, K]: the end of each document, with rows concatenated. A row with fewer than K documents repeats its
-    own end, which adds documents of length 0. `longest`: an upper bound on the length of a document. K and `longest`
-    are powers of two, or S, so that there are few distinct shapes and attention gets both without a device
+    `ends` int32 [B, K]: the end of each document in the concatenation of all rows. A row with fewer than K documents
+    repeats its own end, which adds documents of length 0. `longest`: an upper bound on the length of a document. K and
+    `longest` are powers of two, or S, so that there are few distinct shapes. Both are known without a device
     synchronization.
     """
 
@@ -30,7 +30,7 @@ class Documents:
 
 
 def joined(batches: Sequence[Documents]) -> Documents:
-    """Return the documents of several micro-batches, with rows concatenated. `ends` count from the start of each
+    """Return the documents of several micro-batches, whose rows are concatenated. `ends` count from the start of each
     micro-batch."""
     import torch
 

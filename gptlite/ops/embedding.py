@@ -42,8 +42,8 @@ def embedding(tokens: Tensor, table: Tensor, shared: TableGradient) -> Tensor:
 def copied_rows(tokens: Tensor, table: Tensor, dtype: torch.dtype) -> Tensor | None:
     """Return the rows of `table` in a 16-bit dtype from its copy (weight_copies.py); None without a valid copy.
 
-    The result equals a cast of the rows, and reading it moves a third of the bytes. The gradient is summed in the dtype
-    of `table`.
+    The result equals a cast of the rows, and computing it moves a third of the bytes. The gradient is summed in the
+    dtype of `table`.
     """
     copy = copy_of(table)
     return None if copy is None or copy.dtype != dtype else _CopiedRows.apply(tokens, table, copy)

@@ -1,7 +1,7 @@
-"""Linear layers of experts: rows sorted by expert, each multiplied by the weight of its own.
+"""Linear layers of experts: rows are sorted by expert, and each row is multiplied by the weight of its expert.
 
 Shapes: T tokens, each with K chosen experts; N = T K rows, sorted by expert; E experts; `ends` int32 [E], the end of
-each expert's rows. Nothing here depends on the values on the host, so that a GPU is not waited for.
+each expert's rows. Except in `_groups`, the host does not read tensor values, and so does not wait for a GPU.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from torch.utils.flop_counter import register_flop_formula
 from gptlite.ops.fp8 import GRADIENT, INPUT, fp8_linear, fp8_product
 from gptlite.ops.weight_copies import as_dtype
 
-ALIGNMENT = 16  # bytes: torch's grouped products take only strides that are multiples of it
+ALIGNMENT = 16  # bytes: torch's grouped products take only strides that are multiples of this
 
 
 @dataclass(frozen=True)
 class Dispatch:
-    """Order of the rows of `chosen`, int64 [T, K], by expert. Equal experts stay in the order of the tokens.
+    """Order by expert of the T K choices in `chosen`, int64 [T, K]. Choices of the same expert stay in token order.
 
-    `order` [N]: which of the T K choices each row is; `place` [N]: the row of each choice.
+    `order` [N]: the index of each row's choice; `place` [N]: the row of each choice.
     """
 
     order: Tensor
@@ -35,7 +35,7 @@ class Dispatch:
 
     @classmethod
     def of(cls, chosen: Tensor, experts: int) -> Dispatch:
-        """Sort the choices."""
+        """Sort the choices by expert."""
         flat = chosen.flatten()
         ranked, order = flat.sort(stable=True)
         place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
@@ -58,10 +58,10 @@ class Dispatch:
 
 
 def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor, fused: bool = True, fp8: bool = False) -> Tensor:
-    """Return x [N, in] times the transposed weights [E, out, in] of each row's expert, [N, out], in x's dtype.
+    """Multiply each row of x [N, in] by the transposed weight [out, in] of its expert. Return [N, out] in x's dtype.
 
-    `fused`: grouped GEMMs; else the reference, a loop over the experts under autograd. `fp8`: the GEMMs run in fp8,
-    with one scale for the rows of an expert and one for its weight.
+    `fused`: grouped GEMMs; otherwise the reference, a loop over the experts under autograd. `fp8`: the GEMMs run in
+    fp8, with one scale for the rows of an expert and one for its weight.
     """
     weight = as_dtype(weight, x.dtype)
     if fused:
@@ -72,7 +72,7 @@ def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor, fused: bool = True, 
 
 
 def _groups(ends: Tensor) -> list[slice]:
-    """Return the rows of each expert. Waits for `ends`."""
+    """Return the rows of each expert. The host waits for `ends`."""
     stops = ends.tolist()
     return [slice(start, stop) for start, stop in zip([0, *stops], stops, strict=False)]
 
@@ -94,17 +94,17 @@ class _GroupedLinear(torch.autograd.Function):
         return dx, dweight, None, None
 
 
-# An op of its own, since torch's has no formula for FLOPs and runs on the meta device only in bf16. Its namespace is
-# not that of the kernels' library.
+# A custom op, since torch's grouped_mm has no formula for FLOPs and runs on the meta device only in bf16. The namespace
+# is not that of the kernels' library.
 @torch.library.custom_op("gptlite_experts::grouped_product", mutates_args=())
 def grouped_product(a: Tensor, b: Tensor, ends: Tensor, fp8: torch.dtype | None = None) -> Tensor:
     """Return the matrix products of consecutive groups, which end at `ends`: the rows of a [N, k] times b [E, k, m],
     giving [N, m]; or the columns of a [n, N] times the rows of b [N, m], giving [E, n, m].
 
-    `fp8`: multiply in fp8, with a in this format. A loop in fp8, where torch has no grouped GEMM, and on a CPU in
-    16 bits.
+    `fp8`: multiply in fp8, with a in this format. In fp8, for which torch has no suitable grouped GEMM, and in 16 bits
+    on a CPU, the groups are multiplied in a loop.
     """
-    if not a.numel():  # no rows, of any expert
+    if not a.numel():  # no expert has rows
         return _grouped_shape(a, b, ends).zero_()
     if fp8 is not None:
         return _fp8_groups(a, b, ends, fp8)
@@ -118,7 +118,7 @@ def grouped_product(a: Tensor, b: Tensor, ends: Tensor, fp8: torch.dtype | None 
 
 
 def _fp8_groups(a: Tensor, b: Tensor, ends: Tensor, fp8: torch.dtype) -> Tensor:
-    """Return grouped_product in fp8: torch's grouped GEMM has no scale for a whole group. Waits for `ends`."""
+    """Return grouped_product in fp8, in a loop, since torch's grouped GEMM has no scale for a whole group."""
     out = _grouped_shape(a, b, ends).zero_()
     for index, rows in enumerate(_groups(ends)):
         if rows.start == rows.stop:
@@ -149,7 +149,7 @@ def _aligned(tensor: Tensor) -> bool:
 
 
 def _grouped_shape(a: Tensor, b: Tensor, ends: Tensor, fp8: torch.dtype | None = None) -> Tensor:
-    """Return an empty tensor for the products."""
+    """Return an uninitialized tensor of the products' shape."""
     if b.ndim == 3:
         return a.new_empty(a.shape[0], b.shape[2])
     return a.new_empty(len(ends), a.shape[0], b.shape[1])

@@ -2,7 +2,7 @@
 arXiv:2209.05433).
 
 Each tensor has one scale, which maps its absolute maximum (amax) to the largest value of its format: e4m3 for inputs
-and weights, which need precision, e5m2 for gradients, which need range. Sums are in fp32.
+and weights, which need precision, and e5m2 for gradients, which need range. Sums are in fp32.
 
 Both operands of a GEMM must be contiguous along the summed dimension. A tensor used in two GEMMs is therefore written
 in two layouts when it is quantized. The scale comes from the current tensor, not from those of earlier steps (delayed
@@ -58,8 +58,8 @@ def both_layouts(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]
 
 
 def _best(quantize: Callable[..., tuple[Tensor, ...]], x: Tensor) -> Callable[..., tuple[Tensor, ...]]:
-    """Return `quantize`, compiled if x is on a GPU. Eager passes move 33 bytes per element, fused ones 5. A transpose
-    adds 2."""
+    """Return `quantize`, compiled if x is on a GPU. Eager execution moves 33 bytes per element, a compiled function 5.
+    A transpose adds 2."""
     if not x.is_cuda or torch.compiler.is_compiling():  # already inside a compiled region
         return quantize
     return compiled(quantize) if find_spec("triton") else quantize

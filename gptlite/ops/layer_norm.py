@@ -56,7 +56,7 @@ def residual_norm(
 
     `key=None` turns dropout off.
     """
-    # The kernel adds the bias itself, unless dropout has to run before it.
+    # The kernel adds the bias, unless dropout has to run before the kernel.
     if x_bias is not None and not (fused and (key is None or not key.gap)):
         x, x_bias = x + x_bias, None
     if fused and key is not None and key.gap:  # the kernel supports only contiguous positions

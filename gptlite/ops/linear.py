@@ -1,7 +1,8 @@
 """Linear layers that compute their parameter gradients themselves: on a CPU with AMX, torch takes twice as long.
 
 With AVX512-BF16 alone, the kernel is a few percent faster, and saves the pass that converts its result to fp32. On a
-GPU, the cuBLAS GEMM writes fp32. Rounding to 16 bits and converting back would be a pass over all gradients.
+GPU, the cuBLAS GEMM writes fp32. Rounding to 16 bits and converting back would take another pass over all
+gradients.
 """
 
 from typing import Any
@@ -18,8 +19,8 @@ from gptlite.ops.weight_copies import as_dtype
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, fused: bool = False) -> Tensor:
     """Return x weightᵀ + bias, in x's dtype. x [..., in]; weight [out, in]; bias [out].
 
-    `fused`: compute each parameter's gradient in that parameter's dtype. Without effect on a CPU unless x is bf16, and
-    on a GPU if weight and x have the same dtype (they differ with fp32 master weights).
+    `fused`: compute each parameter's gradient in that parameter's dtype. On a CPU, this has an effect only if
+    x is bf16; on a GPU, only if weight and x have different dtypes, as with fp32 master weights.
     """
     if fused and (weight.dtype != x.dtype if PRODUCTS[x.device.type].fp32 else x.dtype == torch.bfloat16):
         return _Linear.apply(x, weight, bias)

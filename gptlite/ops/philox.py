@@ -1,6 +1,6 @@
 """Counter-based generator Philox4x32-10 (Salmon et al., SC'11): random words as a pure function of a counter.
 
-The words for a counter do not depend on the device or rank that draws them, or on the order.
+The words for a counter do not depend on the device or rank that draws them, or on the order of draws.
 """
 
 from torch import Tensor

@@ -24,7 +24,7 @@ from gptlite.parallelism.zero import local_tensor
 
 @dataclass
 class _Work:
-    """Inputs of one parameter's step, such as step number, shardings (`cuts`) and this rank's shard of the gradient."""
+    """Inputs of one parameter's step, such as the step number, shardings (`cuts`) and local shard of the gradient."""
 
     parameter: nn.Parameter
     group: dict[str, Any]
@@ -35,7 +35,7 @@ class _Work:
 
     @property
     def is_matrix(self) -> bool:
-        """True if its second moments are factored."""
+        """True if the parameter's second moments are factored."""
         return self.parameter.ndim > 1
 
     @property
@@ -64,7 +64,7 @@ class Adafactor(OwnOptimizer):
     """
 
     def new_state(self, parameter: Tensor) -> dict[str, Tensor]:
-        """Return the initial state. A factor is sharded like its dim of the matrix, and replicated over other ranks."""
+        """Return the initial state. `row_var` is sharded like the rows of the matrix, `col_var` like its columns."""
         if parameter.ndim < 2:
             return {"step": step_count(), "variance": torch.zeros_like(parameter)}
         return {"step": step_count(), "row_var": _zeros_along(parameter, 0), "col_var": _zeros_along(parameter, 1)}
@@ -122,8 +122,8 @@ def _average(works: Sequence[_Work]) -> None:
 
 
 def _divide(matrices: Sequence[_Work]) -> None:
-    """Divide each gradient by the square root of R C / mean(R), with the row means R and the column means C."""
-    # fp64, so that in fp32 the total does not depend on how the matrix is sharded.
+    """Divide each gradient by the square root of R C / mean(R), where R is `row_var` and C is `col_var`."""
+    # Summed in fp64, so that the mean in fp32 does not depend on how the matrix is sharded.
     sums = [local_tensor(work.state["row_var"]).sum(dtype=torch.float64) for work in matrices]
     for work, total in zip(matrices, sum_over_cuts(sums, [work.along(0) for work in matrices]), strict=True):
         rows, columns = (local_tensor(work.state[key]) for key in ("row_var", "col_var"))

@@ -1,8 +1,8 @@
 """AdamW with 8-bit moments (Dettmers et al. 2022, arXiv:2110.02861), using torchao's tensors and update function.
 
 A rank's shard of a moment is divided into blocks of 256 elements. Each element is stored as a code for one of 256
-numbers in [-1, 1], which are densest near 0; this number times the absolute maximum of the block is the element's
-value. As in torchao, tensors with fewer than 4,096 elements or with an incomplete block have fp32 moments.
+numbers in [-1, 1], which are densest near 0; the element's value is this number times the absolute maximum of the
+block. As in torchao, tensors with fewer than 4,096 elements or with an incomplete block have fp32 moments.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ class AdamW8bit(OwnOptimizer):
         for group in self.param_groups:
             parameters = self.ready(group)
             self.counted(parameters)
-            (beta1, beta2), lr = group["betas"], torch.tensor(float(group["lr"]))  # a float would be a constant
+            # A tensor, since torch.compile treats a float as a constant.
+            (beta1, beta2), lr = group["betas"], torch.tensor(float(group["lr"]))
             for parameter, weight, gradient in zip(
                 parameters, local_parameters(parameters), local_gradients(parameters), strict=True
             ):

@@ -27,8 +27,8 @@ def build(config: ApexAdamConfig | ApexLambConfig, context: BuildContext) -> Ape
 class ApexOptimizer(OwnOptimizer):
     """Wrapper of the Apex class `kind`, created with `options`. Checkpoints are compatible with AdamW and LAMB.
 
-    Apex does not support DTensors, and counts steps per group. Local tensors are passed to it again in each step, since
-    FSDP2 may move their storage.
+    Apex does not support DTensors, and counts steps per group. The local tensors are passed to Apex in each step,
+    since FSDP2 may move their storage.
     """
 
     def __init__(

@@ -18,7 +18,7 @@ Closure = Callable[[], float]  # torch's optional argument of `step`, which reco
 
 @dataclass(frozen=True)
 class BuildContext:
-    """Arguments from which a rule builds its optimizer, besides the configuration. `kernels` are the options that
+    """Arguments of a rule module's `build`, besides the configuration. `kernels` are the options that
     select torch's fastest optimizer kernels. See `build_optimizer` for `fused_adam`, `stacked` and `dtype`."""
 
     groups: list[dict[str, Any]]
@@ -87,7 +87,7 @@ class PiecewiseStep:
 
     @classmethod
     def put_on(cls, optimizer: Optimizer) -> None:
-        """Replace the optimizer's step by that of this class. The optimizer's class becomes a subclass of both."""
+        """Replace the optimizer's step by that of this class, by changing its class to a subclass of both classes."""
         kind = type(optimizer)
         optimizer.__class__ = type(cls.__name__.removesuffix("Step") + kind.__name__, (cls, kind), {})
 
@@ -128,7 +128,7 @@ class PieceRule:
 
 
 def refuse(closure: object) -> None:
-    """Raise ValueError for a closure, which torch's interface allows: gradients are computed before the step."""
+    """Raise ValueError for a closure. torch's interface allows one, but here gradients are computed before the step."""
     if closure is not None:
         raise ValueError("step takes no closure")
 

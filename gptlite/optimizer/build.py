@@ -25,7 +25,7 @@ def build_optimizer(
     dtype: torch.dtype = torch.float32,
     batched: Sequence[str] = (),
 ) -> torch.optim.Optimizer:
-    """Return the optimizer of `config` over named parameters (`model.named_parameters()`), without frozen ones.
+    """Return the optimizer of `config` for those named parameters (`model.named_parameters()`) that are not frozen.
 
     Matrices, including embeddings, decay by `config.weight_decay`; vectors (biases and norms) do not decay. Each group
     carries `names`, in the order of its `params`. The tensors of a group are on one mesh, since multi-tensor kernels do
@@ -36,8 +36,8 @@ def build_optimizer(
     Muon leaves matrices whose names end in one of `edges` to AdamW, since they are not linear maps between hidden
     activations. `stacked` maps name endings of fused parameters to (groups, relative rows of each matrix in a group),
     by which Muon splits them; `batched` are name endings of parameters [experts, rows, columns] with one matrix per
-    expert. `dtype` is the dtype of the model's GEMMs; with `newton_schulz_dtype: auto`, Muon's are in bf16 if it is.
-    Raises ValueError if nothing is trainable.
+    expert. `dtype` is the dtype of the model's GEMMs; with `newton_schulz_dtype: auto`, Muon's GEMMs are in bf16 if the
+    model's are. Raises ValueError if nothing is trainable.
     """
     rule = import_module(config.rule)
     keys = getattr(rule, "group_keys", None)

@@ -15,7 +15,7 @@ CPU_PIECE = 2**16
 
 @torch.no_grad()
 def local_grad_norm(parameters: Iterable[nn.Parameter], fused: bool = False) -> Tensor:
-    """Return the L2 norm of this rank's gradient shards, taken as one vector: an fp32 scalar; 0 without gradients.
+    """Return the L2 norm of all of this rank's gradient shards together, an fp32 scalar; 0 if there are no gradients.
 
     `fused` uses our kernel, in one call.
     """
@@ -43,11 +43,10 @@ def square_norms(tensors: Sequence[Tensor]) -> Tensor:
 def clip_gradients(
     parameters: Iterable[nn.Parameter], max_norm: float, norm: Tensor, loss_scale: float | Tensor = 1.0
 ) -> None:
-    """Scale all gradients in place so that their global `norm` is at most `max_norm`. 0 turns clipping off.
+    """Scale all gradients in place so that their global `norm` is at most `max_norm`; 0 means no clipping.
 
-    If the loss was multiplied by `loss_scale`, `norm` is that of the scaled gradients, which are also divided by it.
-
-    If the norm is inf or NaN, the scaled gradients are invalid: check it before stepping.
+    If the loss was multiplied by `loss_scale`, so were the gradients and `norm`; the gradients are then also divided by
+    `loss_scale`. If the norm is inf or NaN, the resulting gradients are invalid: check the norm before stepping.
     """
     factor = clip_factor(max_norm, norm, loss_scale)
     if factor is not None and (gradients := local_gradients(parameters)):

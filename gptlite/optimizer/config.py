@@ -224,7 +224,8 @@ def in_8_bits(elements: int) -> bool:
 
 
 def state_in_8_bits(elements: int) -> int:
-    """Return the bytes of two moments and a step count. 8-bit moments take a byte per element and a scale per block."""
+    """Return the bytes of a tensor's two moments and step count. 8-bit moments have a byte per element and a scale per
+    block."""
     moment = elements + FP32 * elements // BLOCK_8BIT if in_8_bits(elements) else FP32 * elements
     return 2 * moment + FP32
 
@@ -323,7 +324,7 @@ class AdafactorConfig(OptimizerConfig):
     lr: float = 1e-2
     weight_decay: float = 0.0
     decay: float = 0.8  # beta2 of step t is 1 - t^-decay
-    clip_threshold: float = 1.0  # on the RMS of each update
+    clip_threshold: float = 1.0  # upper limit of the RMS of each update
     eps1: float = 1e-30  # added to squared gradients
     eps2: float = 1e-3  # lower bound on the RMS of a parameter
 

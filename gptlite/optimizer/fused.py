@@ -1,4 +1,4 @@
-"""Adam and AdamW in our kernel: one pass over all tensors that also scales the gradients as it reads them."""
+"""Adam and AdamW in our kernel: one pass over all tensors, which also scales the gradients."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -64,9 +64,9 @@ class FusedAdamW(FusedStep, AdamW):
 
 
 def writes_copies(optimizer: Optimizer) -> bool:
-    """Return True if a step updates the 16-bit weight copies, or marks them as stale. Otherwise they would seem valid
-    after a step of torch's fused kernels, which do not change the versions of the weights."""
-    adam = getattr(optimizer, "adamw", optimizer)  # Muon's AdamW, if any; Muon marks what it updates itself
+    """Return True if a step updates the 16-bit weight copies, or makes them stale by changing the weights' versions.
+    torch's fused kernels do neither, so the copies would seem valid after their steps."""
+    adam = getattr(optimizer, "adamw", optimizer)  # Muon's AdamW, if any; Muon changes the versions of its matrices
     return type(adam) in (FusedAdam, FusedAdamW)
 
 

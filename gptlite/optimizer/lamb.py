@@ -74,7 +74,7 @@ class Lamb(OwnOptimizer):
 
 
 def _adapt(parameters: Sequence[nn.Parameter], updates: Sequence[Tensor], trust: tuple[float, float | None]) -> None:
-    """Rescale each matrix's update to the norm of the matrix, unless one of the two is 0. Does not synchronize."""
+    """Rescale each matrix's update to the norm of the matrix, unless either norm is 0. Does not synchronize."""
     matrices = [
         (parameter, update) for parameter, update in zip(parameters, updates, strict=True) if parameter.ndim > 1
     ]

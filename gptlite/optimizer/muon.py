@@ -79,7 +79,7 @@ def group_keys(edges: tuple[str, ...], batched: tuple[str, ...], name: str, para
 
 
 class Muon(OwnOptimizer):
-    """Muon for groups with `muon`. AdamW steps the others, at `adamw_lr_ratio` times their learning rate.
+    """Muon for the groups whose `muon` is True. AdamW steps the others, at `adamw_lr_ratio` times their learning rate.
 
     `stacks` maps the name of a parameter that consists of several matrices to its Stack; `adamw` creates the AdamW
     optimizer; `dtype` is that of the Newton-Schulz iteration. With the scale `match_rms_adamw`, updates have the RMS of
@@ -102,7 +102,7 @@ class Muon(OwnOptimizer):
         others = [{key: group[key] for key in ("params", "weight_decay")} for group in self._others()]
         self.adamw = adamw(others) if others else None
         if self.adamw is not None:
-            self.adamw.state = self.state  # shared, so that checkpoints contain both
+            self.adamw.state = self.state  # shared, so that checkpoints contain both states
 
     def new_state(self, parameter: Tensor) -> dict[str, Tensor]:
         """Return a momentum for a matrix, AdamW's state for other parameters."""

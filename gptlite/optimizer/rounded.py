@@ -39,7 +39,7 @@ class RoundedStep(PiecewiseStep):
 
 
 def round_steps(optimizer: Optimizer, seed: int) -> Optimizer:
-    """Make the optimizer compute its steps in fp32 and round to bf16 parameters. Call this before the first step.
+    """Make the optimizer compute its steps in fp32 and round the results to bf16. Call this before the first step.
 
     The rule must be elementwise. `set_step` sets the number of the next step. Returns the same optimizer.
     """
@@ -55,7 +55,7 @@ def set_step(optimizer: Optimizer, step: int) -> None:
 
 
 class Rounding:
-    """Application of an optimizer's rule to fp32 copies, one parameter at a time, with stochastic rounding."""
+    """Application of an optimizer's rule to an fp32 copy of each parameter, followed by stochastic rounding."""
 
     def __init__(self, optimizer: Optimizer, seed: int) -> None:
         self.seed, self.number = seed, 0

@@ -1,6 +1,6 @@
 """Learning-rate schedules: the rate of each optimizer step, as a fraction of the peak.
 
-A schedule is a pure function of the step number. A checkpoint therefore stores none of its state, and a resumed run
+A schedule is a pure function of the step number. A checkpoint therefore stores no schedule state, and a resumed run
 continues on the same curve. This module does not import torch, so that schedules can be checked and plotted without it.
 """
 
@@ -31,8 +31,8 @@ class Schedule:
 
     With W = `warmup_steps` and D = `decay_steps` (the end of the decay, by default `max_steps`), the warmup is (step +
     1) / (W + 1) for step < W. The first step therefore has a rate above 0, and step W is the first at the peak. The
-    decay reaches `min_ratio` at step D, one past the last step of a run that ends there: a decay to 0 has no step at
-    rate 0. After D the rate is constant. DeepSpeed's schedules (`WarmupConfig`) differ in the first and last steps.
+    decay reaches `min_ratio` at step D, one past the last step of a run that ends there, so a decay to 0 has no step
+    at rate 0. After D the rate is constant. DeepSpeed's schedules (`WarmupConfig`) differ in the first and last steps.
 
     docs/schedules.md has a plot and the formula of each schedule.
     """

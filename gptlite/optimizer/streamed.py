@@ -149,7 +149,7 @@ class Stream:
                     future.result()
 
     def settle(self) -> None:
-        """Wait for I/O, and mark the buffers to be read again before the next step."""
+        """Wait for I/O, and mark the buffers as empty, so that the next step fills them again."""
         self.wait()
         self._there = [None, None]
         self._mapped = True
@@ -190,7 +190,7 @@ class Stream:
     def _step(
         self, chunk: Sequence[Piece], rows: list[Tensor], numbers: dict[Tensor, Numbers], options: dict[str, Any]
     ) -> None:
-        """Step a chunk with its moments in a buffer. Stores the parameters' other state after the step in `numbers`."""
+        """Step a chunk, whose moments are in the buffer `rows`. Store the other state after the step in `numbers`."""
         groups: list[dict[str, Any]] = [group | {"params": []} for group in self._groups]
         state: dict[Tensor, dict[str, Tensor]] = {}
         for piece in chunk:
@@ -221,7 +221,7 @@ class Stream:
             optimizer.state[parameter] = state
 
     def _parts(self, count: int) -> list[tuple[int, memoryview]]:
-        """Return a chunk's byte offset in the file and buffer memory, for each moment."""
+        """Return, for each moment, a chunk's byte offset in the file and its memory in the buffer."""
         size = len(self._buffers[0][0])
         first = count % len(self._chunks) * size
         length = ITEM * (min(first + size, self._total) - first)
@@ -242,8 +242,8 @@ class Stream:
 def _chunks(places: list[tuple[int, Tensor, int]], total: int, most: int) -> tuple[list[list[Piece]], int]:
     """Cut the state of the parameters into consecutive chunks of equal size, in whole pages and at least one page.
 
-    A chunk has at most `most` elements (unless a page has more) and about half of `total`. State of at most one page is
-    a single chunk. Returns the pieces of each chunk, and the chunk size in elements.
+    A chunk has at most `most` elements (unless a page has more) and at most about half of `total`. State of at most one
+    page is a single chunk. Returns the pieces of each chunk, and the chunk size in elements.
     """
     # At most half of all elements, so that both buffers are used.
     size = max(1, min(most // UNIT, -(-total // (2 * UNIT)))) * UNIT

@@ -1,9 +1,9 @@
 """Offload of activations to host memory between a block's forward and backward pass, instead of recomputation.
 
 On a GPU the copies run on a second stream and overlap with computation: a block's activations are copied to pinned
-memory while the next block runs forward, and back while the next block runs backward. At most two blocks' activations
-are on the device at a time. On a CPU the copies are made too. They save no memory there, but let tests check that
-results are bit-identical.
+memory while the next block's forward pass runs, and copied back while the next block's backward pass runs. At most two
+blocks' activations are on the device at a time. On a CPU the copies are made too: they save no memory there, but tests
+use them to check that results are bit-identical.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Moved:
 
     host: Tensor
     device: torch.device
-    there: Tensor | None = None  # the copy on the device, from `fetch` to `take`
+    there: Tensor | None = None  # the copy on the device; set by `fetch`, cleared by `take`
     event: torch.Event | None = None  # recorded after the last copy
 
     def fetch(self, stream: torch.cuda.Stream) -> None:
@@ -39,7 +39,7 @@ class Moved:
     def take(self) -> Tensor:
         """Return the tensor on the device, ready for the current stream.
 
-        A split backward pass calls this twice, in its input-gradient and its weight-gradient pass.
+        A backward pass that is split into an input-gradient and a weight-gradient pass calls this once in each.
         """
         if self.event is None:
             return self.host
@@ -54,7 +54,7 @@ class Moved:
 
 @dataclass
 class Saved:
-    """Tensors saved by a block's forward pass. `before` is the same for the previous block of the model part."""
+    """Tensors saved by a block's forward pass. `before` holds those of the previous block of the part."""
 
     before: Saved | None
     tensors: list[Moved] = field(default_factory=list)
@@ -69,14 +69,16 @@ class ActivationOffload:
         self._stream: torch.cuda.Stream | None = None
 
     def wrap(self, block: nn.Module, first: bool) -> None:
-        """Replace a block's forward method with one that offloads its saved tensors. `first` marks the part's first
-        block."""
+        """Replace a block's forward method with one that offloads the tensors saved for the backward pass.
+
+        `first` marks the part's first block.
+        """
         forward = block.forward
 
         def offloaded(*args: object, **kwargs: object) -> object:
             saved = self._last = Saved(None if first else self._last)
             # Parameters are not activations, and ZeRO frees gathered ones itself.
-            # Read at each call, since ZeRO gathers parameters into new memory.
+            # The addresses are read at each call, since ZeRO gathers parameters into new memory.
             kept = {local_tensor(p).untyped_storage().data_ptr() for p in block.parameters()}
             with saved_tensors_hooks(lambda tensor: self._pack(saved, kept, tensor), self._unpacker(saved)):
                 return forward(*args, **kwargs)
@@ -107,7 +109,7 @@ class ActivationOffload:
             if isinstance(packed, Tensor):
                 return packed
             if self._stream is not None:
-                for each in (saved, saved.before):  # `before` is the next block of the backward pass: a prefetch
+                for each in (saved, saved.before):  # `before` comes next in the backward pass: a prefetch
                     self._fetch(each)
             return packed.take()
 

@@ -20,8 +20,9 @@ class Axis:
 
     `label` is the name shown in layout descriptions; empty if another axis's label covers it. `kind` is its name in
     metrics and hang reports. `over` lists the axes that this one is folded over, slowest first. They are adjacent in
-    the mesh, and each group of this axis is a run of consecutive ranks along them. `factor` is True if the degree is a
-    factor of the world size; the ranks of such a folded axis share samples. Otherwise the axis regroups existing ranks.
+    the mesh, and each group of this axis is a run of consecutive ranks along them. `factor` is True if the degree at
+    `key` multiplies the world size; if such an axis is folded, its ranks share samples. Otherwise the axis regroups
+    existing ranks.
     """
 
     name: str

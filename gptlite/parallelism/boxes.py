@@ -55,7 +55,7 @@ def copies(tensor: Tensor) -> list[Cut]:
 
 
 def _axes(tensor: Tensor) -> list[tuple[bool, Cut]]:
-    """Return the axes of a tensor's mesh with more than one rank, each paired with True if its placement applies
+    """Return those axes of a tensor's mesh that have more than one rank, each paired with True if its placement applies
     last."""
     if not isinstance(tensor, DTensor):
         return []
@@ -74,8 +74,8 @@ def local_box(tensor: Tensor) -> Box:
     """Return the box of this rank's shard: its shape, and its offset in the whole tensor. A plain tensor is one box at
     offset 0.
 
-    Along an empty dimension, the offset is the length of the whole tensor. torch's own computation is wrong if the
-    tensor axis shards unevenly (seen in 2.11 and 2.13: 50,257 rows over 2 x 8 ranks).
+    Along a dimension in which the shard is empty, the offset is the length of the whole tensor. torch's own computation
+    is wrong if the tensor-parallel axis shards unevenly (seen in 2.11 and 2.13: 50,257 rows over 2 x 8 ranks).
     """
     shape, offset = list(tensor.shape), [0] * tensor.dim()
     for cut in cuts(tensor):

@@ -30,8 +30,8 @@ def all_reduce(tensor: Tensor, mesh: Mesh, axes: Sequence[str] | None = None, op
 
 
 def sum_over_cuts(tensors: Sequence[Tensor], cuts: Sequence[Sequence[Cut]]) -> list[Tensor]:
-    """Sum each tensor over the ranks of the mesh axes in its `cuts`, all tensors of an axis together. All tensors must
-    have the same dtype.
+    """Sum each tensor over the ranks along the mesh axes in its `cuts`. All tensors must have the same dtype, since the
+    tensors summed along an axis are exchanged together.
 
     The bits of a tensor's sum do not depend on the other tensors in the call. So the copies of a tied embedding on the
     first and the last pipeline stage get equal sums, although each is summed together with different parameters.

@@ -1,8 +1,8 @@
 """Communication time per axis as a share of the training step, and detection of the slowest rank.
 
 On a CPU, communication blocks the thread. Sampling the main thread's position twenty times a second therefore measures
-its share of the time at almost no cost. On GPUs the process groups time their collectives. Time in a collective
-includes waiting for its slowest rank, so the rank that spends the least time in collectives is the slowest.
+the time spent in communication at almost no cost. On GPUs the process groups time their collectives. Time in a
+collective includes waiting for its slowest rank, so the rank that spends the least time in collectives is the slowest.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class CommunicationTime:
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
-        # Seconds by axis, with None for computation: since the last row, and in the moving average.
+        # Seconds by axis (None: computation). `_new` has those since the last row, `_seconds` a moving average.
         self._new: Counter[str | None] = Counter()
         self._seconds: dict[str | None, float] = dict.fromkeys([*kinds(), None], 0.0)
         self._rows = 0
@@ -57,7 +57,7 @@ class CommunicationTime:
             recorded = self._recorded.shares()
             return [recorded.get(kind, 0.0) for kind in kinds()]
         new, self._new = self._new, Counter()  # replaced, not cleared, as the other thread keeps adding
-        # The first row covers steps in which ranks connect, allocate and compile; the second row drops its samples.
+        # The first row covers steps in which ranks connect, allocate and compile; the second row drops those samples.
         keep = 0.5 ** (new.total() / WINDOW_SECONDS) if self._rows != 1 else 0.0
         self._rows += 1
         self._seconds = {axis: keep * seconds + new[axis] for axis, seconds in self._seconds.items()}

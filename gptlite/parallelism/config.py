@@ -39,7 +39,7 @@ class ParallelismConfig:
     tensor: int = 1
     pipeline: int = 1
     context: int = 1
-    expert: int = 1  # number of data ranks that the experts of a layer are divided among; each has its own samples
+    expert: int = 1  # number of data ranks, with different samples, that the experts of a layer are divided among
     data: int | None = None
     dp_replicate: int = 1  # number of replicas of the model state, each sharded over data / dp_replicate ranks (HSDP)
     zero: int = 0  # ZeRO stage: data ranks shard optimizer state (1), also gradients (2), also parameters (3)

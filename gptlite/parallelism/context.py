@@ -58,7 +58,8 @@ class ContextAxis:
         return chunk_starts(self.size * length, self.size, self.rank)
 
     def positions(self, first: int, count: int, length: int) -> tuple[int, int]:
-        """Map a slice of this rank's `length` positions, `count` positions from `first` on, to the whole sequence.
+        """Map a slice of this rank's `length` positions to the whole sequence. It has `count` positions and starts at
+        `first`.
 
         Return the global position of the slice's start, and the gap in the whole sequence between the slice's two
         halves, which is 0 if the slice is contiguous.
@@ -81,7 +82,7 @@ class ContextAxis:
         return ((k0, v0), (k1, v1)), memory
 
     def give_back(self, out: Tensor, qkv: Tensor, memory: list[Tensor]) -> Tensor:
-        """Return attention's output `out`, and free the gathered keys and values until its backward pass."""
+        """Return `out`, attention's output, and free the gathered keys and values until attention's backward pass."""
         return _GiveBack.apply(out, qkv, memory, self) if memory and out.requires_grad else out
 
 
@@ -108,7 +109,7 @@ class _Gather(torch.autograd.Function):
         if axis.refill:
             memory.append(whole)
         ctx.axis, ctx.shape, ctx.memory = axis, qkv.shape, memory
-        ends = [start + length // 2 for start in axis.starts(length)]  # causal: no query of a chunk sees beyond its end
+        ends = [start + length // 2 for start in axis.starts(length)]  # causal: no query sees beyond its chunk's end
         return tuple(whole[which, :, :, :end] for end in ends for which in (0, 1))
 
     @staticmethod

@@ -1,9 +1,9 @@
-"""Expert parallelism: data ranks share the experts of a layer, and exchange tokens instead of weights.
+"""Expert parallelism: the experts of a layer are divided among data ranks, which exchange tokens instead of weights.
 
-Each rank routes its own tokens, sends each token's activations to the ranks that hold its experts, and receives the
-results (GShard, arXiv:2006.16668). Experts have no capacity limit, so the ranks first exchange the numbers of rows.
-Parameters are DTensors on a second mesh over the same ranks (torchtitan's design). An expert's gradient covers the
-tokens of all ranks that share the experts, and is summed only over the data ranks that hold the same expert.
+Each rank routes its own tokens, sends each token's activations (a row) to the ranks that hold the token's experts, and
+receives the results (GShard, arXiv:2006.16668). Experts have no capacity limit, so the ranks first exchange the numbers
+of rows. Parameters are DTensors on a second mesh over the same ranks (torchtitan's design). An expert's gradient is
+computed from the tokens of all expert-parallel ranks, and summed only over the data ranks that hold the same expert.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from gptlite.parallelism.mesh import Mesh
 
 @dataclass
 class ExpertAxis:
-    """Expert-parallel ranks, which share the experts of each layer. `mesh` is the experts' mesh."""
+    """Expert-parallel ranks, among which the experts of each layer are divided. `mesh` is the experts' mesh."""
 
     mesh: DeviceMesh
 
@@ -42,7 +42,7 @@ class ExpertAxis:
 
     def counts(self, sent: Tensor) -> Tensor:
         """Exchange the numbers of rows. `sent`, int64 [R, e], has the number of rows for each of the e experts of each
-        of the R ranks. Return the numbers that this rank receives from each rank for its own experts [R, e]."""
+        of the R ranks. Return the numbers of rows that this rank will receive from each rank for its experts [R, e]."""
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent.contiguous(), group=self.group)
         return received

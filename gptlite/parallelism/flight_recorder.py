@@ -1,4 +1,4 @@
-"""Records of collectives kept by the process groups (flight recorder). torch has no public API for them."""
+"""Reader of the process groups' flight recorder, which records collectives. torch has no public API for it."""
 
 import json
 import time

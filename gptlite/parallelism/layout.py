@@ -100,7 +100,7 @@ class Layout:
         return self.coordinate(rank, *DATA_AXES) // self.sharing  # ranks that share samples are neighbours
 
     def describe(self, config: ParallelismConfig) -> str:
-        """Describe all that affects rounding in a layout, e.g. `pipeline 2 x data 2 (zero 1) x tensor 2, 1f1b`."""
+        """Describe the layout by all that affects rounding, e.g. `pipeline 2 x data 2 (zero 1) x tensor 2, 1f1b`."""
         if self.world_size == 1:
             return ONE_RANK
         parts, data = [], f" ({', '.join(self._data_words(config))})"
@@ -137,7 +137,7 @@ class ScheduleRule:
     fill: bool = False  # needs at least as many micro-batches as the pipeline has ranks
     even_rounds: bool = False  # runs max(1, micro-batches // ranks) rounds, which must have equally many micro-batches
     splits_backward: bool = False  # computes weight gradients separately from, and later than, input gradients
-    v_shape: bool = False  # a rank's second stage mirrors its first, so that rank 0 holds the first and the last
+    v_shape: bool = False  # a rank's second stage mirrors its first: rank 0 holds the first and the last stage
 
     def runs(self, pipeline: int, micro_batches: int) -> bool:
         """Return True if a pipeline of `pipeline` ranks can run `micro_batches` micro-batches per step."""
@@ -163,16 +163,17 @@ def rule(config: ParallelismConfig) -> ScheduleRule:
 
 
 def splits_backward(config: ParallelismConfig) -> bool:
-    """Return True if there is a pipeline that splits backward passes into an input- and a weight-gradient pass."""
+    """Return True if a pipeline schedule splits backward passes into an input-gradient and a weight-gradient pass."""
     return config.pipeline > 1 and rule(config).splits_backward
 
 
 def resolve(config: ParallelismConfig, world: int) -> Layout:
     """Return the layout on `world` ranks. `data: null` is `world` / (tensor x pipeline x context).
 
-    Without ZeRO, data-parallel ranks hold replicas of the model state. With ZeRO, each of `dp_replicate` replicas is
-    sharded. Context-parallel ranks do the same. Raises ConfigError if the product of the degrees is not `world`, or if
-    `dp_replicate` or the degree of a folded axis does not divide the number of ranks that it applies to.
+    Without ZeRO, data-parallel and context-parallel ranks hold replicas of the model state. With ZeRO, each of
+    `dp_replicate` replicas is sharded over an equal number of these ranks. Raises ConfigError if the product of the
+    degrees is not `world`, or if `dp_replicate` or the degree of a folded axis does not divide the number of ranks that
+    it applies to.
     """
     inner = _inner(config)
     data = world // inner if config.data is None else config.data
@@ -194,7 +195,7 @@ def resolve(config: ParallelismConfig, world: int) -> Layout:
     degrees["dp_replicate"], degrees["dp_shard"] = (ranks, 1) if config.zero == 0 else (replicate, ranks // replicate)
     layout = Layout(tuple(degrees[name] for name in AXES), tuple(degrees[axis.name] for axis in folded()))
     for axis in folded():
-        # With dp_shard > 1, only its ranks share the experts, so that each replica of the model state has all experts.
+        # If dp_shard > 1, experts are divided along dp_shard only, so that each replica of the model has all experts.
         shared = axis.over[-1:] if axis.name == EXPERT and layout.size("dp_shard") > 1 else axis.over
         ranks, degree = layout.size(*shared), layout.size(axis.name)
         if ranks % degree:

@@ -1,8 +1,8 @@
 """Updates of whole tensors that are sharded: one rank gathers a tensor, changes it, and scatters the shards back.
 
 Used by optimizers that work on whole matrices. The ranks that hold shards or copies of tensors divide the tensors among
-them. They work in rounds, in which each rank changes as many whole tensors as fit in `BATCH` elements, and at least
-one.
+themselves. They work in rounds, in which each rank changes as many whole tensors as fit in `BATCH` elements, and at
+least one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from gptlite.parallelism.boxes import Cut, copies, cuts, local_part
 BATCH = 2**24  # elements that a rank changes in a round: 64 MiB in fp32
 
 Change = Callable[[dict[int, Tensor]], Mapping[int, Tensor]]  # from {index: tensor} to new values of the same shapes
-Level = tuple[Cut, tuple[int, ...]]  # a sharding, and the shape of the tensor before it
+Level = tuple[Cut, tuple[int, ...]]  # a sharding, and the shape of the tensor before it is sharded
 
 
 def change_whole(tensors: Sequence[Tensor], change: Change) -> None:
@@ -50,8 +50,9 @@ def _round(tensors: Mapping[int, Tensor], change: Change) -> None:
     """Gather tensors on their owners, one axis after the other, change them, and scatter them back along the axes in
     reverse order.
 
-    Every rank owns about the same number of tensors. An owner is identified by its coordinate on each axis. Along an
-    axis, each rank sends what it holds of a tensor to the rank with the owner's coordinate.
+    A tensor's owner is the rank that changes it. Every rank owns about the same number of tensors. An owner is
+    identified by its coordinate on each axis. Along an axis, each rank sends the part of a tensor that it holds to the
+    rank with the owner's coordinate.
     """
     levels = {index: _levels(tensor) for index, tensor in tensors.items()}
     held = {index: local_part(tensor) for index, tensor in tensors.items()}
@@ -60,7 +61,7 @@ def _round(tensors: Mapping[int, Tensor], change: Change) -> None:
         held[index] = held[index].to(each[0][0].device) if each else held[index]
     like, way, stride = next(iter(held.values())), [], 1
     for level in range(len(next(iter(levels.values())))):
-        # The ranks along this axis hold nothing either: they have the same coordinates on the earlier axes.
+        # If this rank holds nothing, nor do the others along this axis, which have the same earlier coordinates.
         if not held:
             break
         at = {index: levels[index][level] for index in held}
@@ -78,7 +79,7 @@ def _round(tensors: Mapping[int, Tensor], change: Change) -> None:
 
 
 def _levels(tensor: Tensor) -> list[Level]:
-    """Return the axes with copies of a tensor, then its shardings, the last applied first."""
+    """Return the axes along which ranks hold copies of a tensor, then its shardings in reverse order of application."""
     shape, found = list(tensor.shape), []
     for cut in cuts(tensor):
         found.append((cut, tuple(shape)))
@@ -104,8 +105,8 @@ def _collect(
 def _give_back(
     held: Mapping[int, Tensor], owners: dict[int, int], at: dict[int, Level], like: Tensor
 ) -> dict[int, Tensor]:
-    """Split the tensors that this rank owns along an axis, send the shards to their ranks, and return the shards
-    received."""
+    """Split each tensor that this rank owns into shards along one axis, send each shard to its rank, and return the
+    shards received."""
     ((cut, _), *_) = at.values()
     theirs = [[index for index in owners if owners[index] == rank] for rank in range(cut.size)]
     cut_up = [_pieces(held[index], at[index]) for index in theirs[cut.rank]]

@@ -12,8 +12,8 @@ AFTER: str = ""  # pseudo-phase after the step
 
 
 class Phases:
-    """Start times of a step's phases. Forward and backward phases alternate from micro-batch to micro-batch. On a GPU,
-    each start resets the allocator's peak statistics."""
+    """Start times of a step's phases. Each micro-batch begins at least one forward and one backward phase. On a
+    GPU, each start resets the allocator's peak statistics."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -70,8 +70,8 @@ class OnePart:
         self.forward, self.part, self.zero = forward, part, zero
 
     def run(self, batches: MicroBatches, valid: Tensor) -> Tensor:
-        """Accumulate the gradients of the loss, and return this rank's share of it. The loss is the sum of the token
-        losses divided by `valid`, the number of targets in the global batch."""
+        """Accumulate the gradients of the loss, and return this rank's share of the loss: the sum of its token losses
+        divided by `valid`, the number of targets in the global batch."""
         total, upstream = torch.zeros((), device=valid.device), known_upstream(valid)
         count = len(batches.tokens)
         for index in range(count):
@@ -88,7 +88,7 @@ class OnePart:
 def known_upstream(valid: Tensor) -> float | None:
     """Return the upstream gradient that autograd will pass for a loss divided by `valid`; None if reading it would
     synchronise with a GPU."""
-    # Divide with torch in fp32, as autograd does, since the loss's backward pass tests the two values for equality.
+    # Divide with torch in fp32, as autograd does: the loss's backward pass compares autograd's value with this one.
     return (torch.ones(()) / valid).item() if valid.device.type == "cpu" else None
 
 
@@ -149,8 +149,8 @@ class Pipeline:
         )
 
     def run(self, batches: MicroBatches, valid: Tensor) -> Tensor:
-        """Accumulate the gradients of the loss, and return this rank's share of it. The loss is the sum of the token
-        losses divided by `valid`, the number of targets in the global batch."""
+        """Accumulate the gradients of the loss, and return this rank's share of the loss: the sum of its token losses
+        divided by `valid`, the number of targets in the global batch."""
         self.valid = valid
         if len(batches.tokens) != self._micro_batches:
             self._build(len(batches.tokens))

@@ -47,8 +47,8 @@ class PairwiseReduceScatter(_Allocate):
 
 
 def _peers(group: dist.ProcessGroup) -> list[int]:
-    """Return the other ranks, starting with the next higher one, so that they do not all send to the same rank at
-    once."""
+    """Return the other ranks, starting with the next higher one, to keep the ranks from all sending to the same rank
+    first."""
     return [(group.rank() + step) % group.size() for step in range(1, group.size())]
 
 

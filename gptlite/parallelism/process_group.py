@@ -60,7 +60,7 @@ def broadcast_text(text: str) -> str:
 
 
 def _interface() -> str | None:
-    """Return gloo's network interface: loopback if all ranks are on this machine, otherwise one that reaches rank 0.
+    """Return the interface for gloo: loopback if all ranks are on this machine, otherwise one that reaches rank 0.
 
     If none is found, return None: gloo then uses the interface that the host name resolves to.
     """

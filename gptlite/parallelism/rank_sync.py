@@ -4,8 +4,8 @@ These are for work of unknown duration, such as reading a corpus or hashing a ch
 group's store, so no collective is in progress and no timeout ends the run. If a rank dies, the launcher detects it and
 ends the others.
 
-Threads that run in parallel with training must pass a process group of their own as `group`, as the store connection
-and the world group belong to the training thread. Results are then sent by collectives, which raise an error on the
+Threads that run in parallel with training must pass a separate process group in `group`, since the store connection and
+the world group belong to the training thread. Results are then sent by collectives, which raise an error on the
 other ranks if a rank dies or hangs.
 """
 

@@ -27,7 +27,7 @@ def check_replicas(parameters: Iterable[tuple[str, Tensor]], tied: Sequence[str]
 
     All parameters have copies over dp_replicate, those not sharded over tp have copies over tp, and those named in
     `tied` (the same names on all ranks) have copies on the first and the last pipeline part. The message names the
-    first one that differs, and the ranks.
+    first parameter that differs, and the ranks.
     """
     # Data ranks hold different experts. Each rank's part of the experts is treated as a separate parameter, of which
     # ranks with other experts have no copy.
@@ -73,7 +73,7 @@ def fingerprint(tensor: Tensor) -> Tensor:
 
 
 def _differing(held: dict[str, list[int]], hashes: Tensor, mesh: Mesh, axis: str) -> list[str]:
-    """Return the names whose copies differ along an axis. `held` maps each name to indices into `hashes`."""
+    """Return the names of parameters whose copies differ along an axis. `held` maps names to indices into `hashes`."""
     least = torch.iinfo(torch.int64).min
     table = torch.full((2, len(held)), least, dtype=torch.int64, device=hashes.device)
     for column, places in enumerate(held.values()):

@@ -1,7 +1,7 @@
 """Sampling of another thread's Python stack, without interrupting or slowing it.
 
 A thread waits for other ranks in one of a few known places: a function of torch.distributed, a line that calls
-`.wait()`, or the store. The files on its stack identify the axis whose ranks it waits for.
+`.wait()`, or rank_sync.py, which polls the store. The files on its stack identify the axis whose ranks it waits for.
 """
 
 import linecache
@@ -20,7 +20,7 @@ from gptlite.parallelism.axes import WORLD, every_axis
 PACKAGE, TORCH = f"{Path(__file__).parents[1]}/", f"{Path(torch.__file__).parent}/distributed/"
 COLLECTIVES = (f"{TORCH}distributed_c10d.py", f"{TORCH}_functional_collectives.py")
 STORE = f"{PACKAGE}parallelism/rank_sync.py"  # waits there have no time limit
-# Phase by name of a function on the stack, read from the outermost frame; "backward" ends the search.
+# Phase by function name. The stack is searched from the outermost frame inwards, as far as "backward".
 PHASES = {
     "prepare": "preparing data",
     "restore": "loading a checkpoint",
@@ -78,7 +78,7 @@ def _waits(file: str, line: int) -> bool:
 
 
 def _axis(frame: FrameType) -> str:
-    # The innermost file on the stack that belongs to an axis; without one, all ranks.
+    # The axis of the innermost file on the stack that belongs to one; the world if no file does.
     found = (_axis_of_file(outer.f_code.co_filename) for outer, _ in walk_stack(frame))
     return next(filter(None, found), WORLD)
 

@@ -22,8 +22,8 @@ from gptlite.parallelism.zero import reshard
 
 
 class StageRunner:
-    """Runner for all parts of a model, of which this rank holds `parts`. By default, `parts` is a whole model on one
-    device."""
+    """Runner for all parts of a model, of which this rank holds `parts`. Without `mesh` and `config`, `parts` is a
+    whole model on one device."""
 
     def __init__(
         self,

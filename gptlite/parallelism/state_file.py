@@ -1,8 +1,8 @@
 """Unnamed file for a rank's optimizer state, with direct I/O where the file system supports it.
 
-The file has no name: it is created with O_TMPFILE or, where that is not supported, unlinked at once. So concurrent runs
-do not collide, no other file is ever removed, and the kernel frees the space however the process ends. Its blocks are
-allocated at creation, so that the run is not affected if other programs fill the disk later.
+The file has no name: it is created with O_TMPFILE or, where that is not supported, unlinked immediately. So concurrent
+runs do not collide, and the kernel frees the space however the process ends. The file's blocks are allocated at
+creation, so that the run is not affected if other programs fill the disk later.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class StateFile:
 
     def exchange(self, out: Sequence[tuple[int, memoryview]], into: Sequence[tuple[int, memoryview]]) -> None:
         """Write the buffers `out` to the file, and read `into` from the file, refilling each piece of memory as soon as
-        it has been written. Raises OSError.
+        its contents are in the file. Raises OSError.
 
         `out` and `into` refer to the same memory and have the same number of parts. Paired parts may differ in length.
         """

@@ -6,8 +6,8 @@ A column-parallel layer holds a slice of the output features, a row-parallel lay
 of them needs one all-reduce. With sequence parallelism, a reduce-scatter leaves each rank a slice of the sequence, and
 the next column-parallel layer all-gathers the slices. The traffic is the same, and the activations between the layers
 are sharded too. Sharded parameters are DTensors, so that ZeRO and checkpoints know their global shape; compute uses
-local tensors, with the collectives below. Unsharded parameters stay plain tensors. With sequence parallelism, their
-gradients cover a slice of the sequence, and `sum_sliced_gradients` sums them over the ranks.
+local tensors, with the collectives below. Unsharded parameters stay plain tensors. With sequence parallelism, a
+rank computes their gradients from only a slice of the sequence, and `sum_sliced_gradients` sums them over the ranks.
 
 Shapes: B sequences of length S, T tensor-parallel ranks, s = S / T, d and f features.
 """
@@ -49,7 +49,7 @@ class TensorAxis:
 
     @contextmanager
     def whole_sequence(self) -> Iterator[None]:
-        """Disable sequence parallelism inside the `with` block, as generation runs single tokens, which cannot be
+        """Disable sequence parallelism inside the `with` block, for generation, which runs single tokens that cannot be
         split."""
         sequence, self.sequence = self.sequence, False
         try:
@@ -92,7 +92,7 @@ def tensor_axis(mesh: Mesh, sequence: bool, overlap: bool) -> TensorAxis | None:
 
 
 def axis_of(part: nn.Module) -> TensorAxis | None:
-    """Return the axis over which a part's layers are sharded; None if they are not."""
+    """Return the axis over which a part's layers are sharded; None if they are not sharded."""
     axes = (getattr(module, "axis", None) for module in part.modules())
     return next((axis for axis in axes if isinstance(axis, TensorAxis)), None)
 
@@ -177,8 +177,8 @@ class RowParallelLinear(nn.Module):
         return leave(self.multiply(x, local(self.weight, x.dtype)), self.axis)
 
     def local_bias(self, dtype: torch.dtype) -> Tensor | None:
-        """Return the whole bias, which every rank holds, in a compute dtype. With sequence parallelism, a rank computes
-        the part of its gradient that comes from the rank's slice of the sequence."""
+        """Return the whole bias, which every rank holds, in a compute dtype. With sequence parallelism, the
+        bias's gradient on a rank comes only from that rank's slice of the sequence."""
         return None if self.bias is None else self.bias.to(dtype)
 
 

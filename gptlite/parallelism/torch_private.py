@@ -47,8 +47,8 @@ def forget_meshes() -> None:
 def reduce_gradients_now(part: nn.Module) -> None:
     """Reduce the available gradients, as at the end of a backward pass.
 
-    A split backward pass needs this, since FSDP2 has no hook after its weight-gradient pass. The calls are the same as
-    in torch's PipelineStage.perform_reduce_grad.
+    A backward pass that is split into an input-gradient and a weight-gradient pass needs this, since FSDP2 has no hook
+    after the weight-gradient pass. The calls are the same as in torch's PipelineStage.perform_reduce_grad.
     """
     root: Any = fully_shard.state(part)  # type: ignore[attr-defined]
     for group in _groups_of(root._state_ctx.all_states):
@@ -83,7 +83,7 @@ def _reduce_into_fp32(group: Any) -> None:
         resolve()
         group._orig_dtype = torch.float32  # the dtype to which reduced gradients are cast
 
-    group._init_mp_dtypes = resolved  # FSDP2 calls it before the first forward pass, and it sets _orig_dtype
+    group._init_mp_dtypes = resolved  # called by FSDP2 before the first forward pass
 
 
 def _groups(parts: Iterable[nn.Module]) -> list[Any]:
@@ -126,7 +126,7 @@ def watched_shards(
 
     It calls `gathered(bytes)` with the size of this rank's parameter shards whenever FSDP2 gathers a parameter group,
     and `reduced(bytes)` with the size of this rank's fp32 gradient shards before a group's gradients are reduced. With
-    HSDP, `reduced` is called only if they are also all-reduced.
+    HSDP, `reduced` is called only if the gradients are also all-reduced.
     """
 
     def watch(group: Any) -> None:
@@ -166,9 +166,9 @@ def _has_gradient(param: Any) -> bool:
 def recorded_allocations() -> Iterator[list[tuple[int, int, int]]]:
     """Context manager that records this thread's CPU tensor allocations, in order. The yielded list is filled on exit.
 
-    Entries are (nanoseconds since 1970, address, bytes), with negative bytes for frees. Frees of memory that was
-    allocated earlier are left out. The recorder is torch.profiler's, without operators. It costs about 10 us per
-    allocation, and must not be running already: see `profiler_runs`.
+    Entries are (nanoseconds since 1970, address, bytes), with negative bytes for frees. Frees of memory
+    allocated before the recording are left out. The recorder is torch.profiler's, without operators. It costs about 10
+    us per allocation, and must not be running already: see `profiler_runs`.
     """
     allocations: list[tuple[int, int, int]] = []
     settings: Any = torch.autograd.profiler.profile(use_cpu=True, use_kineto=True, profile_memory=True)

@@ -36,7 +36,7 @@ from gptlite.parallelism.verdict import Heartbeat, judge, silent_ranks
 
 LOOK_SECONDS = 0.05  # interval at which the position of the main thread is sampled
 ANSWER_SECONDS = 2.0  # time limit of a call to the store, which normally takes a millisecond or less
-# A rank exits this long before a collective would fail: MARGIN seconds, or the fraction PART of the limit if less.
+# A rank exits before a collective would fail, by MARGIN seconds or PART times the time limit, whichever is less.
 MARGIN, PART = 10.0, 0.25
 
 
@@ -73,7 +73,7 @@ class Watch:
         self._verdict_key = f"{name}/verdict"
         store: Any = dist.distributed_c10d._get_default_store()
         self._store = store.clone()  # its own connection, as the threads must not share the main thread's
-        # Times and heartbeats of all ranks, read since a hang has been suspected.
+        # Readings since a hang was suspected: the time, and the heartbeats of all ranks.
         self._readings: list[tuple[float, list[Heartbeat | None]]] = []
         self._suspecting, self._beat_ready = False, threading.Event()
         main = threading.get_ident()
@@ -149,8 +149,8 @@ class Watch:
             self._end(text, silent)
 
     def _publish_loop(self) -> None:
-        """Write heartbeats to the store. A separate thread, as a store call never returns if the store's host is
-        stopped."""
+        """Write heartbeats to the store. Runs in a separate thread, since a store call never returns if the store's
+        host is stopped."""
         while self._beat_ready.wait() and not self._closed.is_set():
             self._beat_ready.clear()
             with suppress(dist.DistError):  # the store is gone, together with the launcher

@@ -39,7 +39,7 @@ def shard(
     """Shard a model part over the data axes, in place.
 
     With one data rank, the part is left unchanged, unless model state is offloaded: then the rank holds the only shard,
-    and FSDP2 keeps it in host memory with its gradient, as with several shards.
+    and FSDP2 keeps that shard and its gradient in host memory, as with several shards.
 
     `blocks` are gathered and reduced `bucket_layers` at a time, and the rest of the part together. Parameters are
     gathered in `dtype`, gradients reduced in `reduce_dtype`. `experts` are modules inside blocks whose parameters are
@@ -63,7 +63,7 @@ def shard(
     size = config.bucket_layers
     buckets = [list(blocks[start : start + size]) for start in range(0, len(blocks), size)]
     for bucket in buckets:
-        # before the whole part: fully_shard takes the parameters that no inner call has taken
+        # before the call for the whole part, which shards all parameters that are left
         split(bucket, reshard_after_forward=config.zero == 3)
     split(part, reshard_after_forward=False)  # the backward pass begins with these, so freeing them would save nothing
     for module in sharded_modules(part):

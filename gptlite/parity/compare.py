@@ -28,7 +28,7 @@ ROUNDING = 2**-12
 
 @dataclass(frozen=True)
 class Distances:
-    """Distances of one step from the reference's same step; inf or NaN if a tensor is missing or not finite."""
+    """Distances of one step from the same step of the reference; inf or NaN if a tensor is missing or not finite."""
 
     loss: float  # relative
     grad_norm: float  # relative
@@ -75,8 +75,8 @@ class Difference:
 
 @dataclass(frozen=True)
 class StepComparison:
-    """Comparison of a step of both runs, with the differences beyond a limit in the order of the model. It holds no
-    tensors."""
+    """Comparison of the same step of both runs. `differences` has those beyond a limit, in the order of the model. It
+    holds no tensors."""
 
     step: int
     loss: tuple[float, float]  # of the reference, and of the other run
@@ -97,8 +97,8 @@ def half_limits(apart: Sequence[Distances], epsilon: float) -> Limits:
     By the triangle inequality, if a layout is as close to fp32 as the single process, its distance from the single
     process is at most twice as large. So in the first step, the limit of a gradient is twice the single process's
     distance. In later steps the weights differ too, since Adam amplifies the rounding errors of tiny gradients, by an
-    amount that is random for the single process as well: the limit is four times its largest distance. A bias of a few
-    elements may be close to fp32 by chance, so the limit of a gradient is at least the median limit.
+    amount that is random for the single process as well: the limit is four times that process's largest distance. A
+    bias of a few elements may be close to fp32 by chance, so the limit of a gradient is at least the median limit.
 
     Losses and gradient norms may always be off by a fraction of `epsilon`, the dtype's machine epsilon (2^-7 for bf16,
     2^-10 for fp16): 3e-5 and 2e-3 in bf16. Values may always be off by 0.6 of a learning rate, as if Adam had moved one

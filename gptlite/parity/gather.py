@@ -1,4 +1,4 @@
-"""Assembly of sharded tensors on rank 0, with the ranks that held each part and a comparison of replicated parts."""
+"""Assembly of sharded tensors on rank 0. The ranks that held each part are recorded, and replicated parts compared."""
 
 from __future__ import annotations
 

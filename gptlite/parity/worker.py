@@ -1,5 +1,5 @@
-"""Program of one rank of a comparison. The ranks run the steps of a layout, and rank 0 prints the distances of these
-steps from those of a single process.
+"""Program of one rank of a comparison. The ranks run the first steps of a run on a layout, and rank 0 prints how
+far each step is from the same step of a single process.
 
 `python -m gptlite.parity.worker REFERENCE FOLDER STARTED LAUNCHER`, as gptlite/launch/elastic.py starts it. REFERENCE
 is a folder that `save_reference` wrote.

@@ -19,7 +19,7 @@ BLANK_LINES = "blank"  # separator=blank
 
 @dataclass(frozen=True)
 class Place:
-    """Position in the input: index of the source, `offset` in decompressed bytes (in rows for Parquet), line from 1.
+    """Position in the input: index of the source, `offset` in decompressed bytes (rows for Parquet), line from 1.
 
     `digest` is the hash of standard input up to here. A resumed run compares it to detect different input.
     """
@@ -34,9 +34,9 @@ class Place:
 class Piece:
     """Records of one source, from `line` on. `data` holds whole records with their separators.
 
-    For Parquet, `data` holds rows of `lengths` bytes, -1 for a null. A `whole` piece is one document, or a part of a
-    long one if it is not the `first` part or has `more` after it. Its `digest` is the hash of the document up to the
-    end of the piece. `damage` is the reason why data after these records was left out.
+    For Parquet, `data` holds rows of `lengths` bytes; a null has length -1. A `whole` piece is one document, or a part
+    of a long one if it is not the `first` part or has `more` after it. Its `digest` is the hash of the document up to
+    the end of the piece. `damage` is the reason why data after these records was left out.
     """
 
     source: int
@@ -52,7 +52,7 @@ class Piece:
 
 @dataclass
 class Block:
-    """Pieces, the place after them, and the bytes on disk `read` so far from all sources."""
+    """Pieces, the place `after` them, and the bytes `read` so far from all sources, counted before decompression."""
 
     pieces: list[Piece] = field(default_factory=list)
     after: Place = field(default_factory=Place)
@@ -72,7 +72,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Cutting:
-    """Rules for cutting sources into records. `column` is the JSON field or Parquet column; `separator` is for text."""
+    """Rules for cutting sources into records. `column` is the JSON field or Parquet column; text has a `separator`."""
 
     column: str = "text"
     separator: str = ""
@@ -98,14 +98,14 @@ def read_blocks(sources: list[Source], cutting: Cutting, start: Place) -> Iterat
                 block = Block()
         before += source.size
         block.after, block.read = Place(number + 1), before
-        if len(block.pieces) >= 4096:  # many small files
+        if len(block.pieces) >= 4096:  # bounds a block of many small files
             yield block
             block = Block()
     yield block
 
 
 def _pieces(source: Source, place: Place, cutting: Cutting) -> Iterator[tuple[Piece, Place, int]]:
-    """Yield pieces of a source with the place after each and the bytes read. The last piece describes any damage."""
+    """Yield pieces of a source, each with the place after it and the bytes read. A last piece reports any damage."""
     at = place
     try:
         if source.format == "parquet":
@@ -170,9 +170,10 @@ class _Records:
         return min((at + length for at, length in found if at >= 0), default=0)
 
     def _lengthen(self, data: bytearray) -> tuple[int, str]:
-        """Read to the end of a record longer than a block. Return its end in `data` (0 if damaged), and an error or "".
+        """Read to the end of a record longer than a block. Return where it ends in `data`, and an error or "".
 
-        The start of a record longer than max_record_bytes is dropped from memory.
+        The end is 0 if the stream is damaged. The start of a record longer than max_record_bytes is dropped from
+        memory.
         """
         too_long, keep = "", max(map(len, self._ends)) - 1
         while True:
@@ -198,7 +199,7 @@ class _Records:
         return Place(self._number, self._offset, self._line, self._hash.hexdigest() if self._hash else "")
 
     def _hear_again(self, place: Place) -> None:
-        """Read standard input up to `place` again. Raises ConfigError if it differs from the interrupted run."""
+        """Read standard input up to `place` again. Raises ConfigError if the interrupted run read other data."""
         assert self._hash is not None
         left = place.offset
         while left and (data := self._stream.read(min(left, BLOCK))):

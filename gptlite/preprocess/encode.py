@@ -19,7 +19,7 @@ _BOM = b"\xef\xbb\xbf"
 
 @dataclass(frozen=True)
 class Document:
-    """Text of a document, and its UTF-8 bytes. For a document longer than a block, only the part in this block."""
+    """Text of a document, and its UTF-8 bytes. If it is longer than a block, both hold only the part in this block."""
 
     text: str
     data: bytes
@@ -139,7 +139,7 @@ class Split:
 class Encoded:
     """Result of a block: training and held-out documents, bad records, and the number of empty documents.
 
-    `part` is a part of a long document, without `eod`.
+    If the block is a part of a long document, `part` holds its tokens, without `eod`.
     """
 
     splits: tuple[Split, Split]

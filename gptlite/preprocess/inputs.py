@@ -29,7 +29,8 @@ def find_sources(given: str, format: str) -> list[Source]:
 
     `given` is a file, a folder (all files below it with a known suffix, except hidden ones), a glob, `-`, or several of
     these separated by commas. Files of one folder or glob are sorted by path. `format=auto` uses each file's suffix,
-    without a compression suffix such as .gz. Raises ConfigError for a file that is missing, unreadable or given twice.
+    or the suffix before a compression suffix such as .gz. Raises ConfigError for a file that is missing, unreadable or
+    given twice.
     """
     if format not in ("auto", *FORMATS):
         raise ConfigError(f"format={format} is not one of auto, {', '.join(FORMATS)}{did_you_mean(format, FORMATS)}")

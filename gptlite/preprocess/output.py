@@ -40,14 +40,14 @@ class Counts:
 
 
 class Output:
-    """Output, resumed from the last `save`, if any. The index is written when `stack` closes without an error."""
+    """Output, resumed from the last `save` if there is one. The index is written if `stack` closes without an error."""
 
     def __init__(self, partial: Path, tokenizer: Tokenizer, stack: ExitStack, log: Log):
         self._state = partial / STATE
         self.place, self.counts = Place(), Counts()
         self._writers = stack.enter_context(split_writers(partial / WHOLE, tokenizer, work=partial))
         self._skipped = stack.enter_context((partial / WHOLE / SKIPPED).open("ab"))
-        # Tokens of a long document. Its hash, which determines its split, is known only at its end.
+        # Tokens of a long document, kept until its hash is known at its end: the hash selects the split.
         self._long = stack.enter_context(tempfile.TemporaryFile(dir=partial))  # noqa: SIM115
         self._long_bytes = 0
         sync_folder(partial / WHOLE)
@@ -86,7 +86,7 @@ class Output:
         self._long_bytes += part.text_bytes
 
     def end_long(self, digest: bytes, fraction: float) -> None:
-        """Write the parts since the last `begin_long` as one document. `digest` and `fraction` select its split."""
+        """Write the parts since the last `begin_long` as one document. `digest` and `fraction` select the split."""
         writer = self._writers[is_held_out(digest, fraction)]
         size, text_bytes = self._long.tell() // writer.dtype.itemsize, self._long_bytes
         self._count(1, size + 1, text_bytes)

@@ -22,8 +22,8 @@ class WorkerDied(Exception):
 class Pool:
     """Pool of `workers` processes. Each calls `make(*arguments)` once, and then the returned function for every job.
 
-    With 0 workers, the jobs run in this process. The pool is a context manager. Its processes end with the block, or
-    when this process is killed.
+    With 0 workers, the jobs run in this process. The pool is a context manager. Its processes end with the `with`
+    statement, or when this process is killed.
     """
 
     def __init__(self, workers: int, make: Callable[..., Callable[[Any], Any]], *arguments: Any):

@@ -21,13 +21,13 @@ from gptlite.preprocess.pool import Pool
 from gptlite.preprocess.settings import FILE, Settings, difference, read_settings
 from gptlite.progress import Log, Progress
 
-SAVED_BYTES = 64 << 20  # input bytes between two saves: at most this much is lost by a kill
+SAVED_BYTES = 64 << 20  # input bytes between two saves; a kill loses at most the work on these
 _SHOWN = 10  # bad records that are logged; all are in skipped.jsonl
 
 
 @dataclass(frozen=True)
 class Result:
-    """Totals for the prepared folder, totals and elapsed seconds for this call, and the documents in each split."""
+    """Totals of the prepared folder, totals (`new`) and seconds of this call, and number of documents per split."""
 
     counts: Counts
     new: Counts
@@ -45,7 +45,7 @@ def preprocess(
     is left out and logged with on_error=skip. A finished output with the same settings is kept.
 
     Raises ConfigError for a bad record, for an `output` with other settings unless `overwrite`, and for sources that
-    changed; OSError, e.g. for a full disk; WorkerDied if a worker ends.
+    changed; OSError, e.g. for a full disk; WorkerDied if a worker process dies.
     """
     if on_error not in ("error", "skip"):
         raise ConfigError(f"on_error={on_error} is neither error nor skip{did_you_mean(on_error, ('error', 'skip'))}")
@@ -55,7 +55,7 @@ def preprocess(
     _refuse_own(settings, (output, partial))
     if (counts := _finished(settings, output, overwrite)) is not None:
         shutil.rmtree(_trash(output), ignore_errors=True)
-        if read_settings(partial / FILE) == settings.as_json():  # killed after the output was renamed
+        if read_settings(partial / FILE) == settings.as_json():  # an earlier call was killed after renaming the output
             shutil.rmtree(partial)
         log(f"{output} is already finished; give overwrite=true to make it again")
         return Result(counts, Counts(), 0.0, _split(output))
@@ -80,7 +80,7 @@ def _split(output: Path) -> tuple[int, int]:
 
 
 class _Job:
-    """Remaining work of an output: read, tokenize and write from the last saved place to the end."""
+    """Remaining work for an output: reading, tokenizing and writing from the last saved place to the end."""
 
     def __init__(self, settings: Settings, output: Output, on_error: str, log: Log):
         self._settings, self.output, self._on_error, self._log = settings, output, on_error, log
@@ -202,7 +202,7 @@ def _begin(settings: Settings, tokenizer: Tokenizer, partial: Path, overwrite: b
 
 
 def _finish(settings: Settings, counts: Counts, partial: Path, output: Path) -> None:
-    """Write the settings and counts into the output, and rename it to its final name, replacing an older one."""
+    """Write the settings and counts into the output, and rename it to its final name. Replaces an older output."""
     _refuse_changed(settings)
     whole = partial / WHOLE
     if not counts.skipped:

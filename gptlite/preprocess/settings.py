@@ -1,4 +1,4 @@
-"""Settings that determine the bytes of a prepared folder. They are saved with it, and a rerun must match them."""
+"""Settings that determine the bytes of a prepared folder. The folder holds a copy, and a rerun must match it."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -10,7 +10,7 @@ from gptlite.preprocess.blocks import BLANK_LINES, Cutting
 from gptlite.preprocess.inputs import Source, find_sources
 
 FILE = "preprocess.json"
-_VERSION = 1  # of the output format; work of another version cannot be resumed
+_VERSION = 1  # of the output format; preprocessing begun by another version cannot be resumed
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Settings:
 
 
 def make_settings(given: Any) -> Settings:
-    """Return the settings of a command line, with the tokenizer left empty. Raises ConfigError if one is invalid.
+    """Return the settings of a command line, with `tokenizer` left empty. Raises ConfigError if a value is invalid.
 
     `given` has the keys input, format, field, separator, max_record_bytes and validation_fraction.
     """

@@ -1,4 +1,4 @@
-"""Decompressed byte streams of files and standard input. The format is detected from the first bytes, not the name."""
+"""Decompressed byte streams of files and standard input. Compression is detected from the first bytes, not the name."""
 
 import bz2
 import gzip

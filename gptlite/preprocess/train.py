@@ -48,7 +48,7 @@ def train_tokenizer(settings: Settings, kind: str, vocab_size: int, sample_mb: i
 
 
 def _texts(settings: Settings, every: int, held_out: float, log: Log) -> Iterator[str]:
-    """Yield the documents of one block in `every`, without the `held_out` fraction. Bad records are logged."""
+    """Yield the documents of every `every`-th block, without the `held_out` fraction. Bad records are logged."""
     formats = [source.format for source in settings.sources]
     progress = Progress("reading", sum(source.size for source in settings.sources), log)
     before, bad = 0, list[Bad]()

@@ -124,7 +124,7 @@ def _flops(
 
 
 def _attention(config: Config, mesh: Mesh, policy: Policy, ops: Ops) -> list[tuple[str, str]]:
-    """Return the banner's line on the kernel that SDPA uses; no line for other attention."""
+    """Return the banner's line on the kernel that SDPA uses; no line if the run does not use SDPA."""
     found = spec_of(config.model).attention(config.model)
     if found is None or ops.attention is not Attention.sdpa:
         return []

@@ -94,7 +94,7 @@ def build_state(
     loader: BatchLoader,
     identity: dict[str, Any],
 ) -> TrainState:
-    """Build the state of a new run: the model's parts on this rank, the optimizer, and what checkpoints record.
+    """Build the state of a new run: the model's parts on this rank, the optimizer, the schedule and the loader.
 
     `fill` sets the weights and buffers of the parts. `identity` identifies the data, which must be the same when the
     run resumes. Collective.

@@ -36,21 +36,21 @@ from gptlite.trainer.state import TrainState, model_tensors
 
 LOG = "train.log"
 OWNER = ".owner"
-# Time in which other ranks must see a file that rank 0 has created. Network file systems cache that a file is missing.
+# Time in which other ranks must see a file that rank 0 has created. Network file systems cache the absence of a file.
 APPEARS_SECONDS = 30.0
 
 
 class SaveFailed(RuntimeError):
-    """Raised when a checkpoint could not be written. Earlier ones are unchanged."""
+    """Raised when a checkpoint could not be written. Earlier checkpoints are unchanged."""
 
 
 class RunFolder:
-    """Folder `<run.dir>`: config.yaml, data_order.jsonl, metrics.jsonl, train.log, checkpoints/, result.json.
+    """Folder `<run.dir>`, with config.yaml, data_order.jsonl, metrics.jsonl, train.log, checkpoints/, result.json.
 
-    The constructor raises ConfigError if training here would mix two runs. Nothing is written before `opened`.
+    The constructor raises ConfigError if training in the folder would mix two runs. Nothing is written before `opened`.
     `resume_from` is the checkpoint from which training starts, or None.
 
-    All ranks create it, and call `restore`, `opened`, `write_config` and `save` together. Rank 0 makes decisions and
+    All ranks construct it, and call `restore`, `opened`, `write_config` and `save` together. Rank 0 makes decisions and
     writes files; its errors are raised on all ranks. Other ranks only print their log lines and write their tensors.
     """
 
@@ -58,7 +58,7 @@ class RunFolder:
         self.path = Path(config.run.dir).expanduser()
         self.config, self.mesh = config, mesh
         self._early: list[str] = []  # lines logged before train.log was opened
-        self._notices: dict[str, Log] = {}  # lines on differences from the checkpoint, printed once it is accepted
+        self._notices: dict[str, Log] = {}  # differences from the checkpoint, logged once it is accepted
         self._log_file: TextIO | None = None
         self._console = Console()
         self.tokenizer: Tokenizer | None = None
@@ -70,7 +70,10 @@ class RunFolder:
             from_main(mesh, lambda: self._refuse(from_yaml(read_config(found), found), f"checkpoint {found}"))
 
     def restore(self, state: TrainState) -> None:
-        """Load the checkpoint, if any, into `state`. Raises ConfigError for other data, or a step past the last one."""
+        """Load the checkpoint, if any, into `state`.
+
+        Raises ConfigError if the checkpoint is of other data, or of a step after the run's last step.
+        """
         if self.resume_from is None:
             return
         meta, changes = from_main(self.mesh, lambda: self._accepted(state))
@@ -115,7 +118,7 @@ class RunFolder:
             yield
 
     def write_config(self) -> None:
-        """Write the resolved configuration to config.yaml. An older one that differs is kept as config.N.yaml."""
+        """Write the resolved configuration to config.yaml. A differing older file is kept as config.N.yaml."""
         from_main(self.mesh, self._write_config)
 
     def write_order(self, state: TrainState) -> None:
@@ -189,7 +192,7 @@ class RunFolder:
         load_tensors(found, tensors, verified=True, log=self.log, mesh=self.mesh)
         state.take(tensors)
         state.load_meta(from_main(self.mesh, lambda: read_manifest(found).meta))
-        # Keep what the checkpoint may lack: the tracker's run, and the ranges skipped since it was saved.
+        # Keep values that the checkpoint may lack: the tracker's run, and the ranges skipped since it was saved.
         state.wandb_id, state.loader.schedule = tracker, schedule.skipping([(spike.first, spike.stop)])
         skipped = spike.first, spike.stop
         from_main(self.mesh, lambda: note_spike(self.path, state.step, spike.step, skipped))
@@ -229,7 +232,7 @@ class RunFolder:
             write_whole(self.path / RESULT, json.dumps(result, indent=2) + "\n")
 
     def _refuse_folder(self) -> None:
-        """Raise ConfigError for a folder that cannot be written, is in use, contains another run, or is part of one."""
+        """Raise ConfigError for a folder that is unwritable, is in use, contains another run, or is inside a run."""
         for folder in (self.path, *self.path.parents):
             if folder.name == "checkpoints" and (run := folder.parent) != folder and (run / "config.yaml").exists():
                 raise ConfigError(
@@ -290,7 +293,7 @@ class RunFolder:
             self._log_file.close()
 
     def _lock(self, held: ExitStack) -> None:
-        """Lock the log until this process ends, and write a note that names it. Without file locks, do neither.
+        """Lock the log until this process ends, and write the process id to a note. Without file locks, do neither.
 
         However the process ends, the kernel releases the lock. The note may be left behind.
         """
@@ -314,7 +317,7 @@ class RunFolder:
         return bool(locked)
 
     def _refuse_busy(self) -> None:
-        """Raise ConfigError if another process trains in the folder. Called before its checkpoints are read, as that
+        """Raise ConfigError if another process trains in the folder. Called before the checkpoints are read, since that
         process may delete them."""
         with suppress(OSError), open(self.path / LOG, "r+", encoding="utf-8") as log:
             self._try_lock(log)

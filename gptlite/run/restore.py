@@ -47,9 +47,9 @@ def restore(
     """Return a trained model, on one device or divided among the ranks of a `layout`. Collective.
 
     `checkpoint` is a step folder, or a run folder, whose newest intact checkpoint is used. `plugins` are imported
-    first; they must include those of the checkpoint. `tokenizer` is the value of tokenizer=, for a checkpoint that has
-    none. Raises ConfigError if plugins are missing, if the checkpoint does not exist or has no tokenizer, and for an
-    unknown `precision`.
+    first; they must include those of the checkpoint. `tokenizer` is the value of tokenizer=, for a checkpoint without
+    a tokenizer. Raises ConfigError if plugins are missing, if the checkpoint does not exist or has no tokenizer, and
+    for an unknown `precision`.
     """
     layout = layout or ParallelismConfig()
     import_plugins(plugins)

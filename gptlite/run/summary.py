@@ -52,7 +52,7 @@ ADVICE: dict[type[Exception], str] = {
 
 @dataclass
 class Conclusion:
-    """Outcome of the run, set in the block of `conclude`, and the exit code and content of result.json that follow."""
+    """Outcome of the run, set in the block of `conclude`, and the resulting exit code and content of result.json."""
 
     outcome: Outcome | None = None
     exit_code: int = 0
@@ -65,8 +65,8 @@ def conclude(
 ) -> Iterator[Conclusion]:
     """Context manager that closes the trackers and writes result.json when the block ends or raises.
 
-    If the run completed, it also reports the results. Rank 0 writes. If the block raises, no rank waits for another, as
-    that rank may have exited.
+    If the run completed, it also reports the results. Rank 0 writes. If the block raises, no rank waits for other
+    ranks, since they may have exited.
     """
     conclusion = Conclusion()
     status = "failed"
@@ -235,7 +235,7 @@ def _sample(config: Config, run: RunFolder, state: TrainState) -> None:
     sampling = Sampling(seed=config.seed)
     if run.mesh.is_main:
         run.log(banner([], title="sample").splitlines()[0])
-    # Otherwise compiled blocks would be recompiled for every length of the KV cache.
+    # Compiled blocks would be recompiled for every length of the KV cache.
     with torch.compiler.set_stance("force_eager"):
         spec, count = state.model.spec, trainer.sample_tokens
         tokens = spec.generate(state.runner, prompt, count, sampling, stop=tokenizer.eod, cache=True)

@@ -1,8 +1,8 @@
 """Translation of the batch keys of a DeepSpeed JSON.
 
-DeepSpeed's rule is train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x data ranks, and
-any of the three keys may be left out. In gptlite data.global_batch_size is always set, and the number of gradient
-accumulation steps follows from it.
+DeepSpeed's rule is train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x data ranks, where
+the data ranks are the data-parallel ranks, and any of the three keys may be left out. In gptlite,
+data.global_batch_size is always set, and the number of gradient accumulation steps follows from it.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _checked(root: Section, train: int, micro: int | None, steps: int | None, ra
 
 
 def _inferred(root: Section, micro: int, steps: int | None, ranks: int | None) -> None:
-    """Infer the global batch, which needs the number of data ranks."""
+    """Infer the global batch from the number of data ranks. Refuse the key if that number is unknown."""
     equation = f"the global batch is {micro} x {steps or 1} x data ranks"
     name = STEPS if steps else MICRO
     if ranks is None:

@@ -12,12 +12,12 @@ from gptlite.invocation import command
 from gptlite.progress import Log
 
 GIVEN = re.compile(r"\+{0,2}deepspeed=(.*)", re.DOTALL)
-# Keys that every preset of their group has. They are kept if the command line chooses a preset.
+# Keys that every preset of their group has. The JSON's values for them are kept if the command line chooses a preset.
 COMMON = ("data.", "optimizer.clip_norm", "parallelism.data", "trainer.")
 
 
 def expanded(overrides: list[str], log: Log | None = None) -> list[str]:
-    """Return the JSON's overrides, without those that the other overrides replace, followed by the other overrides.
+    """Return the JSON's overrides, except those that the rest of `overrides` replaces, followed by that rest.
 
     Raises ConfigError, which lists all keys that are refused.
     """
@@ -51,6 +51,6 @@ def refuse(path: str, rows: list[Row]) -> None:
 
 
 def _replaced(override: str, given: dict[str, str]) -> bool:
-    """Return True if the command line sets the key, or chooses a preset of its group that may not have it."""
+    """Return True if the command line sets the key, or chooses a preset of the key's group that may lack the key."""
     key = override.partition("=")[0]
     return key in given or (key.partition(".")[0] in given and not key.startswith(COMMON))

@@ -38,7 +38,7 @@ ROOT: Rules = {
     "graph_harvesting": (Kind.flag, FASTER),
     "cuda_visible_devices": (Kind.anything, "DeepSpeed does not read it; set the variable CUDA_VISIBLE_DEVICES"),
 }
-# Sections that are refused if they are enabled. Their other keys are not checked.
+# Sections that are refused if they are enabled. Keys other than `enabled` are not checked.
 REFUSED_IF_ON = {
     "curriculum_learning": "gptlite has a fixed sequence length: data.sequence_length",
     "data_efficiency": "neither data sampling by difficulty nor token dropping is implemented",

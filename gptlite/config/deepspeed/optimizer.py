@@ -11,8 +11,8 @@ from gptlite.errors import did_you_mean
 
 
 def optimizer(root: Section, peak: float | None) -> None:
-    """Add the rows of the optimizer. `peak` is the scheduler's peak learning rate, if it sets one; it replaces the
-    optimizer's."""
+    """Add the rows of the optimizer. `peak` is the peak learning rate that the scheduler sets, or None; it replaces the
+    optimizer's learning rate."""
     if (section := root.section("optimizer")) is None:
         return
     kind = section.value("type", Kind.text)
@@ -42,7 +42,7 @@ def optimizer(root: Section, peak: float | None) -> None:
 
 
 def _rates(params: Section, preset: str, defaults: dict[str, float], peak: float | None) -> dict[str, Any]:
-    """Add the rows of the learning rate, betas, eps and weight decay. Return DeepSpeed's defaults for the others."""
+    """Add the rows of the learning rate, betas, eps and weight decay. Return DeepSpeed's defaults for absent keys."""
     single = ("eps", "weight_decay") if "eps" in defaults else ("weight_decay",)
     for name in single:
         if (value := params.value(name, Kind.number)) is not None:
@@ -62,10 +62,11 @@ def _rates(params: Section, preset: str, defaults: dict[str, float], peak: float
 
 
 def _muon_rates(params: Section, peak: float | None) -> dict[str, Any]:
-    """Add the rows of Muon's learning rates, for matrices and for other parameters, and return further settings."""
+    """Add the rows of Muon's learning rates, for matrices and for other parameters. Return further settings
+    that make gptlite's Muon match DeepSpeed's."""
     rate, matrices, others = (params.value(name, Kind.number) for name in ("lr", "muon_lr", "adam_lr"))
     ours, theirs = matrices or rate or 0.02, others or rate or 3e-4
-    same: dict[str, Any] = {"scale": "original", "newton_schulz": "quintic"}  # as DeepSpeed's Muon
+    same: dict[str, Any] = {"scale": "original", "newton_schulz": "quintic"}  # as in DeepSpeed's Muon
     ratio = same | {"adamw_lr_ratio": 1.0}
     if peak is not None or AUTO in (params.content.get(name) for name in ("lr", "muon_lr", "adam_lr")):
         for name in ("lr", "muon_lr", "adam_lr"):
@@ -96,7 +97,7 @@ def _clipping(root: Section, params: Section) -> None:
 
 
 def schedule(root: Section) -> float | None:
-    """Add the rows of the scheduler; return the peak rate if it sets one."""
+    """Add the rows of the scheduler. Return the peak learning rate, or None if the scheduler does not set it."""
     if (section := root.section("scheduler")) is None:
         return None
     kind = section.value("type", Kind.text)
@@ -143,7 +144,7 @@ def _warmup(params: Section) -> None:
 
 
 def _rise(params: Section, kind: str) -> float | None:
-    """Add the rows of the lowest and the peak rate, and return the peak."""
+    """Add the rows of the lowest and the peak learning rate. Return the peak."""
     peak, low = params.value("warmup_max_lr", Kind.number), params.value("warmup_min_lr", Kind.number)
     if peak is None and "warmup_max_lr" not in params.content and kind == "WarmupDecayLR":
         peak = 0.001

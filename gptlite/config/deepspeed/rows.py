@@ -32,7 +32,7 @@ class Verdict(Enum):
 
 @dataclass(frozen=True)
 class Row:
-    """Verdict on one key, with the overrides that replace it and the reason."""
+    """Verdict on one key, the reason for the verdict, and the overrides that replace the key."""
 
     key: str
     value: Any
@@ -51,7 +51,7 @@ class Row:
 
 
 class Kind(Enum):
-    """JSON type of a key's value, as it is named in errors."""
+    """JSON type of a key's value. The value of a member describes it in error messages."""
 
     flag = "true or false"
     integer = "a whole number"
@@ -94,14 +94,14 @@ class Sets:
 
 @dataclass(frozen=True)
 class Only:
-    """Rule for a key of which only `values` match what gptlite does. Other values are refused."""
+    """Rule for a key of which only `values` match gptlite's behaviour. Other values are refused."""
 
     values: tuple[Any, ...]
     refusal: str
     reason: str = "as in gptlite"
 
 
-Rule = str | Sets | Only  # a string: the key has no effect, for that reason
+Rule = str | Sets | Only  # a string is the reason why the key has no effect
 
 
 class Section:

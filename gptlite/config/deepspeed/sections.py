@@ -12,7 +12,7 @@ AMP_LEVELS = {"O0": "fp32", "O1": "amp_o1", "O2": "amp_o2"}
 
 
 def precision(root: Section) -> None:
-    """Add the rows of fp16, bf16, amp and the dtype keys. If none is enabled, DeepSpeed trains in fp32."""
+    """Add the rows of fp16, bf16, amp and the dtype keys. If no precision is enabled, DeepSpeed trains in fp32."""
     sections = {name: root.section(name) for name in ("fp16", "bf16", "bfloat16", "amp")}
     found = {name: section for name, section in sections.items() if section}
     states = {name: section.get("enabled", Kind.flag) for name, section in found.items()}
@@ -105,7 +105,7 @@ def _dtypes(root: Section, compute: str) -> None:
 def zero(root: Section, ranks: int | None) -> None:
     """Add the rows of zero_optimization."""
     name = "zero_optimization"
-    if isinstance(stage := root.content.get(name), bool):  # an old form
+    if isinstance(stage := root.content.get(name), bool):  # an old form of this key
         root.known.add(name)
         root.take(name, parallelism="zero1" if stage else "ddp")
         return

@@ -12,8 +12,8 @@ from gptlite.config.deepspeed.rows import AUTO, OFF, Kind, Row, Section, in_file
 
 
 def translate(content: dict[str, Any], ranks: int | None = None, given: Container[str] = ()) -> list[Row]:
-    """Return a row for each key, in the order of the file. `ranks` is the number of data ranks, if it is known; `given`
-    are the keys that the command line sets."""
+    """Return a row for each key, in the order of the file. `ranks` is the number of data-parallel ranks, or None if
+    it is unknown; `given` are the keys that the command line sets."""
     root = Section(content, "", [])
     batch(root, ranks, given)
     root.apply(keys.ROOT)

@@ -27,8 +27,8 @@ class SequenceCut(Protocol):
     size: int
 
     def columns(self, x: Tensor, wanted: Sequence[Sequence[range]]) -> Tensor:
-        """Exchange columns of x [B, S, f / size] between ranks with equal shares. Return the columns that this rank
-        wants; see TensorAxis."""
+        """Exchange columns between ranks. x [B, S, f / size] has this rank's share of the f columns. Return the columns
+        that this rank wants; see TensorAxis."""
         ...
 
 
@@ -135,9 +135,9 @@ class CausalSelfAttention(nn.Module):
     def _split(self, qkv: Tensor) -> Tensor:
         """Return the projection's outputs on this rank as [B, S, K, G + 2, D].
 
-        If there are more tensor-parallel ranks than key/value heads, several ranks share a head. Each of them holds an
-        equal share of the group's rows. It exchanges outputs with the others, to get its own queries and a copy of k
-        and v.
+        If there are more tensor-parallel ranks than key/value heads, several ranks share a head. Each of these ranks
+        holds an equal share of the rows of that head's group. A rank exchanges outputs with the others to get its
+        queries and a copy of k and v.
         """
         axis, group = self.tensor_axis, self.group
         if axis is not None and axis.size > self.kv_heads:
@@ -147,8 +147,8 @@ class CausalSelfAttention(nn.Module):
         return qkv.view(*qkv.shape[:2], -1, group + 2, self.head_width)
 
     def _rows(self, head: int, share: int, queries: int) -> list[range]:
-        """Return the rows of the QKV projection that a rank needs: those of one share, `queries` query heads, of group
-        `head`, and those of the group's k and v."""
+        """Return the rows of the QKV projection that a rank needs. In the group of key/value head `head`, these are the
+        rows of share number `share`, which has `queries` query heads, and those of k and v."""
         width = self.head_width
         first, values = (head * (self.group + 2) + share * queries) * width, (head + 1) * (self.group + 2) * width
         return [range(first, first + queries * width), range(values - 2 * width, values)]
@@ -164,8 +164,8 @@ class CausalSelfAttention(nn.Module):
         return rope(qkv, rotary, gains, self.q_norm.eps, self.fused_rope)
 
     def _over_ranks(self, qkv: Tensor, key: DropoutKey | None, mask: Tensor | None, context: ContextCut) -> Tensor:
-        """Return the attention [B, s, K G, D] of this rank's two chunks, qkv [B, s, K, G + 2, D], to the whole
-        sequence."""
+        """Return attention's output [B, s, K G, D] for the queries of this rank's two chunks, which attend to the whole
+        sequence. qkv is [B, s, K, G + 2, D]."""
         length = qkv.shape[1]
         pairs, memory = context.keys_and_values(qkv)
         queries = qkv[:, :, :, :-2].flatten(2, 3).transpose(1, 2).chunk(2, 2)

@@ -59,11 +59,11 @@ class MoEConfig:
 
     Each token goes to the `top_k` experts with the highest scores. Their outputs are summed, weighted by the scores.
     Three terms regulate the router, each independent of micro-batches and layout. `bias_rate`: step size of a bias per
-    expert, which is added to the scores only to select experts. It rises for experts with less than the mean load of
-    the global batch, and falls for those with more (arXiv:2408.15664). `sequence_loss`: coefficient of a loss that
-    balances the load within each sequence (DeepSeek-V3, arXiv:2412.19437, equation 17). `z_loss`: coefficient of the
-    squared log-sum-exp of the router's logits, which keeps them small (ST-MoE, arXiv:2202.08906, equation 5). Losses
-    are means over tokens, summed over the layers; the reported loss excludes them. Experts have no biases.
+    expert, which is added to the scores only to select experts. The bias rises for experts with less than the mean
+    load of the global batch, and falls for those with more (arXiv:2408.15664). `sequence_loss`: coefficient of a loss
+    that balances the load within each sequence (DeepSeek-V3, arXiv:2412.19437, equation 17). `z_loss`: coefficient of
+    the squared log-sum-exp of the router's logits, which keeps them small (ST-MoE, arXiv:2202.08906, equation 5). These
+    losses are means over tokens, summed over the layers; the reported loss excludes them. Experts have no biases.
     """
 
     experts: int = 0

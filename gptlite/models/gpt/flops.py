@@ -4,14 +4,14 @@ from gptlite.models.gpt.config import GPTConfig, Norm, Position
 
 
 def matmul_parameters(config: GPTConfig) -> int:
-    """Return the number of weights that a token is multiplied with: those of the head and of the blocks' matrices,
+    """Return the number of weights in a token's matrix products: those of the head and of the blocks' matrices,
     including only the chosen and the shared experts. Embeddings, norms and biases do not count."""
     return _matrices(config) + config.d_model * (config.vocab_size or config.padded_vocab_size)
 
 
 def flops_per_token(config: GPTConfig, sequence_length: int) -> int:
-    """Return the FLOPs per token of a forward and backward pass: 6 per matmul weight, and 6·L·d·S for causal attention,
-    where d is the total width of the query heads. A window of w positions replaces S by 2w - w²/S.
+    """Return the FLOPs per token of a forward and backward pass: 6 per matmul weight, and 6·L·d·S for causal attention
+    in L layers, where d is the total width of the query heads. A window of w positions replaces S by 2w - w²/S.
 
     A weight costs a multiply and an add in the forward pass, and twice that in the backward pass. Attention has two S×S
     matmuls per layer, half of which is masked; this gives half of PaLM's 12·L·d·S (arXiv:2204.02311, appendix B).
@@ -22,7 +22,7 @@ def flops_per_token(config: GPTConfig, sequence_length: int) -> int:
 
 def layer_flops(config: GPTConfig, sequence_length: int | None = None) -> int:
     """Return the FLOPs per token of one block, averaged over the blocks. The default `sequence_length` is the
-    maximum."""
+    model's maximum."""
     length = sequence_length or config.sequence_length
     seen = [min(config.window(layer) or length, length) for layer in range(config.num_layers)]
     keys = sum(2 * each - each * each / length for each in seen) / config.num_layers

@@ -1,7 +1,8 @@
 """Conversion of a GPT to Hugging Face's GPT-2: parameter names, shapes, config.json.
 
 Hugging Face stores a matrix as [in, out] (`Conv1D`). The outputs of its fused QKV projection are ordered q | k | v;
-here they are grouped by head. Its embedding has as many rows as the vocabulary; here it is padded.
+here they are grouped by head. The embedding there has one row per token of the vocabulary; here it is
+padded.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ ACTIVATIONS = {
     "gelu": MLPKind.gelu_erf,
     "relu": MLPKind.relu,
 }
-# Keys of config.json that change the meaning of the weights, with the only supported value.
+# Keys of config.json that change the meaning of the weights, each with its only supported value.
 FIXED = {
     "scale_attn_weights": True,
     "scale_attn_by_inverse_layer_idx": False,
@@ -41,7 +42,7 @@ FIXED = {
 }
 
 
-# Values of GPTConfig that make a GPT a GPT-2.
+# Values that these keys of GPTConfig must have in a GPT-2.
 OF_GPT2 = {
     **{"kv_heads": None, "head_dim": None, "position": Position.learned, "norm": Norm.layer_norm},
     **{"qk_norm": False, "softcap": None, "windows": [], "value_residual": False, "value_embeddings": 0},

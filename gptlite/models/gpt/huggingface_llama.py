@@ -1,8 +1,8 @@
 """Conversion of a GPT to Hugging Face's Llama and Qwen3: parameter names, shapes, config.json.
 
-Hugging Face stores queries, keys and values as three matrices, and gate and up projection of the MLP as two. Here, each
-group is one matrix whose rows are grouped by head or by hidden unit. In both formats, RoPE pairs rows i and i + width /
-2 of a head.
+Hugging Face has three matrices for queries, keys and values, and two for the MLP's gate and up projections. Here, the
+three are one matrix with rows grouped by head, and the two are one matrix with rows grouped by hidden unit. In both
+formats, RoPE pairs rows i and i + width / 2 of a head.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from gptlite.models.huggingface import Adapter, Piece, Weight
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Keys of config.json that change the meaning of the weights, with the only supported value.
+# Keys of config.json that change the meaning of the weights, each with its only supported value.
 FIXED = {
     **{"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "use_sliding_window": False},
     **{"attention_dropout": 0.0, "pretraining_tp": 1, "quantization_config": None},
 }
-# Values of GPTConfig that make a GPT a Llama.
+# Values that these keys of GPTConfig must have in a Llama.
 OF_LLAMA = {
     **{"position": Position.rope, "norm": Norm.rms_norm, "norm_gain": True, "bias": False, "dropout": 0.0},
     **{"softcap": None, "windows": [], "value_residual": False, "value_embeddings": 0, "qk_norm_heads": True},

@@ -1,8 +1,8 @@
 """Conversion of a GPT with experts to Hugging Face's Mixtral, Qwen3-MoE and OLMoE.
 
-Hugging Face stores the matrices of each expert as separate tensors; here, those of a layer are one tensor. None of the
-classes has a bias for selecting experts, so a model with `bias_rate` is refused, and imported models have
-`bias_rate=0`.
+Hugging Face stores the matrices of each expert as separate tensors; here, a layer has two tensors for all its experts.
+None of the classes has a bias for selecting experts, so a model with a `bias_rate` other than 0 is refused, and
+imported models have `bias_rate=0`.
 """
 
 from __future__ import annotations
@@ -141,6 +141,6 @@ class OLMoE(WithExperts):
 
 
 def _of_expert(ours: Tensor, expert: int, place: int | None = None) -> Tensor:
-    """Return an expert's matrix. With `place`, that matrix has gate and up projection in alternating rows: return the
-    gate (0) or the up projection (1)."""
+    """Return an expert's matrix. With `place`, rows of gate and up projection alternate in that matrix; return the rows
+    of the gate (0) or of the up projection (1)."""
     return ours[expert] if place is None else of_pairs(ours[expert], place)

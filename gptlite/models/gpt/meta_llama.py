@@ -1,8 +1,8 @@
 """Conversion of Llama 2 and 3 from Meta's files, params.json and sharded weights, to Hugging Face's config.json and
 tensors.
 
-Meta shards matrices over tensor-parallel ranks, one file per rank. Its RoPE pairs the adjacent rows 2i and 2i + 1 of a
-head. Hugging Face and gptlite pair rows i and i + width / 2, so the rows of queries and keys are reordered.
+Meta shards matrices over tensor-parallel ranks, one file per rank. Meta's RoPE pairs the adjacent rows 2i and 2i + 1 of
+a head. Hugging Face and gptlite pair rows i and i + width / 2, so the rows of queries and keys are reordered.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ def from_meta(params: Mapping[str, Any], shards: Sequence[Mapping[str, Tensor]])
 
 
 def _whole(parts: Sequence[Tensor], dim: int | None, turned: int) -> Tensor:
-    """Return a tensor from its shards. `turned`: number of heads whose rows are reordered as in Hugging Face; 0 for
-    none."""
+    """Return a tensor from its shards. `turned`: number of heads whose rows are reordered for Hugging Face; 0 to keep
+    the order."""
     import torch
 
     tensor = parts[0] if dim is None else torch.cat(list(parts), dim)

@@ -24,7 +24,7 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor, *, bias: bool = True) -> Tensor:
         """Return the MLP's output. If `bias` is False, the next op adds the last layer's bias."""
-        # Back to the activations' dtype: with Apex's O1, the projection's output has another dtype.
+        # Cast back to the activations' dtype: with Apex's O1, the projection's output has another dtype.
         projected = self.up.project(x).to(x.dtype)
         hidden = bias_activation(projected, self.up.local_bias(x.dtype), self.kind, self.fused)
         return self.down(hidden) if bias else self.down.project(hidden)

@@ -290,8 +290,8 @@ class GPT(nn.Module):
         return (mine[:, :, None] != documents[:, None, :]).unsqueeze(1)
 
     def _places(self, x: Tensor, start: int) -> Tensor:
-        """Return the sequence positions, counted from `start`, that attention has on this rank. x [B, S, d] is the
-        activations between layers, or this rank's slice of them."""
+        """Return the sequence positions that attention processes on this rank; those of a whole sequence begin with
+        `start`. x [B, S, d] is the activations between layers, or this rank's slice of them."""
         sliced = self.tensor_axis is not None and self.tensor_axis.sequence
         length = x.shape[1] * (self.tensor_axis.size if sliced and self.tensor_axis else 1)
         if self.context is None or self.context.whole:
@@ -316,7 +316,7 @@ class GPT(nn.Module):
         """Return a holder for the head's gradient of a tied weight, if the embedding's backward pass can add to it,
         otherwise None.
 
-        Only for unsharded fp32 weights: in 16-bit precision, the addition would round, whereas autograd adds in fp32.
+        The weight must be unsharded and fp32: a 16-bit addition would round, whereas autograd adds in fp32.
         """
         if not self.fused_table or self.token_embedding is None or not isinstance(self.head, Head):
             return None
@@ -337,7 +337,7 @@ class GPT(nn.Module):
         assert self.token_embedding is not None
         if (end := start + tokens.shape[1]) > self.config.sequence_length:
             raise ValueError(f"the sequence has {end} tokens, but model.sequence_length={self.config.sequence_length}")
-        # Cast both embeddings before adding them, as FSDP2 casts parameters before use.
+        # Cast both embeddings before adding them, for the same result as with FSDP2, which casts parameters before use.
         table = self.token_embedding
         x = copied_rows(tokens, cast(Tensor, table.weight), self.compute_dtype) if shared is None else None
         if x is None:
@@ -375,6 +375,6 @@ def prepare(part: nn.Module, policy: "Policy", recomputes: bool) -> None:
     part.compute_dtype = policy.stream_dtype
     part.varlen &= policy.stream_dtype in (torch.bfloat16, torch.float16)  # dtypes of flash attention
     for block in part.blocks():
-        # The fused kernel normalizes and adds in a single dtype. Activation checkpointing keeps a block's input, which
-        # would be two tensors instead of one with a pending addition.
+        # The fused kernel normalizes and adds in a single dtype. Activation checkpointing keeps a block's input; with a
+        # pending addition, the input would be two tensors instead of one.
         block.deferred_add &= policy.stream_dtype == policy.compute_dtype and not policy.fp32_norms and not recomputes

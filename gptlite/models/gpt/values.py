@@ -10,7 +10,7 @@ from gptlite.models.gpt.config import GPTConfig
 
 class ValueMix(nn.Module):
     """Weighted sum of a layer's values, the first layer's values (ResFormer, arXiv:2410.17897), and an embedding of the
-    token (value embeddings, as in modded-nanogpt's records and nanochat).
+    token (value embeddings, as in nanochat and the records of modded-nanogpt).
 
     The weights are learned scalars per layer, initialized with 0.5 as in modded-nanogpt; nanochat has a gate per head.
     """
@@ -24,7 +24,7 @@ class ValueMix(nn.Module):
         self.embedding = nn.Embedding(config.padded_vocab_size, config.kv_size) if embeds else None
 
     def forward(self, v: Tensor, first: Tensor | None, tokens: Tensor | None) -> Tensor:
-        """Return the values of attention. v and `first` [B, S, K, 1, D], this rank's K heads; tokens [B, S]."""
+        """Return the mixed values. v and `first` are [B, S, K, 1, D] for this rank's K heads; tokens [B, S]."""
         own, *others = self.weight.to(v.dtype).unbind()
         mixed = own * v
         if self.residual:
