@@ -11,7 +11,7 @@ from gptlite.models.spec import ModelSpec
 @dataclass
 class CausalLMConfig(ModelConfig):  # noqa: D101
     peak_lr: float = 0.001
-    vocab_size: int | None = None  # null: the tokenizer's
+    vocab_size: int | None = None  # null: the tokenizer's vocabulary size
     architecture: str = "llama"
     settings: Any = None  # configuration of the architecture, e.g. model.settings='{hidden_size: 64}'
 

@@ -30,7 +30,7 @@ CLASSES, SIZE = 10, 32
 
 @dataclass
 class ResNetConfig(ModelConfig):
-    """ResNet of four groups of `blocks` basic blocks each. The groups have `width`, 2, 4 and 8 times `width` channels.
+    """ResNet of four groups of `blocks` basic blocks each. The groups have 1, 2, 4 and 8 times `width` channels.
 
     `norm`: `batch`, or `group`, whose statistics do not depend on the batch.
     """

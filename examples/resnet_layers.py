@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 
 def norm_of(kind: str, channels: int) -> nn.Module:
-    """Return a norm over that many channels: `batch`, or `group` with at least 16 channels per group."""
+    """Return a norm of `channels` channels: `batch`, or `group` with at least 16 channels per group."""
     return nn.BatchNorm2d(channels) if kind == "batch" else nn.GroupNorm(max(1, min(32, channels // 16)), channels)
 
 

@@ -44,7 +44,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Row:
-    """One direction of an op at one size: `forward`, `backward`, or `both` in one call."""
+    """Measurement of an op at one size, in one direction: `forward`, `backward`, or `both` in one call."""
 
     op: str
     direction: str
@@ -57,7 +57,7 @@ class Row:
 
 
 def run(options: Options) -> int:
-    """Print a line for each op, size and direction, and return the exit code. Raises ConfigError."""
+    """Print a line per op, size and direction, and return the exit code. Raises ConfigError for invalid options."""
     check(options)
     loaded = load(options.device)
     if isinstance(loaded, Unavailable):
@@ -84,7 +84,7 @@ def rows(options: Options, copy: float | None = None) -> Iterator[Row]:
     """Yield measured rows. The kernels must be loaded. `copy` is the copy bandwidth in bytes/s; None measures it.
 
     On a GPU each direction is measured separately. If torch.compile or another library fails, its error is printed, and
-    the row has no ratio for it. Raises ConfigError.
+    the row has no ratio for it. Raises ConfigError for invalid options.
     """
     check(options)
     cuda, clock = options.device == "cuda", clock_of(torch.device(options.device))

@@ -1,4 +1,4 @@
-"""Compilation of the kernels into a shared library. The units (see `units`) are compiled in parallel."""
+"""Compilation of the kernels into a shared library. The units (see units.py) are compiled in parallel."""
 
 import contextlib
 import os
@@ -24,8 +24,8 @@ LINK = ("-shared", "-s", "-Wl,-z,defs", "-Wl,--no-as-needed")
 def build(library: Path, cxx: Compiler, nvcc: Compiler | None, log: Log, arch: str = "") -> str:
     """Compile the kernels and their torch ops into the file `library`. Returns the error of nvcc, or "".
 
-    Without `nvcc`, or if it fails, the library has only CPU kernels. Object files are temporary, in the library's
-    folder. For `arch` see `cuda_units`. Raises BuildError.
+    Without `nvcc`, or if it fails, the library has only CPU kernels. Object files are written to a temporary
+    folder beside the library. For `arch` see `cuda_units`. Raises BuildError.
     """
     import torch  # imported here, as `build_plain` must work without torch
 

@@ -1,4 +1,4 @@
-"""Cache of compiled libraries. A library is compiled once per machine, even if many processes request it at once."""
+"""Cache of compiled libraries. A library is compiled once per machine, even for many concurrent processes."""
 
 import contextlib
 import hashlib
@@ -32,7 +32,7 @@ class Record:
 
 
 def home_folder(make: bool = False) -> Path:
-    """Return the default folder, gptlite/kernels in $XDG_CACHE_HOME or ~/.cache. Raises BuildError, OSError."""
+    """Return the default folder, gptlite/kernels in $XDG_CACHE_HOME or ~/.cache. Raises BuildError or OSError."""
     try:
         root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     except RuntimeError as error:  # no HOME, and no passwd entry for the user
@@ -91,7 +91,7 @@ def lookup(library: Path) -> Record | None:
 
 
 def keep(library: Path, record: Record, compiled: Path) -> Record:
-    """Store a library in the cache and return its record with the hash. The caller holds `locked`. Raises OSError."""
+    """Store a library in the cache and return its record with the hash. Call it within `locked`. Raises OSError."""
     with replacing(library) as file:
         file.write(compiled.read_bytes())
     record = replace(record, sha256=_digest(library))
@@ -107,7 +107,7 @@ def locked(folder: Path, log: Log) -> Iterator[None]:
             log("kernels: another process is compiling the kernels; waiting for it")
             try_lock(file, wait=True)
         elif alone:
-            for leftover in folder.glob(f"{UNFINISHED}*"):  # from a killed process, as we hold the lock
+            for leftover in folder.glob(f"{UNFINISHED}*"):  # of a killed process; a live one would hold the lock
                 shutil.rmtree(leftover, ignore_errors=True)
         yield
 

@@ -18,12 +18,12 @@ class Case:
     """Test case of an op, or of a forward op and its backward op.
 
     `kernel` calls the forward kernel. `kernel_backward` calls the backward kernel with the results of `kernel` after
-    `between` transformed them. It is None for an op without a gradient, or with one that `kernel` computes. The first
-    `compared` results (None: all) are compared; the others are gradients or for the backward pass. `forward` is the
-    reference in torch. It is differentiated with respect to `leaves`, with the input "dy" as upstream gradient. `plain`
-    is a faster torch version to benchmark, if `forward` is only a definition. `traffic` returns the bytes that must be
-    read and written by the forward op and by the backward op, if there is one. The benchmark uses `sizes` (rows, width)
-    on CPUs and `gpu_sizes` on GPUs.
+    `between` has transformed them. It is None if the op has no gradient, or if `kernel` computes the gradient. Of the
+    results, the first `compared` (None: all) are compared; the others are gradients or inputs of the backward pass.
+    `forward` is the reference in torch. It is differentiated with respect to `leaves`, with the input "dy" as upstream
+    gradient. `plain` is a faster torch version for the benchmark; None: `forward`. `traffic` returns the bytes that
+    must be read and written by the forward op and, if there is one, by the backward op. The benchmark uses `sizes`
+    (rows, width) on CPUs and `gpu_sizes` on GPUs.
     """
 
     ops: tuple[str, ...]

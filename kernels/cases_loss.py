@@ -1,4 +1,4 @@
-"""Test cases of cross entropy over all columns of the logits, and over those of tensor-parallel ranks."""
+"""Test cases of cross entropy over all columns of the logits, and over each tensor-parallel rank's columns."""
 
 import torch
 import torch.nn.functional as F

@@ -3,7 +3,7 @@
 gptlite kernels test [device=cpu]
 
 Prints a table of the largest errors, each relative to the largest value of its tensor. device: cpu or cuda. Exit
-codes: 0 if all errors are within the tolerance, 1 if not, or without kernels.
+codes: 0 if all errors are within the tolerance, 1 if not, or if there are no kernels.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from gptlite.kernels.cases import CASES
 from gptlite.kernels.library import Unavailable, load
 from gptlite.kernels.tables import table
 
-# Relative to the largest value. One rounding is 2^-24, 2^-9, 2^-12. A backward op has rounded results as inputs.
+# Relative to the largest value. One rounding error is 2^-24, 2^-9 or 2^-12. Inputs of a backward op are also rounded.
 TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2.5e-3}
 DEVICES = ("cpu", "cuda")
 ROWS, WIDTH = 37, 77  # not multiples of a vector or tile size
@@ -80,7 +80,7 @@ def measure(case: Case, device: torch.device) -> list[Error]:
         inputs = case.make(ROWS, WIDTH, dtype, device)
         expected = case.reference(_map(lambda x: x.double() if x.is_floating_point() else x, inputs))
         found = case.ours(deepcopy(inputs))
-        # A case of one op has empty backward results, which this omits.
+        # `zip` omits the empty backward results of a case with a single op.
         for op, ours, theirs in zip(case.ops, found, expected, strict=False):
             errors.append(Error(op, dtype, largest_error(ours, theirs)))
     return errors

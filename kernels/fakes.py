@@ -33,7 +33,7 @@ def _row(x: Tensor) -> Tensor:
 
 
 def _if(wanted: bool, x: Tensor) -> Tensor:
-    """Return an empty tensor like x, or one without elements if it is not wanted, as the kernels do."""
+    """Return an empty tensor like x if `wanted`, else a tensor without elements, as the kernels do."""
     return x.new_empty(x.shape if wanted else 0)
 
 

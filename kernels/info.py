@@ -1,4 +1,4 @@
-"""`info`: report of the compilers, the library, and the path of each op (fused or reference). Compiles nothing.
+"""`info`: report of the compilers, the library, and each op's implementation (fused or reference). Compiles nothing.
 
 gptlite kernels info
 """
@@ -55,7 +55,7 @@ def run(options: Options) -> int:
 
 
 def path_of(loaded: Loaded | Unavailable | None, device_type: str) -> str:
-    """Return the path of an op on a device, with the reason. `loaded` is None for kernels not compiled yet."""
+    """Return the implementation of ops on a device, with the reason. `loaded`: None if nothing is compiled yet."""
     if device_type == "cuda" and not torch.cuda.is_available():
         return "- (no GPU)"
     if isinstance(loaded, Loaded):

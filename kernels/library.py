@@ -29,7 +29,7 @@ class Loaded:
     cuda: bool  # it includes the CUDA kernels
     isa: str  # instruction sets used by its CPU kernels here: "avx512 avx512_bf16 amx_bf16"
     seconds: float  # compilation time
-    cached: bool  # it was compiled before this process started
+    cached: bool  # it was found in the cache, not compiled by this process
     why_no_cuda: str  # reason for missing CUDA kernels on a machine with a GPU
 
 
@@ -153,7 +153,7 @@ class _Tools:
 
     @property
     def names(self) -> list[str]:
-        """Acceptable file names of the library. A new one gets the first."""
+        """Acceptable file names of the library. A newly compiled library gets the first name."""
         tools = repr((self.cxx.command, self.cxx.version, self.nvcc and self.nvcc.version))
         digest = hashlib.sha256(tools.encode()).hexdigest()[:16]
         return [f"{prefix}-{digest}.so" for prefix in _prefixes(self.nvcc is not None, self.archs)]
@@ -219,7 +219,7 @@ def _from_elsewhere(cuda: bool, archs: tuple[str, ...]) -> Library | None:
 def _prefixes(cuda: bool, archs: tuple[str, ...]) -> list[str]:
     """Return acceptable name prefixes of the library, without the part that depends on the compilers.
 
-    They depend on the processor, the GPU's architecture, the C library, and the sources, which contain the flags.
+    Prefixes depend on the processor, the GPU's architecture, the C library, and the sources, which contain the flags.
     """
     digest = hashlib.sha256(repr(platform.libc_ver()).encode())
     for path in sources(cuda):

@@ -2,7 +2,7 @@
 
 gptlite kernels build [cuda=auto] [arch=auto]
 
-cuda: `auto` compiles the CUDA kernels if there is a GPU; `true` also without one, as on the login node of a cluster
+cuda: `auto` compiles the CUDA kernels if there is a GPU; `true` even without a GPU, as on the login node of a cluster
 with a shared home; `false` never. arch: `auto` compiles for the architecture of the local GPU; `any`, or `auto`
 without a GPU, compiles for sm_80 and sm_90 and includes PTX for later GPUs; a number such as 90 compiles for that
 architecture. Exit codes: 0 if everything requested is built, else 1.

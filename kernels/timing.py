@@ -22,7 +22,7 @@ class Task:
     before: Callable[[Any], Any] = lambda buffers: buffers
 
 
-# Function that runs a task's calls and returns the seconds of all of them together. It gets the task's name first.
+# Function that runs a task's calls and returns their total seconds. Its first argument is the task's name.
 Clock = Callable[[str, Iterable[Callable[[], Any]]], float]
 
 
@@ -41,7 +41,7 @@ class EventClock:
     The stream is kept busy until the host has issued the calls. Otherwise gaps between small kernels would be counted.
     """
 
-    # Host seconds that it took to issue a task's calls last time.
+    # Seconds that the host needed to issue a task's calls last time, by task name.
     issuing: dict[str, float] = field(default_factory=dict)
 
     def __call__(self, name: str, calls: Iterable[Callable[[], Any]]) -> float:

@@ -55,7 +55,7 @@ def find_cxx() -> Compiler:
 
 
 def find_nvcc() -> Compiler:
-    """Return the nvcc of CUDA_HOME, or the one on PATH. Raises BuildError."""
+    """Return nvcc from CUDA_HOME if it is set, else from PATH. Raises BuildError."""
     home = os.environ.get("CUDA_HOME", "").strip()
     path = shutil.which("nvcc", path=str(Path(home, "bin"))) if home else shutil.which("nvcc")
     if not path:

@@ -19,7 +19,7 @@ COMMON = (
 _AVX512 = tuple("-mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mf16c -mprefer-vector-width=512".split())
 # Only CPUs from before 2013 use the x86-64 baseline. -O1 keeps it from taking half of the compilation time.
 ISAS = {"baseline": ("-O1",), "avx2": ("-mavx2", "-mfma", "-mf16c"), "avx512": _AVX512}
-# Files for one instruction set, by name suffix: its name, the flags, and the define if the compiler lacks the flags.
+# Files for a single instruction set, by file name suffix: the set's name, its flags, and the macro if they are missing.
 EXTRA = {
     "_bf16": ("avx512_bf16", (*_AVX512, "-mavx512bf16"), "-DGPTLITE_NO_AVX512_BF16"),
     "_amx": ("amx", (*_AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"), "-DGPTLITE_NO_AMX"),
@@ -47,7 +47,7 @@ class Unit:
 
 
 def cpu_units(cxx: Compiler) -> list[Unit]:
-    """Return the units of the CPU kernels: one per instruction set, and the files that are compiled once."""
+    """Return the units of the CPU kernels. Most files have one unit per instruction set; some are compiled once."""
     x86 = platform.machine() in ("x86_64", "AMD64")
     isas = ISAS if x86 else {"baseline": ()}
     extra = {end: each for end, each in EXTRA.items() if x86 and cxx.accepts(each[1])}

@@ -36,7 +36,7 @@ class Arguments:
 
 
 def main(arguments: list[str]) -> int:
-    """Measure and print. Raises ConfigError for invalid arguments."""
+    """Run the measurements and print their results. Raises ConfigError for invalid arguments."""
     given, overrides = own_arguments(Arguments, arguments, __doc__)
     if not Path(given.folder).is_dir():
         raise ConfigError(f"folder={given.folder} is not a folder; give a folder on the disk to measure")

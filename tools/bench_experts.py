@@ -4,9 +4,9 @@ python tools/bench_experts.py [experts=8] [top_k=2] [d_model=384] [d_ff=768] [to
     [repeats=15]
 
 Each call is a forward and a backward pass on the CPU. Results are medians of interleaved calls. The GEMMs are an
-expert's two linear layers, without the activation. `dispatch` sorts the tokens by expert, gathers their rows and sums
-the experts' outputs by weight. Its fraction of a step refers to the forward and backward pass of a GPT with `layers`
-layers, a vocabulary of 8192, 6 heads and sequences of 256.
+expert's two linear layers, without the activation. `dispatch` sorts the tokens by expert, gathers their rows and
+computes the weighted sum of the experts' outputs. Its time in all layers is also printed as a fraction of a step: the
+forward and backward pass of a GPT with `layers` layers, a vocabulary of 8192, 6 heads and sequences of 256.
 """
 
 from collections.abc import Callable

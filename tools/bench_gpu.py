@@ -1,6 +1,6 @@
 """Benchmark and correctness report for a GPU, in about twenty minutes.
 
-python tools/bench_gpu.py                  # all parts, each in a separate process, and one report
+python tools/bench_gpu.py                  # run all parts, each in a separate process; write one report
 python tools/bench_gpu.py part=gates|ceilings|kernels|steps|profile|peer|model [minutes=8] [peer=NANOGPT] [tree=PATH]
     [output=outputs/bench_gpu/DATE] [device=cuda] [size=full] [tests=tests/gpu] [wheels=wheels]
 python tools/bench_gpu.py part=wheels      # download the required packages as wheels; needs network access
@@ -11,10 +11,10 @@ kernels   time of each kernel, forward and backward
 steps     training steps of GPT-3 Small and XL, compared with the planner's prediction
 profile   kernels of a step by class, compared with their lower bound
 peer      training steps of nanoGPT, from the clone `peer`
-model     launches, bytes and minimum time of a step, from a trace that needs no GPU, compared with source tree `tree`
+model     launches, bytes and minimum time of a step, from a trace that needs no GPU; `tree`: also of that source tree
 
 `device=cpu` runs without a GPU, and `size=tiny` uses small shapes. Each part writes results as they arrive, and stops
-after `minutes`. The source tree need not be installed: missing packages are taken from the folder `wheels`. Exit codes:
+after `minutes`. gptlite need not be installed: missing packages are taken from the folder `wheels`. Exit codes:
 0 success, 1 a part failed, 2 refused.
 """
 

@@ -4,7 +4,7 @@
 
 The first part reads a file of random uint16 tokens from the page cache on one core, with the background thread that
 training uses. It prints a table for one data set and a blend of two, at several sequence lengths. The second part times
-a step of the configured run, and the fraction of it that reading the batches would take without overlap.
+a step of the configured run, and prints the fraction of it that reading the batches would take without overlap.
 """
 
 import os
@@ -100,7 +100,7 @@ def loader(stream: SampleStream, micro: int) -> Loader:
 
 
 def reading(loader: Loader, tokens: int) -> float:
-    """Return the tokens per second over about READ tokens, after a first step. `tokens`: tokens per micro-batch."""
+    """Return the tokens per second over about READ tokens, after an untimed step. `tokens`: tokens per micro-batch."""
     with closing(loader):
         size, steps = loader.global_batch_size, max(1, round(READ / (8 * tokens)))
 

@@ -2,9 +2,9 @@
 
     python tools/bench_offload.py path=/nvme [elements=64e6] [buffer_mib=64] [steps=4]
 
-Times AdamW steps over `elements` parameters, with the state in memory and in a file. No model runs between the steps,
-so no computation overlaps with disk transfers. The speed of the disk is measured by writing and reading the same number
-of bytes with O_DIRECT, in requests of 1 MiB, 8 at a time.
+Times AdamW steps over `elements` parameters, first with the state in memory, then in a file. No model runs between the
+steps, so no computation overlaps with disk transfers. The speed of the disk is measured by writing and reading the same
+number of bytes with O_DIRECT, in requests of 1 MiB, 8 at a time.
 """
 
 import time
@@ -63,7 +63,7 @@ def main(given: Arguments) -> None:
 
 
 def seconds_a_step(optimizer: torch.optim.Optimizer, steps: int) -> float:
-    """Return the mean seconds per step after a first step, including pending writes."""
+    """Return the mean seconds per step, including pending writes, after an untimed step."""
     optimizer.step()
     if isinstance(optimizer, StreamedStep):
         optimizer.stream.wait()

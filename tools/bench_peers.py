@@ -1,12 +1,13 @@
 """Training steps of the peers in bench_ranks.py, in the fastest configuration that needs no changes to the peer.
 
-DeepSpeed trains nanoGPT's model. With bf16, it stores parameters and reduces gradients in bf16; gptlite reduces in
-fp32, which is twice the bytes. Gradients are all-reduced (`reduce_scatter: false`), which is faster with gloo.
+DeepSpeed trains nanoGPT's model. With bf16, DeepSpeed stores parameters and reduces gradients in bf16; gptlite
+reduces gradients in fp32, which is twice the bytes. DeepSpeed all-reduces gradients (`reduce_scatter: false`), which is
+faster with gloo.
 
 picotron trains Llama's model: RoPE, RMSNorm, and SwiGLU of 8/3 the width in place of learned positions, layer norm, and
 GELU of 4 times the width. The numbers of parameters and FLOPs are equal, and embeddings are not tied. Its CPU mode
-computes in fp32 and does not clip gradients. Two details differ here: the GPU is not synchronized after each message,
-and rotary tables are fp32 instead of bf16, which is faster.
+computes in fp32 and does not clip gradients. Two details differ from stock picotron: the GPU is not synchronized after
+each message, and rotary tables are fp32 instead of bf16, which is faster.
 """
 
 import logging

@@ -3,7 +3,7 @@
 python tools/bench_preprocess.py text=FILE.txt tokenizer=FILE.model [megabytes=64] [workers=1,2] [repeats=3]
     [megatron='COMMAND'] [folder=DIR]
 
-text       text file from which corpora of JSON lines are made, one for each size in `megabytes`, such as 100,1000.
+text       text file from which corpora of JSON lines are made, one per size in `megabytes` (such as 100,1000).
            Paragraphs are recombined at random, and one word in 50 is replaced by random letters, so that the tokenizer
            also encounters new words. Alternatively, give input=CORPUS.jsonl
 megatron   command of Megatron-LM's tools/preprocess_data.py, such as 'python Megatron-LM/tools/preprocess_data.py'. It
@@ -11,10 +11,10 @@ megatron   command of Megatron-LM's tools/preprocess_data.py, such as 'python Me
 folder     folder in which temporary corpora and outputs are written
 
 Each run is a separate command, timed from start to end. In each repeat, every case runs once. The last lines are
-medians. `start` is the time of the same command for a single document, measured once per repeat. The last lines give
-rates with and without it. `CPU` is the CPU time of all processes. `largest` is the peak memory of a single process, and
-`together` the peak of the sum over processes, sampled 5 times per second (shared pages count for each process). Exit
-codes: 0 done, 1 different tokens, 2 refused.
+medians, with rates including and excluding `start`: the time of the same command for a single document, measured once
+per repeat. `CPU` is the CPU time of all processes. `largest` is the peak memory of a single process, and `together` the
+peak of the sum over processes, sampled 5 times per second (shared pages count for each process). Exit codes: 0 done,
+1 tokens differ, 2 refused.
 """
 
 import hashlib
@@ -71,7 +71,7 @@ class Run(NamedTuple):
     together: float
 
 
-Tokens = tuple[int, str]  # number of tokens, and their hash as int32
+Tokens = tuple[int, str]  # number of tokens, and the hash of their int32 values
 
 
 def main(arguments: Arguments) -> int:
@@ -93,7 +93,7 @@ def main(arguments: Arguments) -> int:
 
 
 def numbers(value: str, key: str) -> list[float]:
-    """Parse comma-separated numbers above 0. Raises ConfigError."""
+    """Parse comma-separated numbers above 0. Raises ConfigError for any other text."""
     try:
         found = [float(each) for each in str(value).split(",")]
     except ValueError:
@@ -124,7 +124,7 @@ def make_corpus(text: Path, corpus: Path, size: int) -> None:
 
 def bench(corpus: Path, arguments: Arguments, folder: Path) -> bool:
     """Run all cases on a corpus, print the results, and return True if all runs produced the same tokens."""
-    one = folder / "one.jsonl"  # the first document, to measure the start
+    one = folder / "one.jsonl"  # the first document, to measure the start of the command
     with open(corpus, "rb") as file:
         one.write_bytes(file.readline())
     names = ["gptlite", *(["Megatron-LM"] if arguments.megatron else [])]
@@ -151,7 +151,7 @@ def bench(corpus: Path, arguments: Arguments, folder: Path) -> bool:
 
 
 def run(case: Case, corpus: Path, arguments: Arguments, folder: Path) -> tuple[Run, Tokens]:
-    """Run one command and return its cost and tokens. Removes its output."""
+    """Run one command and return its cost and tokens. The command's output folder is deleted."""
     name, workers = case
     output = folder / "output"
     if name == "gptlite":
@@ -174,7 +174,7 @@ def run(case: Case, corpus: Path, arguments: Arguments, folder: Path) -> tuple[R
 def read_tokens(prefix: Path) -> Tokens:
     """Return the number and hash of a dataset's tokens.
 
-    Reads small parts: the peak memory reported for a command includes that of this process, its parent.
+    Reads the file in small parts, since the peak memory reported for a command includes that of this process.
     """
     from gptlite.data.indexed import IndexedDataset
 
@@ -231,7 +231,7 @@ def line(case: Case, made: Run, tokens: int) -> str:
 
 
 def show(runs: dict[Case, Run], starts: dict[str, float], tokens: int, counts: list[int]) -> None:
-    """Print the medians, the scaling efficiency from first to last number of workers, and the relative speed."""
+    """Print the medians, the scaling from the first to the last number of workers, and our relative speed."""
     without = {case: made.seconds - starts[case[0]] for case, made in runs.items()}
     for case, made in runs.items():
         steady = f"{tokens / without[case] / 1e6:.2f}M" if without[case] > 0 else "unknown"
@@ -249,7 +249,7 @@ def show(runs: dict[Case, Run], starts: dict[str, float], tokens: int, counts: l
 
 
 def percent(part: float, whole: float) -> str:
-    """Return the ratio in percent; "unknown" if a time is not positive, as may result from subtracting the start."""
+    """Return `part / whole` in percent, or "unknown" if either is not positive, as after subtracting a long start."""
     return f"{part / whole:.0%}" if part > 0 and whole > 0 else "unknown"
 
 

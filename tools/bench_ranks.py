@@ -1,4 +1,4 @@
-"""Benchmark of a training step on two ranks, compared with DeepSpeed or picotron, interleaved in the same processes.
+"""Benchmark of a training step on two ranks: steps of gptlite and of DeepSpeed or picotron, run alternately.
 
 torchrun --nproc-per-node=2 tools/bench_ranks.py peer=deepspeed folder=NANOGPT [layouts=zero1,zero3] [precision=bf16]
 torchrun --nproc-per-node=2 tools/bench_ranks.py peer=picotron folder=PICOTRON [layouts=tp2,pp2] precision=fp32
@@ -30,7 +30,7 @@ from gptlite.errors import ConfigError
 if TYPE_CHECKING:
     from gptlite.models.gpt.config import GPTConfig
 
-# The repository to clone, and a file in it.
+# Repository to clone for each peer, and a file that a clone must contain.
 NEEDS = {"deepspeed": ("nanoGPT", "model.py"), "picotron": ("picotron", "picotron/model.py")}
 DEFAULT = {"deepspeed": "zero1,zero3", "picotron": "tp2,pp2"}
 LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
@@ -58,8 +58,8 @@ class Arguments:
     sizes: str = "lite"
     precision: str = "bf16"
     repeats: int = 15
-    micro_batches: int = 4  # with a pipeline; otherwise, a rank's batch is one micro-batch
-    peer_fused: bool = True  # the peer uses torch's fused AdamW; false: the default of AdamW
+    micro_batches: int = 4  # in layouts with a pipeline; in others, a rank's batch is one micro-batch
+    peer_fused: bool = True  # true: the peer uses torch's fused AdamW; false: torch's default AdamW
     keep_freed_memory: bool = True
     bucket_layers: int = 1
     prefetch: int = 1
@@ -107,7 +107,7 @@ def main(arguments: Arguments) -> None:
 
 
 def timed(step: Callable[[], Any]) -> Callable[[], Time]:
-    """Wrap a step in a function that runs it and returns its time. Collective."""
+    """Wrap a step in a function that runs it and returns its time. All ranks must call that function together."""
     import torch
     import torch.distributed as dist
 
@@ -123,7 +123,7 @@ def timed(step: Callable[[], Any]) -> Callable[[], Time]:
 
 
 def report(title: str, size: Size, times: dict[str, list[Time]], peer_flops: float) -> list[str]:
-    """Return a line per program and one with the ratios.
+    """Return a line per program, and a line with the ratios of our times to the peer's.
 
     The ratios are medians over pairs of consecutive steps, since a drift of the machine's speed affects both steps of a
     pair. `peer_flops` is the peer's FLOPs per token as a multiple of ours.

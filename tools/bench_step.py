@@ -3,15 +3,15 @@
 python tools/bench_step.py [sizes=char,lite,gpt2v] [precision=bf16] [compile=false] [ops=auto] [repeats=15]
     [peer=PATH_TO_NANOGPT] [peer_modes=fp32,bf16] [others=relu2,swiglu,muon,muon_relu2,default,muon_floor]
 
-Each contender runs in a separate process, set up as by its train.py. Steps are interleaved, and results are medians.
+Each contender runs in a separate process, set up as in its train.py. Steps are interleaved, and results are medians.
 The floor runs only the GEMMs of a step, including the batched ones of attention, with the same shapes and preallocated
 outputs, and one pass of torch's fused AdamW over the parameters. `others` selects more contenders:
 
-relu2, swiglu     GPTs with equal GEMM FLOPs, RoPE, RMS norm and QK norm, and a squared ReLU or a gated MLP of 8/3 the
-                  width
+relu2, swiglu     GPTs with RoPE, RMS norm and QK norm, and as many GEMM FLOPs as the plain GPT; the MLP has a squared
+                  ReLU, or is gated and 8/3 times as wide as the model
 muon, muon_relu2  the plain GPT, or the GPT of relu2, with Muon
 default           model and optimizer of the default run; use with sizes=gpt-lite
-muon_floor        the floor with the GEMMs of Muon
+muon_floor        the floor plus the GEMMs of Muon
 
 `peer` is a clone of nanoGPT. Its model is timed in fp32, which is nanoGPT's CPU mode, and under torch.autocast (bf16,
 or bf16_compile with torch.compile).
@@ -31,7 +31,7 @@ from timing import in_turn, seconds
 from gptlite.config.command_line import run_tool
 from gptlite.errors import ConfigError
 
-ASLEEP = 0.05  # seconds for which idle threads of the previous contender may still spin on the cores
+ASLEEP = 0.05  # seconds to wait, as idle threads of the previous contender may still spin on the cores
 STEP_SECONDS = 600  # timeout of a step; the first step, which compiles, is the slowest
 
 SIZES = {
@@ -90,7 +90,7 @@ def main(arguments: Arguments) -> None:
 
 @contextmanager
 def elsewhere(build: Callable[..., Callable[[], None]], *given: Any) -> Any:
-    """Yield a function that runs a step in another process, which also builds it, and returns its seconds."""
+    """Yield a function that runs a step in another process and returns its seconds. That process builds the step."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=serve, args=(theirs, build, given), daemon=True)
@@ -115,7 +115,7 @@ def elsewhere(build: Callable[..., Callable[[], None]], *given: Any) -> Any:
 
 
 def serve(pipe: Any, build: Callable[..., Callable[[], None]], given: tuple[Any, ...]) -> None:
-    """Run a step for each message, in the other process, until the pipe is closed."""
+    """Build a step, then time it for each message until the pipe is closed. Runs in the other process."""
     try:
         pipe.recv()
         step = build(*given)

@@ -3,12 +3,12 @@
 python tools/compare_curves.py [peers=nanogpt,gpt2,llama] [nanogpt=CLONE] [rates=1e-3,3e-3] [dropout=0.0] [seeds=1234,1]
     [minutes=null] [output=outputs/curves]
 
-First, experiment=gpt-lite-2020 and the default run of train.py run with each seed. Then each peer runs for `minutes`
-with each peak learning rate in `rates`. With minutes=null, this is the time of gpt-lite-2020 with the first seed.
+First, experiment=gpt-lite-2020 and the default run of train.py are trained with each seed. Then each peer is trained
+for `minutes` with each peak learning rate in `rates`; null means the time of gpt-lite-2020 with the first seed.
 
 Peers are nanoGPT's model with nanoGPT's optimizer (AdamW with beta2 0.99), and transformers' GPT-2 and Llama with
 AdamW. All use bf16 autocast, batches from random positions, and the vocabulary, width, depth and batch size of
-gpt-lite-2020. The cosine schedule, down to a tenth of the peak rate, follows the clock and ends with the run. Times
+gpt-lite-2020. The cosine schedule depends on elapsed time, and ends with the run at a tenth of the peak rate. Times
 include ten evaluations per run on all held-out plays. `output` is the folder of curves.json and curves.png. Runs that
 are already in curves.json are not repeated.
 """
@@ -52,7 +52,7 @@ class Arguments:
 
 
 def main(arguments: Arguments) -> None:
-    """Train the runs that are missing in curves.json, and print and draw all results. Raises ConfigError."""
+    """Train the runs missing in curves.json; print and draw all results. Raises ConfigError for invalid arguments."""
     peers = [each for each in arguments.peers.split(",") if each]
     if unknown := set(peers) - set(PEERS):
         raise ConfigError(f"peers={arguments.peers}: {', '.join(unknown)} unknown; choose from {', '.join(PEERS)}")
@@ -93,7 +93,7 @@ def folder_of(output: Path, name: str, seed: int) -> Path:
 
 
 def our_run(folder: Path, seed: int, words: list[str]) -> Curve:
-    """Run train.py and return its curve. Times are since the start of the command."""
+    """Run train.py and return its curve. Times count from the start of the command."""
     command = [sys.executable, str(Path(__file__).parents[1] / "train.py"), f"run.dir={folder}", f"seed={seed}"]
     start = time.time()
     subprocess.run([*command, "trainer.sample_tokens=0", *words], check=True, stdout=subprocess.DEVNULL)
@@ -128,7 +128,7 @@ def peer_run(peer: str, arguments: Arguments, rate: float, seconds: float, per_n
     torch.manual_seed(1337)
     model, optimizer, losses = build(peer, arguments, rate)
     start, evaluated, curve = time.perf_counter(), 0, list[tuple[float, float]]()
-    generator = torch.Generator().manual_seed(1337)  # of the batches
+    generator = torch.Generator().manual_seed(1337)  # draws the batches
     train, length = torch.from_numpy(data.train.astype("int64")), SIZE.sequence_length
     while (elapsed := time.perf_counter() - start) < seconds:
         if elapsed >= seconds * evaluated / EVALUATIONS and evaluated:

@@ -48,7 +48,7 @@ def nanogpt_model(folder: str | Path, size: Size, bias: bool = False, dropout: f
 
 
 def nanogpt_step(folder: str | Path, size: Size, mode: str) -> Callable[[], None]:
-    """Return a training step. `mode` is fp32, or bf16 or bf16_compile under autocast."""
+    """Return a training step. `mode`: fp32; bf16 (autocast); or bf16_compile (autocast and torch.compile)."""
     import torch
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 if TYPE_CHECKING:
     from distributed.cell import Cell  # pyright: ignore[reportMissingImports]
 
-Result = dict[str, Any]  # verdict, largest errors and their tensors of a cell, in JSON form
+Result = dict[str, Any]  # a cell's verdict, largest errors, and the tensors with these errors, as JSON
 COLUMNS = (
     *("layout", "loss", "gradient norm", "worst gradient", "worst gradient's tensor"),
     *("worst value", "worst value's tensor", "verdict"),
@@ -127,14 +127,14 @@ def largest(steps: list[dict[str, float]]) -> tuple[float, str]:
 
 
 def worst(results: list[Result]) -> list[float]:
-    """Return the largest errors of losses, gradient norms, gradients and values. Cells without errors are left out."""
+    """Return the largest errors of losses, gradient norms, gradients and values, without cells that failed to run."""
     ran = [each for each in results if "loss" in each]
     numbers = [[each["loss"], each["grad_norm"], each["gradient"][0], each["value"][0]] for each in ran]
     return [max(column) for column in zip(*numbers, strict=True)]
 
 
 def matrix_text(results: dict[str, Result]) -> str:
-    """Return the CSV text: COLUMNS, then a row per layout. Cells of layouts without recorded errors are empty."""
+    """Return the CSV text: COLUMNS, then a row per layout. A layout that failed to run has only a verdict."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(COLUMNS)

@@ -1,4 +1,4 @@
-"""Draw the pictures of docs/parallelism.md with the code that runs use: model placement, ZeRO memory, schedules.
+"""Draw the pictures of docs/parallelism.md with the code that training uses: model placement, ZeRO memory, schedules.
 
 python tools/plot_parallelism.py [folder=docs/pictures]
 """
@@ -193,7 +193,7 @@ def pipeline() -> Figure:
 
 
 def timeline_of(config: ParallelismConfig) -> Timeline:
-    """Return the timeline of a schedule. The unit is a quarter of the model's forward pass. Messages take no time."""
+    """Return a schedule's timeline. The time unit is a quarter of the model's forward pass. Messages take no time."""
     stages = num_stages(config)
     return timeline(config, MICRO_BATCHES, [RANKS / stages] * stages, [2 * RANKS / stages] * stages, message=0.0)
 

@@ -91,7 +91,7 @@ def plot(max_steps: int) -> Figure:
 
 
 def save(figure: Figure, path: Path, key: str) -> None:
-    """Write a picture atomically and print its path. Raises ConfigError that starts with `key` if that fails."""
+    """Write a picture atomically and print its path. If that fails, raise ConfigError with `key` in its message."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as file:

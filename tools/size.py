@@ -1,6 +1,6 @@
 """Count the lines of each package, and list files that are too long: `python tools/size.py`.
 
-All lines count, as in `wc -l`. Of a notebook, only the lines of code cells count. Tests are counted separately.
+All lines count, as in `wc -l`. In a notebook, only the lines of code cells count. Tests are counted separately.
 """
 
 import json

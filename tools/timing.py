@@ -1,6 +1,6 @@
 """Helpers of the benchmarks: timing, interleaved calls, and separation of a tool's arguments from train.py's.
 
-This module does not import torch, since a benchmark may need to set up its process before that.
+This module does not import torch, since a benchmark may need to set up its process before importing torch.
 """
 
 import sys
@@ -35,7 +35,7 @@ def in_turn(calls: Mapping[str, Callable[[], T]], repeats: int, warm_up: int = 3
 
 
 def own_arguments(schema: type[T], arguments: list[str], usage: str | None) -> tuple[T, list[str]]:
-    """Return the tool's arguments, which are fields of `schema`, and the overrides of train.py. Handles `--help`."""
+    """Return the tool's arguments, which are fields of `schema`, and the overrides of train.py. `--help` exits."""
     if {"-h", "--help"} & set(arguments):
         print((usage or "").strip())
         sys.exit(0)

@@ -100,7 +100,7 @@ def _changes(config: Config, world: int, cluster: ClusterConfig) -> list[tuple[C
 
 
 def _mildest(fitting: list[tuple[Change, int]]) -> list[tuple[Change, int]]:
-    """Return up to SHOWN of the changes, which all fit.
+    """Return the mildest of the changes, all of which fit; at most SHOWN.
 
     The first change of each set of keys comes first, unless a subset of its overrides fits too. Other changes follow.
     """

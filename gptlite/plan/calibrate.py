@@ -37,7 +37,7 @@ OUTER = {"cpu": 1024, "cuda": 8192}
 # Size of each tensor of the pointwise op. On a CPU it is that of a small model's activations, which may fit the caches.
 POINTWISE_BYTES = {"cpu": 8 * 2**20, "cuda": 512 * 2**20}
 TRIES = 5  # smallest number of timed runs
-MOST_RANKS = 8  # most processes started to measure the cost of sharing cores
+MOST_RANKS = 8  # maximum number of processes started to measure the cost of sharing cores
 RANKS_SECONDS = 45.0  # timeout of the ranks' measurements, in case they cannot connect
 PCIE = LinkConfig(gb_per_second=25, efficiency=0.8, latency=1e-5)
 SMALL, LARGE = 1024, 2**20  # floats of the two all-reduces: the small one gives latency, the large one bandwidth
@@ -149,7 +149,7 @@ def attention_rate(device: torch.device, dtype: torch.dtype, choice: Attention, 
     qkv = torch.randn(batch, length, heads, 3, wide, device=device, dtype=dtype, requires_grad=True)
     gradient = torch.randn(batch, length, heads, wide, device=device, dtype=dtype)
     took = best(lambda: packed_causal_attention(qkv, choice).backward(gradient), seconds)
-    return 7 * batch * heads * length * length * wide / took  # two products forward and five backward, half of each
+    return 7 * batch * heads * length * length * wide / took  # two GEMMs forward, five backward; half of each
 
 
 def thread_efficiency(cores: int) -> float:
@@ -167,7 +167,7 @@ def thread_efficiency(cores: int) -> float:
 
 
 def best(work: Callable[[], Any], seconds: float) -> float:
-    """Return the shortest seconds of one call of `work`, over as many runs as fit `seconds`, at least TRIES."""
+    """Return the shortest seconds of one call of `work`, over as many runs as fit in `seconds`, at least TRIES."""
     count = 20 if torch.cuda.is_available() else 1  # calls per run: on a GPU this hides the launch latency
     timer = timeit.Timer(work, timer=benchmark.timer)  # synchronizes with the GPU
     timer.timeit(1)

@@ -76,7 +76,7 @@ def least_bytes(work: Workload) -> float:
 
 
 def _state_bytes(work: Workload, copies: int) -> float:
-    """Return the mean bytes per rank of `copies` fp32 copies of the parameters and the optimizer state in memory."""
+    """Return the mean bytes per rank of `copies` fp32 copies of the parameters, plus optimizer state in memory."""
     kept = 0 if work.parallelism.offload is Offload.nvme else work.optimizer.moments
     layout = work.layout
     # Without ZeRO, the data ranks of an expert group hold different experts and replicas of all other parameters.

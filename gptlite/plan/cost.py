@@ -24,7 +24,7 @@ from gptlite.plan.timeline import pipeline_seconds
 from gptlite.plan.traffic import among, message_bytes, moved, outside_layers, reductions
 from gptlite.plan.workload import MASTER, Prediction, RankBytes, Workload
 
-# Axes whose communication ops of a layer wait for: keys and values, rows of experts, or statistics of a batch norm.
+# Axes along which a layer waits for communication: of keys and values, rows of experts, or batch-norm statistics.
 EXPOSED = (CONTEXT, EXPERT, *DATA_AXES)
 COPIES = 2  # FSDP2 reads and writes each gathered or reduced tensor once more, to copy it into or out of its buffer
 COPY_OPS = 12  # kernels that one FSDP2 collective launches
@@ -84,7 +84,7 @@ class Passes(NamedTuple):
     backward: float = 0.0
 
     def plus(self, other: Passes, times: float = 1) -> Passes:
-        """Return the sum of these seconds and `times` the other ones."""
+        """Return the sum of these seconds and `times` those of `other`."""
         return Passes(self.forward + times * other.forward, self.backward + times * other.backward)
 
 
@@ -97,7 +97,7 @@ class Part(NamedTuple):
     context: Passes = Passes()
 
     def plus(self, other: Part, times: int = 1) -> Part:
-        """Return the sum of this part and `times` the other."""
+        """Return the sum of this part's seconds and `times` those of `other`."""
         return Part(*(mine.plus(theirs, times) for mine, theirs in zip(self, other, strict=True)))
 
 
@@ -223,8 +223,9 @@ class Costs:
         summed = (2 * work.reduce_item + work.gather_item) * (work.micro_batches - 1) / work.micro_batches
         passes = whole.ops.plus(Passes(0.0, device.move(summed * parameters, 8 * layers)))
         # Communication along the tensor axis and the axes in EXPOSED is exposed. An exception is the backward pass of
-        # a column-parallel layer: while it computes, it sums its input's gradient and gathers its input once more. This
-        # is all of the backward traffic without sequence parallelism, and two thirds of it with sequence parallelism.
+        # a column-parallel layer: its compute overlaps with the sum of the input's gradient and a second gather of the
+        # input. This is all of the backward traffic without sequence parallelism, and two thirds of it with sequence
+        # parallelism.
         sent = whole.tensor
         share = 0.0 if splits_backward(work.parallelism) else 2 / 3 if work.parallelism.sequence else 1.0
         hidden = self.cluster.overlap * min(sent.backward * share, passes.forward / 2) if share else 0.0

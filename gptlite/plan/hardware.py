@@ -143,7 +143,7 @@ class Links:
         return Group(ranks, inside, -(-ranks // inside))
 
     def seconds(self, transfer: Transfer) -> float:
-        """Return the seconds of all collectives of a transfer in sequence; 0 for a receive, as its send is timed."""
+        """Return the seconds of all collectives of a transfer in sequence; 0 for a receive, as the send is timed."""
         if transfer.ranks < 2 or transfer.kind == "recv":
             return 0.0
         return transfer.count * self.once(transfer.kind, transfer.payload, self.group(transfer.axis))

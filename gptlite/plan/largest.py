@@ -25,7 +25,7 @@ MOST_LAYERS = 1 << 16
 
 @dataclass(frozen=True)
 class Largest:
-    """The deepest model that fits a layout. `memory` is that of its fullest rank, `room` the limit in bytes."""
+    """The deepest model that fits a layout. `memory`: of the fullest rank. `room`: limit of a rank in bytes."""
 
     work: Workload
     memory: RankBytes
@@ -47,7 +47,7 @@ def largest_models(config: Config, log: Log = print) -> tuple[ClusterConfig, lis
 
     Keys of `parallelism` and data.micro_batch_size that `config.run.overrides` sets are kept. The other keys take the
     values that need the least memory: full recomputation and micro-batches of one sequence. Raises ConfigError if no
-    layout fits one layer, or if the model's blocks differ.
+    layout fits one layer, or if the model's blocks differ from each other.
     """
     config = with_planned_vocabulary(config, log)[0]
     if not repeats(config.model):

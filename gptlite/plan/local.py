@@ -102,7 +102,7 @@ def _cluster(values: dict[str, Any]) -> ClusterConfig:
 
 
 def read_calibration(file: Path) -> ClusterConfig | None:
-    """Return the cluster that `write_calibration` wrote; None if the file does not exist or is of another machine.
+    """Return the cluster that `write_calibration` wrote; None if the file does not exist or describes another machine.
 
     Raises ConfigError if the file cannot be read.
     """

@@ -31,7 +31,7 @@ Passes = dict[tuple[str, bool, bool], tuple[int, int]]  # result of `passes_of`
 def most(work: Workload) -> tuple[int, RankBytes]:
     """Return the pipeline rank that needs the most memory, and its bytes.
 
-    With a V-shaped schedule, all ranks are estimated. Otherwise, among ranks of equal blocks only the first is, because
+    With a V-shaped schedule, all ranks are estimated. Otherwise, only the first rank of each kind (see Cut) is, because
     it has the most micro-batches in flight.
     """
     v_shape = rule(work.parallelism).v_shape
@@ -98,8 +98,8 @@ class ModelState:
             self.reduced = size * work.reduce_item // MASTER
 
     def changes(self, turn: Turn) -> tuple[int, int, int]:
-        """Return the bytes of parameters that a pass gathers and that it frees at its end, and its change of the
-        gradients' bytes."""
+        """Return the bytes of parameters that a pass gathers, those that it frees at its end, and the pass's change of
+        the gradients' bytes."""
         if self.frees:  # the second half of a backward pass only frees what a forward pass has gathered
             half = turn.kind == "W" and not self.first
             gathers, frees = turn.fresh and not half, turn.kind != "F" and not (half and turn.fresh)
@@ -157,9 +157,9 @@ def _buffers(work: Workload, held: list[Stage]) -> int:
 
 
 class Taken(NamedTuple):
-    """Bytes of a pass, or of half a backward pass: `most`, its peak above the level before it; `left`, its change of
-    the level; `reducing`, the peak after the first gradient reduction begins, when an earlier reduction's buffer has
-    been freed, or None if the pass reduces no gradients."""
+    """Bytes of a pass, or of half a backward pass: `most`, its peak above the level before it (bytes then allocated);
+    `left`, its change of the level; `reducing`, the peak after the first gradient reduction begins, when an earlier
+    reduction's buffer has been freed, or None if the pass reduces no gradients."""
 
     most: int
     left: int
@@ -301,8 +301,8 @@ class _Stage:
         """Return the tape of a reduction; the arguments are the fields of _Reduction. The input is held until the next
         reduction.
 
-        The resulting shards count as model state and are not on the tape. If the reduction dtype is not fp32, temporary
-        shards in that dtype are.
+        The resulting shards count as model state and are not on the tape. If the reduction dtype is not fp32, the tape
+        includes temporary shards in that dtype.
         """
         received = size - size // shards if self.work.device == "cpu" else 0
         if self.work.reduce_item < MASTER:
@@ -318,7 +318,7 @@ class _Stage:
         return tape
 
     def at_once(self) -> list[int]:
-        """Return the tape of all reductions in sequence, as at the end of a split backward pass, without hooks."""
+        """Return the tape of all reductions in sequence. A split backward pass, which runs no hooks, ends with them."""
         tape, before = self.reduction(self.others, 0, self.shards), self.others
         for bucket in self.buckets:
             for each in bucket.reductions * bucket.times:
@@ -333,7 +333,7 @@ class _Stage:
         first = later
         if self.gathered and not self.frees:
             # Parameters that stay gathered are gathered in the first pass. Its gradients count as model state, because
-            # there are no earlier ones.
+            # there are no earlier gradients to which they are added.
             first = self.forward(True, self.holds)
         return highest(first), highest(later), sum(later)
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 BLOCKS = 2  # number of blocks of a model that is built for shapes, if its blocks are equal; the last represents all
 Runs = tuple[tuple[int, int], ...]  # blocks of a stage in order: kind and number of each run of equal blocks
-Alike = tuple[tuple[Runs, ...], bool, bool]  # runs of a rank's stages; True if they have the model's beginning, its end
+Alike = tuple[tuple[Runs, ...], bool, bool]  # runs of the stages; has the model's beginning; has the model's end
 
 
 class Parameter(NamedTuple):
@@ -45,7 +45,7 @@ class Parameter(NamedTuple):
 
     @property
     def elements(self) -> int:
-        """Number of elements before FSDP2 shards it."""
+        """Number of elements before FSDP2 shards the parameter."""
         return self.rows * self.width
 
     def shard(self, shards: int) -> int:

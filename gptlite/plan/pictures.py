@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-Parts = Mapping[str, Sequence[float]]  # by part of a bar, its length for each layout
+Parts = Mapping[str, Sequence[float]]  # for each part of the bars, its length in each layout's bar
 BLUE, GREEN, YELLOW, RED, GREY = "#2460a7", "#6f9f58", "#e0b64c", "#d1602a", "#d9dde3"
 TIME = {"compute": BLUE, "communication": RED, "bubble": GREY, "optimizer": GREEN}
 MEMORY = {"parameters": BLUE, "gradients": GREEN, "optimizer": YELLOW, "activations": RED}

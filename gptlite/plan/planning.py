@@ -59,7 +59,7 @@ def make_plan(config: Config, world: int | None = None, log: Log = print, wanted
 
     The search ends after `wanted` combinations of degrees and ZeRO stage that fit. Keys of `parallelism` and
     `data.micro_batch_size` that `config.run.overrides` sets are kept. Raises ConfigError if no layout is legal, or if
-    no layout fits; the latter message has the missing memory and a fix.
+    no layout fits; the message then has the missing memory and a fix.
     """
     sized, assumed = with_planned_vocabulary(config, log)
     cluster = this_machine(config.cluster, log, given=given_keys(config, "cluster"))
@@ -79,7 +79,7 @@ def make_plan(config: Config, world: int | None = None, log: Log = print, wanted
 
 
 def chosen(config: Config, world: int | None = None, log: Log = print) -> Config:
-    """Return the configuration with the best layout of its plan, which is logged. Raises ConfigError as `make_plan`."""
+    """Return the configuration with its plan's best layout, and log the layout. Raises ConfigError like `make_plan`."""
     plan = make_plan(config, world, log, wanted=1)
     best = plan.best
     log(
@@ -136,7 +136,7 @@ def rank_limit(config: Config, cluster: ClusterConfig, work: Workload) -> float:
 
 def thrifty_space(config: Config, cluster: ClusterConfig, **least: object) -> Space:
     """Return the search space of layouts with the least memory: full recomputation, 1F1B, micro-batches of one
-    sequence, one replica of the model, and the values of `parallelism` in `least`. The command line overrides them."""
+    sequence, one replica of the model, and the values of `parallelism` in `least`. Command-line values are kept."""
     fixed = fixed_keys(config)
     least = {"activation_checkpointing": ActivationCheckpointing.full, "schedule": "1f1b", **least}
     values = {key: value for key, value in least.items() if key not in fixed}

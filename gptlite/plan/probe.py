@@ -63,7 +63,7 @@ class _Part:
         self.marks.setdefault(name, len(self.watch.log))
 
     def order(self, names: Iterable[str]) -> None:
-        """Bring marks into the order of `names`: a mark that is missing, or after the next mark, moves to the next."""
+        """Bring marks into the order of `names`: a mark that is missing, or after the next mark, is set to the next."""
         place = len(self.watch.log)
         for name in reversed(list(names)):
             place = self.marks[name] = min(place, self.marks.get(name, place))
@@ -197,7 +197,7 @@ def _record_half(work: Workload, blocks: range, end: bool) -> tuple[Segment, Seg
 
 @contextmanager
 def _recorded(work: Workload, tp_rank: int, blocks: int) -> Iterator[_Part]:
-    """Yield the model with that many blocks, sharded over the tensor, the context and the expert axis. Raises
+    """Yield the model with `blocks` blocks, sharded over the tensor, the context and the expert axis. Raises
     ConfigError if the model cannot run on tensors without values."""
     tensor, context, policy = work.layout.size("tp"), work.layout.context, policy_of(work)
     # Two data ranks represent any larger number: the tensors that they sum inside the model have the same sizes.
@@ -206,7 +206,7 @@ def _recorded(work: Workload, tp_rank: int, blocks: int) -> Iterator[_Part]:
     layout = Layout((1, 1, lcm(data * context, expert), tensor), (context, expert))
     with mesh_of(layout, tp_rank) as mesh:
         model = Model.of(with_blocks(work.model, blocks), policy)
-        # Without data ranks, so that FSDP2 does not wrap the model.
+        # The mesh of the part has no data ranks, so that FSDP2 does not wrap the model.
         part_mesh = replace(mesh, layout=replace(layout, sizes=(1, 1, 1, tensor)), device=torch.device(work.device))
         (module,) = build_parts(model, _alone(work.parallelism), part_mesh, policy, ops_of(work))
         assume_loads([module], work)

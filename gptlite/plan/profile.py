@@ -84,9 +84,9 @@ class Segment:
 class Halves:
     """Profiles of the halves of split backward passes.
 
-    The half for the input's gradient is that of one block in `inputs`, and that of the model's end in `inputs_end`. The
-    half for the weights' gradients is that of PARTS blocks in `weights`, and of PARTS blocks and the model's end in
-    `weights_end`. If blocks differ, a stage counts as one block: `parts` is 1, and the block includes the model's end.
+    `inputs` and `inputs_end` have the half for the input's gradient: of one block, and of the model's end. `weights`
+    and `weights_end` have the half for the weights' gradients: of PARTS blocks, without and with the model's end. If
+    blocks differ, a stage counts as one block: `parts` is 1, and the block includes the model's end.
     """
 
     inputs: Segment

@@ -36,7 +36,7 @@ INDENT = "    "  # of a layout's description below its figures
 
 
 def report(plan: Plan, top: int, tokens: float | None = None) -> str:
-    """Return the banner, the table of the `top` layouts and the command that trains the best."""
+    """Return the banner, the table of the `top` layouts and the command that trains the best layout."""
     found, work, spec = plan.found, plan.best.work, spec_of(plan.best.work.model)
     guessed = f" (assumed: {plan.assumed})" * bool(plan.assumed)
     lines = [
@@ -68,7 +68,7 @@ def _spare(plan: Plan, each: Candidate) -> float:
 
 
 def _roomy(plan: Plan) -> Candidate | None:
-    """Return the fastest layout equal to the best that fits whatever the prediction's error, if the best may not."""
+    """Return the fastest layout of those equal to the best with MEMORY_ERROR to spare; None if the best has that."""
     if _spare(plan, plan.best) >= MEMORY_ERROR:
         return None
     return next((each for each in equals(plan.found) if _spare(plan, each) >= MEMORY_ERROR), None)
@@ -238,7 +238,7 @@ def _equal_words(plan: Plan) -> str:
     kinds = len(distinct(replace(plan.found, ranked=alike), len(alike)))
     if len(alike) == 1:
         return f"none: all others are slower by more than the planner's error of {ERROR:.0%}"
-    # If all layouts that fit are equal, so may be slower ones whose memory was not computed.
+    # If all layouts that fit are equal, slower layouts, whose memory was not computed, may be equal too.
     more = "at least " * (len(alike) == len(plan.found.ranked) and plan.found.slower > 0)
     return (
         f"{more}{len(alike):,} layouts, of {kinds} combinations of degrees and ZeRO stage, are equal within the "

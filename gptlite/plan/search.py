@@ -1,5 +1,5 @@
-"""Exhaustive search over the layouts of a model on a number of devices. It ranks the legal layouts that fit by
-predicted speed, and counts the reasons against the others."""
+"""Exhaustive search over the layouts of a model on a number of devices. Legal layouts that fit are ranked by predicted
+speed; the reasons against the others are counted."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ class Space:
 
     `work` has the model, the batch, the dtype, and the values of the keys in `fixed`. These are fields of
     ParallelismConfig, or `micro_batch_size`, that the search does not change. `refuses` returns the reason why a layout
-    cannot be configured, or an empty string. `wanted`: number of kinds of layouts that fit after which slower layouts
-    are left out; a kind is a combination of degrees and ZeRO stage.
+    cannot be configured, or an empty string. `wanted`: once layouts of this many kinds fit, slower layouts are left
+    out; a kind is a combination of degrees and ZeRO stage.
     """
 
     work: Workload
@@ -133,7 +133,7 @@ def search(space: Space, cluster: ClusterConfig, world: int, log: Log = lambda l
     its size is known, and then with the optimizer state on disk, if a path is known. Offload costs time, so it is not
     tried if a layout fits without it.
 
-    `log` receives progress lines. Raises ConfigError if no layout is legal, whether it fits or not.
+    `log` receives progress lines. Raises ConfigError if no layout is legal, regardless of memory.
     """
     found = _searched(space, cluster, world, log)
     base = space.work.parallelism
@@ -369,8 +369,8 @@ def _virtual_stages(schedule: ScheduleRule, layers: int, ranks: int) -> list[int
 
 
 def _zeros(degrees: ParallelismConfig, space: Space, node: int) -> list[tuple[int, int]]:
-    """Return the ZeRO stages to try, each with a number of copies: 1 if shards are over all data ranks, more if they
-    are only over those of a node (HSDP)."""
+    """Return the ZeRO stages to try, each with a number of copies: 1 if all data ranks shard one copy of the model,
+    more if the data ranks of each node do (HSDP)."""
     data = degrees.data or 1
     if data * degrees.context == 1:
         return [(zero, 1) for zero in space.values("zero", [0])]

@@ -54,7 +54,7 @@ from gptlite.trainer.signals import Stopping, StopSignal
 from gptlite.trainer.state import TrainState
 from gptlite.trainer.step import Step
 
-State = dict[str, dict[int, int]]  # bytes of model state: for each category, those of each storage by its number
+State = dict[str, dict[int, int]]  # bytes of model state, by category and by storage number
 CPU = torch.device("cpu")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # Methods of torch's pipeline stage that return the messages around a pass, and the phase of that pass.
@@ -104,7 +104,7 @@ def simulate(work: Workload, rank: int) -> Simulation:
 
 
 def enough(work: Workload) -> tuple[int, int]:
-    """Return two numbers of micro-batches from which `simulate` can extrapolate a step's counts to more."""
+    """Return two numbers of micro-batches, from which `simulate` can extrapolate the counts of a longer step."""
     config, count = work.parallelism, work.micro_batches
     if config.pipeline == 1:
         return 2, 3
@@ -131,9 +131,9 @@ def counted(work: Workload, rank: int, micro_batches: int) -> Counter[str | Tran
 def peak(log: Sequence[Change | Op | Transfer], begin: int, samples: Sequence[State]) -> dict[str, int]:
     """Return bytes by category: model state in the sample where it peaks, and the peak of all other memory.
 
-    The second peak is that from index `begin` of the log on. The definitions are those of `parallelism.memory_watch`.
-    A storage that is model state in any sample counts as model state from its allocation to its release. Raises
-    ValueError without samples.
+    The peak of other memory is that from index `begin` of the log. The definitions are those of
+    `parallelism.memory_watch`. A storage that is model state in any sample counts as model state from its allocation to
+    its release. Raises ValueError without samples.
     """
     state = {number for sample in samples for sizes in sample.values() for number in sizes}
     sizes = (each.size if isinstance(each, Change) and each.number not in state else 0 for each in log)
@@ -328,7 +328,7 @@ def mesh_of(layout: Layout, rank: int) -> Iterator[Mesh]:
 
 @contextmanager
 def as_on(device: str, here: str = "cpu") -> Iterator[None]:
-    """Give ops on tensors of device `here` the limits of `device`, e.g. the bytes of logits at a time."""
+    """Give ops on tensors of device `here` the limits of `device`, e.g. the bytes of logits computed at a time."""
     limits = cast(tuple[dict[str, Any], ...], (LOGIT_BYTES, SOFTMAX_BYTES, PRODUCTS))
     before = [limit[here] for limit in limits]
     for limit in limits:

@@ -69,7 +69,7 @@ def timeline(
 
     `forward` and `backward` are the seconds of one micro-batch in each stage. `message` is the seconds to send one
     activation, or its gradient, to another rank, overlapped with compute on both. `weight_share` is the W half's share
-    of `backward` if it is split. Raises ValueError unless there is one duration per stage, and if the schedule cannot
+    of `backward` if it is split. Raises ValueError unless there is one duration per stage, or if the schedule cannot
     run that number of micro-batches.
     """
     stages = num_stages(config)
@@ -215,8 +215,8 @@ def pipeline_seconds(
 ) -> float:
     """Return the seconds of all passes of a step in closed form, because full timelines are too slow for a search.
 
-    All durations are in seconds of one micro-batch: `forward` and `backward` of each stage, `busy` of all stages of
-    each rank, `message` of sending one activation to another rank.
+    All durations are for one micro-batch, in seconds: `forward` and `backward` of each stage, `busy` of all stages of
+    each rank together, `message` of sending one activation to another rank.
 
     The slowest rank computes without a pause; the other ranks fill the pipeline before its first pass and drain it
     after its last.

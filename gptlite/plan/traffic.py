@@ -1,7 +1,7 @@
 """Communication of one rank in a training step: all collectives, pipeline messages and copies of offload.
 
-Collectives inside layers are read from the model's profile. All others are computed from sizes. The engine makes them
-in gptlite.parallelism.zero (FSDP2's gathers and reductions, copies to and from the host), gptlite.parallelism.pipeline
+Collectives inside layers are read from the model's profile. All others are computed from sizes; they occur in
+gptlite.parallelism.zero (FSDP2's gathers and reductions, copies to and from the host), gptlite.parallelism.pipeline
 (messages), gptlite.trainer.step (sums over a step) and gptlite.optimizer.streamed (files).
 """
 
@@ -30,9 +30,9 @@ VALID = 8  # bytes of the number of valid tokens, int64
 
 
 def transfers(work: Workload, pp_rank: int, tp_rank: int = 0) -> list[Transfer]:
-    """Return every collective and message of one step that a pipeline rank takes part in, equal ones merged.
+    """Return every collective and message of one step that a pipeline rank takes part in, with equal transfers merged.
 
-    `tp_rank` matters if the vocabulary does not divide by the tensor axis. The result is for the first data rank, whose
+    `tp_rank` matters if the tensor axis does not divide the vocabulary. The result is for the first data rank, whose
     shards are the longest. Compiled blocks gather less under sequence and context parallelism than is counted here.
     """
     held = stages(work, pp_rank, tp_rank)
@@ -102,7 +102,7 @@ def _passes(work: Workload, stage: Stage, tp_rank: int) -> Iterator[Transfer]:
 
 
 def among(layout: Layout, sent: Transfer) -> list[Transfer]:
-    """Return the collectives of a layout for one of a profile: a collective over data ranks is one per data axis."""
+    """Return the collectives of a layout for `sent`, one of a profile; over data ranks, there is one per data axis."""
     if sent.axis not in DATA_AXES:
         return [sent]
     return [sent._replace(axis=axis, ranks=layout.size(axis)) for axis in DATA_AXES if layout.size(axis) > 1]
@@ -158,7 +158,7 @@ def _pipeline(work: Workload, stage: Stage, pp_rank: int) -> Iterator[Transfer]:
 
 def message_bytes(work: Workload, stage: int) -> int:
     """Return the bytes per micro-batch that a pipeline stage receives from the stage before it; 0 for the first stage,
-    and for the number of stages."""
+    and if `stage` is the number of stages."""
     layers = cut(work).layers
     if not 0 < stage < len(layers):
         return 0

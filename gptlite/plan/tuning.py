@@ -43,7 +43,7 @@ class Trial:
 
 
 def tune(plan: Plan, preset: Path, k: int, steps: int, limit: float) -> int:
-    """Measure the plan's best `k` layouts, or the next layouts if none of these runs, and write the best as a preset.
+    """Measure the plan's best `k` layouts, or the next layouts if none of these runs; write the fastest as a preset.
 
     Writes the measurements to a JSON file of the same name. `steps` is the length of a run, `limit` its time limit in
     seconds. Returns the exit code, 1 if no layout ran. Raises ConfigError if the preset cannot be written.

@@ -1,6 +1,6 @@
 """Distinct passes of a pipeline rank and their order, for the estimates of memory and traffic.
 
-They depend only on the schedule, its stages and the number of micro-batches. Computing the order takes longer than the
+Both depend only on the schedule, its stages and the number of micro-batches. Computing the order takes longer than the
 rest of an estimate, so a bounded cache shares it among layouts with the same schedule.
 """
 
@@ -23,9 +23,9 @@ class Turn(NamedTuple):
     """A pass of one stage of a rank. `place` is the stage's index among the rank's stages.
 
     `kind` is F (forward), B (backward), or I or W (the half of a split backward pass for the gradients of the inputs or
-    weights). `first`: the first forward pass of the stage in the step, or the first that computes weight gradients.
-    `last`: the last that computes weight gradients. `fresh`: the stage's previous pass was not a forward pass, so
-    parameters that stay gathered from a forward pass to the next backward pass have to be gathered.
+    weights). `first`: the first forward pass of the stage in the step, or the first pass that computes weight
+    gradients. `last`: the last pass that computes weight gradients. `fresh`: the stage's previous pass was not a
+    forward pass, so parameters that stay gathered from a forward pass to the next backward pass have to be gathered.
     """
 
     place: int

@@ -65,7 +65,7 @@ SCORES = {  # index of the queries; the keys follow them, or are packed with the
     "attention_packed_backward": 3,
 }
 FILTERS = {"convolution": 1, "convolution_backward": 2}  # index of the weight
-ROWS = 256  # most parts of the rows that our kernels sum separately, see kernels/cpu/workspace.cpp
+ROWS = 256  # maximum number of parts of the rows that our kernels sum separately, see kernels/cpu/workspace.cpp
 # Our ops that sum over rows: index of the argument with the rows.
 ROWS_OF = {"layer_norm_backward": 1, "residual_norm_backward": 2, "bias_activation_backward": 1, "rope_backward": 0}
 
@@ -80,8 +80,8 @@ class Change(NamedTuple):
 class Watch(TorchDispatchMode):
     """A dispatch mode that records this rank's memory changes, ops and transfers in `log`, in order.
 
-    `phase`: phase that recorded transfers get: forward, backward or step. `world`: if True, they are attributed to the
-    world, even if an axis spans all ranks. `device`: type of the device that is simulated. `counted`: type of the
+    `phase`: phase that recorded transfers get: forward, backward or step. `world`: if True, transfers are attributed to
+    the world, even if an axis spans all ranks. `device`: type of the device that is simulated. `counted`: type of the
     device of the tensors whose memory is counted.
     """
 
@@ -164,7 +164,7 @@ class Watch(TorchDispatchMode):
         return payload if kind in self._copied else 0
 
     def _known(self, storage: torch.UntypedStorage, size: int) -> None:
-        """Number a storage, and record its bytes; 0 excludes it from the count."""
+        """Number a storage, and record its `size` in bytes; size 0 excludes it from the count."""
         address, number = storage._cdata, self._count
         self._count += 1
         self._storages[address] = number, size, weakref.ref(storage, partial(self._freed, address))

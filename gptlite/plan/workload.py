@@ -18,9 +18,10 @@ from gptlite.plan.cache import Same
 
 MASTER = 4  # bytes of an fp32 number
 INDEX = 8  # bytes of a token id, int64
-# Rows of a rank's experts over the mean of all ranks: early in training, for memory, and after loads have settled, for
-# time. Measured in the first 400 steps of moe-lite, as the 95th percentile over layers and steps: 1.2 with two ranks,
-# 1.6 with four, 2.2 with eight ranks of one expert each; at the end of these steps 1.03 to 1.1 (docs/moe.md).
+# Ratio of the rows of a rank's experts to the mean of all ranks: early in training (for memory), and after the loads
+# have settled (for time). Measured in the first 400 steps of moe-lite, as the 95th percentile over layers and steps:
+# 1.2 with two ranks, 1.6 with four, 2.2 with eight ranks of one expert each; at the end of these steps 1.03 to 1.1
+# (docs/moe.md).
 FULLEST, SETTLED = 1.5, 1.1
 
 
@@ -44,7 +45,7 @@ class Workload:
     the compute dtype, fp32, bf16 or fp16. attention: the implementation that a run's `ops` would select. device: cuda
     or cpu. master_weights: parameters are fp32 between steps, not bf16. amp: Apex's level o1 or o2, or empty.
     half_sums: gradients are summed over data ranks in the compute dtype, not in fp32. sample: None for a model that
-    reads tokens. imbalance: with expert parallelism, the rows of a rank's experts over the mean of all ranks.
+    reads tokens. imbalance: with expert parallelism, the ratio of the rows of a rank's experts to the mean.
     """
 
     model: ModelConfig
@@ -191,7 +192,7 @@ class Transfer(NamedTuple):
     def wire_bytes(self) -> float:
         """Bytes that this rank sends in all `count` repetitions, by a ring algorithm or pairwise.
 
-        In each, 2 (n-1)/n of the tensor for an all-reduce, (n-1)/n for other collectives, and the whole message.
+        Each repetition sends 2 (n-1)/n of the tensor in an all-reduce, (n-1)/n in others, or the whole message.
         """
         share = TURNS.get(self.kind, 0)
         each = self.payload if not share else share * (self.ranks - 1) * self.payload // self.ranks
@@ -202,8 +203,8 @@ class Transfer(NamedTuple):
 class Prediction:
     """A predicted step, in seconds of the slowest rank.
 
-    `bubble_seconds` is idle time in the pipeline, `communication_seconds` the part that does not overlap with compute.
-    `memory` is that of the fullest rank, `memory_rank` its pipeline rank.
+    `bubble_seconds` is idle time in the pipeline, `communication_seconds` the communication that does not overlap with
+    compute. `memory` is that of the fullest rank, `memory_rank` its pipeline rank.
     """
 
     step_seconds: float

@@ -18,11 +18,11 @@ from .step_trace import Op, Trace
 
 COPY, PRODUCT = 4.3e12, 790e12  # bytes and FLOPs a second
 # FLOP/s of causal attention, forward and backward together, by head width. They are derived from published kernels:
-# FlashAttention 2 and 3 take 617 and 394 ns per token for 12 layers of 12 heads of 64 over 2048 positions, 2662 and
-# 1557 for 24 layers of 16 heads of 128.
+# FlashAttention 2 and 3 take 617 and 394 ns per token for 12 layers of 12 heads of 64 over 2048 positions, and 2662
+# and 1557 ns for 24 layers of 16 heads of 128.
 ATTENTION = {"FA3": {64: 335e12, 128: 452e12}, "FA2": {64: 214e12, 128: 265e12}}
 # Slowdown of products with rows that are not aligned to 16 bytes: cuBLAS cannot use its fast kernels. The audit (see
-# AUDIT) estimated 700 to 1000 ns per token for the LM head's products. 340 are possible: a factor of 2.1 to 2.9.
+# AUDIT) estimated 700 to 1000 ns per token for the LM head's products. 340 ns are possible: 2.1 to 2.9 times less.
 MISALIGNED = 2.5
 ALIGNED = 8  # number of 16-bit elements in 16 bytes
 # Target fractions of the copy bandwidth; 1 for all other kernels. Norms are narrow below a width of NARROW.
@@ -32,7 +32,7 @@ CLASSES = (
     *("GEMM block", "GEMM head", "attention", "dQKV copy", "norm + residual", "activation", "bias sums", "loss"),
     *("copy/cast", "optimizer", "other"),
 )
-# ns per token of GPT-3 Small in the audit of commit e6369ae, and the reason why this model differs from it.
+# ns per token of GPT-3 Small in an earlier audit (of commit e6369ae), and the reason why this model differs from it.
 AUDIT = {
     "GEMM block": (850, "here at 790 TFLOP/s, the rate of 8192 cubed; the audit assumed about 600 for K=768"),
     "GEMM head": (850, "middle of the audit's 700 to 1000, with 680 TFLOP/s if aligned; here 790 and the slowdown"),
@@ -67,12 +67,12 @@ OURS = (  # class by the first substring that the op's name contains
 def _of_lists(length: int, each: int, extra: int, lists: int) -> Callable[[Op], int]:
     """Return a function that counts the launches of an op on `lists` lists of tensors.
 
-    There are `each` launches per `length` tensors of a list, and `extra` launches.
+    The op launches `each` kernels per `length` tensors of a list (rounded up), plus `extra` kernels.
     """
     return lambda op: extra + each * -(-max(1, len(op.operands) // lists) // length)
 
 
-# Kernel launches of a call. For our ops they follow the launchers in kernels/cuda. Torch's other ops launch once.
+# Kernel launches per call. Those of our ops follow the launchers in kernels/cuda. Torch's other ops launch once.
 LAUNCHES: dict[str, int | Callable[[Op], int]] = {
     **dict.fromkeys(("gptlite.layer_norm", "gptlite.residual_norm", "gptlite.bias_activation", "gptlite.dropout"), 1),
     **dict.fromkeys(("gptlite.layer_norm_backward", "gptlite.residual_norm_backward"), 2),
@@ -81,7 +81,7 @@ LAUNCHES: dict[str, int | Callable[[Op], int]] = {
     "gptlite.norm": _of_lists(128, each=1, extra=1, lists=1),
     "gptlite.adamw_": _of_lists(64, each=2, extra=0, lists=5),
     "aten._scaled_dot_product_flash_attention": 1,
-    "aten._scaled_dot_product_flash_attention_backward": 3,  # dy·y, the gradients, dq rounded
+    "aten._scaled_dot_product_flash_attention_backward": 3,  # dy·y, the gradients, and the rounding of dq
     "aten.embedding_dense_backward": 12,  # roughly: the indices are sorted, then segments are summed
 }
 
@@ -138,7 +138,7 @@ class Model:
 
 
 def model_of_trace(trace: Trace) -> Model:
-    """Return the model of a trace. Views and ops on host tensors are free."""
+    """Return the model of a trace. Views, and ops whose tensors are all in host memory, take no time."""
     rows: dict[tuple[str, ...], Row] = {}
     for op in trace.ops:
         if op.view or all(each.host for each in op.tensors):
@@ -192,7 +192,7 @@ def misaligned(op: Op) -> bool:
 
 
 def seconds_of(op: Op, trace: Trace, moved: int, flops: int, attention: str) -> float:
-    """Return the lower bound in seconds of a call that moves `moved` bytes, with the rate of FA2 or FA3."""
+    """Return the lower bound in seconds of a call that moves `moved` bytes. `attention`: FA2 or FA3."""
     if "attention" in op.name and flops:
         return flops / ATTENTION[attention][128 if trace.head_dim >= 128 else 64]
     seconds = max(moved / (COPY * share_of_copy(op)), flops / PRODUCT)
@@ -228,7 +228,7 @@ def class_of(op: Op, trace: Trace) -> str:
     if name in COPIES:
         return "dQKV copy" if len(largest) >= 4 else "copy/cast"
     if table:
-        return "copy/cast"  # of the tied table: sums and scalings
+        return "copy/cast"  # sums and scalings of the tied table
     if name == "sum" and len(largest) == 2 and trace.tokens in largest:
         return "bias sums"
     if name in ("add", "add_") and trace.width in largest:

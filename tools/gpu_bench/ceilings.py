@@ -1,4 +1,4 @@
-"""part=ceilings: measured upper bounds of this device's speed: a copy, a large product, the LM head's products."""
+"""part=ceilings: measured upper bounds of this device's speed: a copy, a large product and the head's products."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ REPEATS = 30
 
 
 def run(part: Part, options: Arguments) -> None:
-    """Print and record bytes and FLOPs per second."""
+    """Measure all ceilings; print and record them as bytes and FLOPs per second."""
     device, size = torch.device(options.device), 2**20 if options.size == "tiny" else 4 * 2**30
     source = torch.randint(0, 255, (size,), dtype=torch.uint8, device=device)
     task = Task(lambda pair: pair[1].copy_(pair[0]))

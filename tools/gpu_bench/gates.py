@@ -115,9 +115,9 @@ def gradients(part: Part, device: torch.device) -> None:
 
 
 def gradient_rows(device: torch.device) -> dict[str, dict[str, Any]]:
-    """Return the errors that tests/gpu/test_whole_model.py measures, by attention, with verdicts.
+    """Return the errors that tests/gpu/test_whole_model.py measures, by attention backend, with verdicts.
 
-    An error is relative to the norm of its gradient.
+    The error of a gradient is relative to that gradient's norm.
     """
     sys.path.insert(0, str(ROOT / "tests"))
     from gpu import device as place  # pyright: ignore[reportMissingImports]

@@ -1,4 +1,4 @@
-"""part=model: launches, bytes, FLOPs and least time of a step, traced without a GPU, also for another source tree."""
+"""part=model: launches, bytes, FLOPs and least time of a step, traced without a GPU in one or two source trees."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from bench_gpu import Arguments
 
 BATCH = {"small": 16, "xl": 16, "tiny": 2}
-ROWS = 28  # rows shown of the table of ops; the JSON has all
+ROWS = 28  # rows of the table of ops that the report shows; the JSON has all rows
 # ns per token with every possible fusion and aligned products. Pointwise ops are all counted as norms.
 FUSED = ("GEMM block", "GEMM head", "attention", "norm + residual", "loss", "optimizer")
 LIMITS: dict[str, dict[str, float]] = {
@@ -43,7 +43,7 @@ print(json.dumps(asdict(trace_step(sys.argv[1], int(sys.argv[2])))))
 
 
 def run(part: Part, options: Arguments) -> None:
-    """Trace each model here and, in another process, in `tree`, the source tree of another commit."""
+    """Trace each model in this source tree and, in another process, in `tree`, that of another commit."""
     part.text(
         "A dispatch trace of the trainer's own step (forward, backward, gradient norm, clipping, AdamW) on tensors "
         f"without data, with the ops that a GPU uses. Rates: memory {rules.COPY / 1e12:g} TB/s, products "

@@ -1,4 +1,4 @@
-"""Runner of the parts: one part in this process, or all in sequence in a process each, which isolates crashes."""
+"""Runner of the parts: one part in this process, or all in sequence, each in a separate process to isolate crashes."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from .report import Part, add_failure, assemble
 if TYPE_CHECKING:
     from bench_gpu import Arguments
 
-# Minutes of each part if all run, 20 in total at most with BUILD, the minutes to build the kernels.
+# Maximum minutes of each part if all run. With BUILD, the minutes to build the kernels, they add up to 20.
 SHARES = {"gates": 4.5, "ceilings": 0.7, "kernels": 3.3, "steps": 5.0, "profile": 1.5, "peer": 2.0, "model": 1.5}
 BUILD = 1.5
 GRACE = 15.0  # seconds after a part's time limit until it is killed
 CPU_PARTS = ("gates", "model")  # parts that a CPU can run at full size
-# Modules that are not named like their part.
+# Modules whose name differs from that of their part.
 MODULES = {"kernels": "kernel_rows", "profile": "profiled", "model": "model_part"}
 
 

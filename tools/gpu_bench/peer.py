@@ -25,7 +25,7 @@ VOCABULARY = 50304  # GPT-2's vocabulary, as padded by nanoGPT
 
 
 def run(part: Part, options: Arguments) -> None:
-    """Time nanoGPT's and our step on models without biases, the compiled ones first."""
+    """Time nanoGPT's step and ours on models without biases. Compiled steps come first."""
     tiny, device = options.size == "tiny", torch.device(options.device)
     contenders = ("nanoGPT", "gptlite") if tiny else ("nanoGPT compiled", "gptlite compiled", "gptlite")
     part.text(

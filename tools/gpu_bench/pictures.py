@@ -28,7 +28,7 @@ NARROWEST = 0.04  # share of the longest bar below which a segment has no number
 
 
 def stacked_classes(file: Path, title: str, bars: Mapping[str, Mapping[str, float]], goal: float | None) -> None:
-    """Draw a stacked bar per name, with its classes in ns per token, and a line at `goal`."""
+    """Draw each of `bars` (ns per token by class) as a stacked bar, and a line at `goal`."""
     figure = Figure(figsize=(9.0, 4.2), dpi=100)
     axes, names = figure.subplots(), list(bars)[::-1]
     most = max(sum(bar.values()) for bar in bars.values())
@@ -52,7 +52,7 @@ def stacked_classes(file: Path, title: str, bars: Mapping[str, Mapping[str, floa
 
 
 def beside_floor(file: Path, title: str, measured: Mapping[str, float], floor: Mapping[str, float]) -> None:
-    """Draw for each class the measured ns per token and its lower bound."""
+    """Draw, for each class, the measured ns per token above the lower bound `floor`."""
     axes = Figure(figsize=(9.0, 4.2), dpi=100).subplots()
     drawn = axes.barh([row - 0.2 for row in range(len(measured))], list(measured.values()), 0.38, color="#4477aa")
     axes.barh([row + 0.2 for row in range(len(floor))], list(floor.values()), 0.38, color="#ccbb44", label="floor")

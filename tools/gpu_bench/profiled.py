@@ -1,4 +1,4 @@
-"""part=profile: kernels of a step by torch's profiler: the longest kernels, and each class beside its lower bound."""
+"""part=profile: longest kernels of a step, by torch's profiler, and the time of each class beside its lower bound."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 BATCH = {"small": 16, "tiny": 2}
 STEPS, WARM_UP, TOP = 3, 3, 20
-NAME = 70  # characters of a kernel's name
+NAME = 70  # characters of a kernel's name that the table shows
 # Classes by substrings of a kernel's name, for kernels whose launching op is unknown.
 BY_NAME = (
     *(("flash", "attention"), ("fmha", "attention"), ("cross_entropy", "loss"), ("whole_kernel", "loss")),
@@ -42,7 +42,7 @@ class Slice(NamedTuple):
 
 
 def run(part: Part, options: Arguments) -> None:
-    """Profile the step of GPT-3 Small, bf16, eager."""
+    """Profile an eager step of GPT-3 Small in bf16."""
     size, device = "tiny" if options.size == "tiny" else "small", torch.device(options.device)
     model, config = model_of_trace(trace_step(size, BATCH[size])), model_of(size)
     slices = slices_of(build_step(config, Mesh(device), BATCH[size]), device.type == "cuda")

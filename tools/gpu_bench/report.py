@@ -112,7 +112,7 @@ def assemble(folder: Path, lead: str) -> Path:
 
 
 def markdown_table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Return a Markdown table with columns as wide as their longest cell, numbers right-aligned."""
+    """Return a Markdown table. Columns are as wide as their longest cell, and numbers are right-aligned."""
     cells = [[str(cell).replace("|", "/") for cell in row] for row in rows]
     columns = list(zip(head, *cells, strict=True))
     widths = [max(map(len, column)) for column in columns]

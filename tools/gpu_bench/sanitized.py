@@ -15,7 +15,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 
 def main(device: str = "cuda") -> int:
-    """Run the ops and return the exit code: 1 without kernels."""
+    """Run the ops and return the exit code, 1 if there are no kernels."""
     loaded = load(device)
     if isinstance(loaded, Unavailable):
         print(f"no kernels: {loaded.reason}", file=sys.stderr)

@@ -87,7 +87,7 @@ class Trace:
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> Trace:
-        """Return a trace from its `asdict`. Unknown fields, as from another commit, are ignored."""
+        """Return a trace from its `asdict`. Unknown fields, such as another commit's, are ignored."""
         trace = _of(Trace, data)
         trace.ops = [_of(Op, op) for op in data["ops"]]
         for op in trace.ops:
@@ -100,7 +100,7 @@ def _of(kind: type[Any], data: Any) -> Any:
 
 
 def trace_step(size: str, micro_batch: int) -> Trace:
-    """Trace the second step of a model, bf16, with the ops of a GPU. Loads the kernels for their shape functions."""
+    """Trace the second step of a model in bf16, with the ops of a GPU. Loads the kernels for their shape functions."""
     from real_step import build_step, model_of
 
     config = model_of(size)
@@ -123,7 +123,7 @@ def gpu_ops() -> Ops:
 
 
 class _Functions(TorchFunctionMode):
-    """Function mode that supplies host values of tensors without data. It replaces SDPA by a GPU's flash kernel."""
+    """Function mode that returns 1 where a tensor's value is read, and replaces SDPA with a GPU's flash kernel."""
 
     def __init__(self, trace: Trace) -> None:
         super().__init__()

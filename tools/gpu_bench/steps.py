@@ -43,7 +43,7 @@ class Cell(NamedTuple):
         return f"{self.size}, {self.precision}, micro-batch {self.micro_batch}, {blocks}"
 
 
-# The most informative cells first, as there may not be time for all.
+# The most informative cells come first, as there may not be time for all.
 CELLS = (
     Cell("small", 16),
     Cell("xl", 16),
@@ -156,7 +156,7 @@ def measured(cell: Cell, device: torch.device, ops: Ops) -> dict[str, Any]:
 
 
 def step_seconds(step: Callable[[], Any]) -> float:
-    """Return the mean seconds of consecutive steps. As in a run, a step may return before the device ends it."""
+    """Return the mean seconds of consecutive steps. As in a run, a step may return before the device is done."""
     step()
     timer = Timer("step()", globals={"step": step}, num_threads=torch.get_num_threads())
     return timer.timeit(REPEATS).mean  # runs two untimed steps first
