@@ -261,7 +261,7 @@ def _refuse_another_model(
             raise ConfigError(f"source={source}: {name} is missing from the {adapter.title} model of its config.json")
         if stored[name].shape != weight.shape:
             found, expected = list(stored[name].shape), list(weight.shape)
-            raise ConfigError(f"source={source}: {name} is {found}, but its config.json requires {expected}")
+            raise ConfigError(f"source={source}: {name} has shape {found}, but config.json requires {expected}")
         if stored[name].dtype not in DTYPES.values():
             raise ConfigError(f"source={source}: {name} is {stored[name].dtype}; save it in float32 first")
     copies = adapter.copies()

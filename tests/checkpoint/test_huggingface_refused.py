@@ -49,8 +49,8 @@ CONFIGS = {
     "tied": ({"tie_word_embeddings": "yes"}, "tie_word_embeddings='yes' must be true or false"),
     "more layers": ({"n_layer": 3}, "h.2.ln_1.weight is missing"),
     "fewer layers": ({"n_layer": 1}, "h.1.attn.c_attn.bias is not a tensor of the GPT-2 model of its config.json"),
-    "width": ({"n_inner": 48}, "h.0.mlp.c_fc.weight is [24, 96], but its config.json requires [24, 48]"),
-    "rows": ({"vocab_size": 52}, "wte.weight is [53, 24], but its config.json requires [52, 24]"),
+    "width": ({"n_inner": 48}, "h.0.mlp.c_fc.weight has shape [24, 96], but config.json requires [24, 48]"),
+    "rows": ({"vocab_size": 52}, "wte.weight has shape [53, 24], but config.json requires [52, 24]"),
     "untied": ({"tie_word_embeddings": False}, "lm_head.weight is missing"),
 }
 
@@ -83,7 +83,7 @@ TENSORS: dict[str, tuple[Callable[[dict[str, Tensor]], dict[str, Tensor]], str]]
     "too many": (lambda t: t | {"score.weight": t[W].clone()}, "score.weight is not a tensor of the GPT-2"),
     "transposed": (
         lambda t: t | {"transformer.h.0.mlp.c_fc.weight": torch.zeros(96, 24)},
-        "h.0.mlp.c_fc.weight is [96, 24]",
+        "h.0.mlp.c_fc.weight has shape [96, 24]",
     ),
     "twice": (lambda t: t | {"wte.weight": t[W].clone()}, "is also stored as"),
     "NaN": (

@@ -51,6 +51,7 @@ def refuse(path: str, rows: list[Row]) -> None:
 
 
 def _replaced(override: str, given: dict[str, str]) -> bool:
-    """Return True if the command line sets the key, or chooses a preset of the key's group that may lack the key."""
+    """Return True if the command line replaces `override`: it sets the same key, or chooses a preset for the key's
+    group, and not every preset of that group has the key."""
     key = override.partition("=")[0]
     return key in given or (key.partition(".")[0] in given and not key.startswith(COMMON))
