@@ -83,7 +83,7 @@ REFUSED = {
     "max_steps=3": "max_steps is not a key; did you mean trainer.max_steps?",
     "model=gpt3-smal": "model=gpt3-smal does not exist; did you mean gpt3-small?",
     "optimizer=adamv": "optimizer=adamv does not exist; did you mean adam?",
-    "model=gpt-5": "model=gpt-5 does not exist; the choices are gpt-lite",
+    "model=gpt-5": "model=gpt-5 does not exist; the choices are ",
     "cluster=dgx": "cluster=dgx does not exist; did you mean dgx-2-v100 or dgx-a100 or dgx-h100?",
     "optimizer.name=lion": "optimizer.name is not a key; choose optimizer=adafactor, adam, adamw",
     "optimizer.tupe=lion": "optimizer.tupe is not a key; --help lists them",
