@@ -67,7 +67,7 @@ _TOKENIZER_KEYS = ("data.tokenizer", "data.vocab_size", "data_identity.tokenizer
 _REFUSED_FOR_WEIGHTS = ("model", *_TOKENIZER_KEYS)
 _SAME_STATE = ("adamw_schema", "adamw_8bit_schema")  # their optimizer states are the same in a checkpoint
 _ABSENT = "absent"
-HASH = 64  # characters of a SHA-256 in hexadecimal
+_HASH = 64  # characters of a SHA-256 in hexadecimal
 _FOLDERS = "data_identity.folders."  # prefix of the keys with each prepared folder's token hashes
 _NO_TOKENIZER = (None, "none")  # values of the tokenizer keys in an imported checkpoint
 
@@ -85,7 +85,7 @@ class Difference:
         """Return e.g. `optimizer=sgd (was muon)`, also for a difference of the dataclasses in `schemas`; hashes of the
         data are shortened."""
         if self.key.startswith("data_identity."):
-            new, old = (f"{each:.12}..." if len(f"{each}") == HASH else each for each in (self.new, self.old))
+            new, old = (f"{each:.12}..." if len(f"{each}") == _HASH else each for each in (self.new, self.old))
             return f"the data's {self.key.removeprefix('data_identity.')}={new} (was {old})"
         if self.key.startswith("schemas."):
             new, old = (str(each).removesuffix("_schema") for each in (self.new, self.old))

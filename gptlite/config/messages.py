@@ -73,13 +73,13 @@ def unknown_key(key: str) -> str:
         return f"{key} is not a key of the chosen preset; another preset of {section} has it"
     if section in SCHEMAS and name in ("name", "type", "kind", "preset"):  # keys of other frameworks for a choice
         return f"{key} is not a key; {choices(section)}"
-    inside = {known.partition(".")[2]: known for known in keys if known.startswith(f"{section}.")}
+    inside = [known.partition(".")[2] for known in keys if known.startswith(f"{section}.")]
     leaves = [known for known in keys if known.split(".")[-1] == key.split(".")[-1]]
     if leaves:
-        return f"{key} is not a key; did you mean {min(leaves, key=lambda each: each not in inside.values())}?"
+        return f"{key} is not a key; did you mean {min(leaves, key=lambda each: not each.startswith(f'{section}.'))}?"
     if inside and name:  # the section's name, common to its keys, is not compared
         close = get_close_matches(name, inside, n=1)
-        return f"{key} is not a key; {f'did you mean {inside[close[0]]}?' if close else '--help lists them'}"
+        return f"{key} is not a key; {f'did you mean {section}.{close[0]}?' if close else '--help lists them'}"
     return f"{key} is not a key{did_you_mean(key, keys) or '; --help lists them'}"
 
 
