@@ -98,6 +98,22 @@ def test_the_command_prints_how_many_documents_each_split_has(monkeypatch, tmp_p
     signal.signal(signal.SIGTERM, before)
 
 
+def test_a_corpus_without_held_out_documents_gets_the_fraction_to_rerun_with(monkeypatch, tmp_path, capsys) -> None:
+    (tmp_path / "a.jsonl").write_bytes(as_jsonl(TEXTS[:50]))
+    arguments = [f"input={tmp_path / 'a.jsonl'}", f"output={tmp_path / 'out'}", "tokenizer=byte", "workers=0"]
+    before = signal.getsignal(signal.SIGTERM)
+    outputs = []
+    for given in (["validation_fraction=1e-9"], ["validation_fraction=0.1", "overwrite=true"]):
+        monkeypatch.setattr("sys.argv", ["preprocess", *arguments, *given])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert not ended.value.code
+        outputs.append(capsys.readouterr().out)
+    signal.signal(signal.SIGTERM, before)
+    assert "run the command again with validation_fraction=0.1 overwrite=true\n" in outputs[0]
+    assert "warning" not in outputs[1]
+
+
 def test_documents_are_there_in_order_each_in_one_split(expected: Path) -> None:
     held_out = [is_held_out(hashlib.blake2b(text.encode(), digest_size=8).digest(), 0.2) for text in TEXTS]
     train, val = ([text for text, held in zip(TEXTS, held_out, strict=True) if held is part] for part in (False, True))
