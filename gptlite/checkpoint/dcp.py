@@ -162,6 +162,8 @@ class _Writer(FileSystemWriter):
             super().finish(metadata, results)
         except BaseException as error:
             self._error = self._error or error  # the first error is the cause
+        # torch 2.11 completes a copy, but `save` returns this object.
+        metadata.storage_data = {each.index: each.storage_data for written in results for each in written}
 
 
 class _Reader(FileSystemReader):

@@ -52,7 +52,7 @@ def run(part: Part, options: Arguments) -> None:
 def pytest_command(tests: str) -> list[str]:
     """Return pytest's command line without the project's options, which need plug-ins that may be missing."""
     options = ["-o", "addopts=", "-o", "timeout=600", "--import-mode=importlib", "-m", "not slow and not long", "-q"]
-    workers = ["-n", "4"] if find_spec("xdist") and tests == FOLDER else []
+    workers = ["-n", str(min(8, len(os.sched_getaffinity(0))))] if find_spec("xdist") and tests == FOLDER else []
     return [sys.executable, "-m", "pytest", *options, *workers, "-p", "no:cacheprovider", *shlex.split(tests)]
 
 

@@ -82,7 +82,7 @@ def _all(options: Arguments, folder: Path) -> int:
 def _build_kernels() -> None:
     """Build the kernels before the parts' time starts. Errors are ignored here, as the parts report them."""
     print(f"== building the kernels if needed; at most {60 * BUILD:.0f} s", flush=True)
-    command = [sys.executable, "-m", "gptlite.kernels", "build"]
+    command = [sys.executable, "-m", "gptlite", "kernels", "build"]
     try:
         subprocess.run(command, env=child_environment(), timeout=60 * BUILD)
     except subprocess.TimeoutExpired:
