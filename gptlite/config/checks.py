@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import sys
+from functools import cache
+from importlib.metadata import version
 from operator import attrgetter
 
 from gptlite.config.batch import check_batch
@@ -298,11 +300,24 @@ def _pipeline(config: Config) -> None:
             f"parallelism.pipeline={ranks} x {each} stages per rank = {stages} stages, and every stage needs at least "
             f"one block, but {key}={layers}{'; try ' * bool(tries)}{', or '.join(tries)}"
         )
+    if ranks > 1 and its.splits_backward and not torch_splits():
+        raise ConfigError(
+            f"parallelism.schedule={layout.schedule} needs torch 2.12 or newer: torch {version('torch')} computes wrong "
+            f"gradients if the backward pass is split; use parallelism.schedule=interleaved_1f1b or 1f1b"
+        )
     if config.trainer.compile and ranks > 1 and its.splits_backward:
         raise ConfigError(
             f"trainer.compile=true: the backward pass of a compiled block cannot be split, as parallelism.schedule="
             f"{layout.schedule} does; use trainer.compile=false, or parallelism.schedule=interleaved_1f1b or 1f1b"
         )
+
+
+@cache
+def torch_splits() -> bool:
+    """Return True if the installed torch can split backward passes. Before 2.12, torch.distributed.pipelining adds up
+    the gradients of an op's outputs if the op has several."""
+    major, minor, *_ = version("torch").split(".")
+    return (int(major), int(minor)) >= (2, 12)
 
 
 def _trainer(config: Config) -> None:

@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 
-from gptlite.config import CONF_DIR, from_yaml, load, to_yaml
+from gptlite.config import CONF_DIR, checks, from_yaml, load, to_yaml
 from gptlite.config.batch import check_world
 from gptlite.config.checks import check
 from gptlite.data.batches import batch_schedule
@@ -270,3 +270,17 @@ def test_legal_layouts_are_accepted(deep):
 )
 def test_unusual_layouts_are_accepted(words):
     loaded(words)
+
+
+@pytest.mark.parametrize("schedule", ["zero_bubble", "zbv"])
+@pytest.mark.parametrize(("torch", "splits"), [("2.11.0+cu130", False), ("2.12.0", True), ("2.13.0+cpu", True)])
+def test_split_backward_passes_need_a_torch_that_computes_them_right(schedule, torch, splits, monkeypatch):
+    monkeypatch.setattr(checks, "version", lambda name: torch)
+    monkeypatch.setattr(checks, "torch_splits", checks.torch_splits.__wrapped__)
+    words = f"pipeline=2 schedule={schedule} data.micro_batch_size=8"
+    if splits:
+        loaded(words)
+    else:
+        with pytest.raises(ConfigError, match=rf"^parallelism.schedule={schedule} needs torch 2.12 or newer: torch 2.11"):
+            loaded(words)
+    loaded("pipeline=2 schedule=interleaved_1f1b data.micro_batch_size=8")

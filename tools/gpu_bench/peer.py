@@ -14,13 +14,14 @@ from real_step import build_step, model_of
 from gptlite.models.gpt.config import GPTConfig
 from gptlite.parallelism.mesh import Mesh
 
-from .report import Part
+from .report import Part, markdown_table
 from .steps import forget, mfu, step_seconds
 
 if TYPE_CHECKING:
     from bench_gpu import Arguments
 
 BATCH = {"small": 16, "xl": 16, "tiny": 2}
+HEAD = ("model", "implementation", "ms a step", "tokens/s", "MFU")
 VOCABULARY = 50304  # GPT-2's vocabulary, as padded by nanoGPT
 
 
@@ -33,6 +34,7 @@ def run(part: Part, options: Arguments) -> None:
     )
     cells = [(size, who) for size in (("tiny",) if tiny else ("small", "xl")) for who in contenders]
     rows: list[tuple[str, ...]] = []
+    part.table(HEAD, rows)
     for index, (size, who) in enumerate(cells):
         part.progress(index, len(cells), f"{who}, {size}")
         if part.over:
@@ -50,7 +52,7 @@ def run(part: Part, options: Arguments) -> None:
             rows.append((size, who, f"{seconds * 1e3:.1f}", f"{rate:,.0f}", words))
             part.put(f"{size}, {who}", {"seconds": seconds, "tokens_per_second": rate})
         forget(device)
-    part.table(("model", "implementation", "ms a step", "tokens/s", "MFU"), rows)
+    part.log(markdown_table(HEAD, rows))
 
 
 def step_of(who: str, config: GPTConfig, micro_batch: int, device: torch.device, folder: Path) -> Callable[[], Any]:

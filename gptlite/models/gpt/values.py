@@ -25,13 +25,13 @@ class ValueMix(nn.Module):
 
     def forward(self, v: Tensor, first: Tensor | None, tokens: Tensor | None) -> Tensor:
         """Return the mixed values. v and `first` are [B, S, K, 1, D] for this rank's K heads; tokens [B, S]."""
-        own, *others = self.weight.to(v.dtype).unbind()
-        mixed = own * v
+        weights = iter(self.weight.to(v.dtype).unbind())
+        mixed = next(weights) * v
         if self.residual:
             assert first is not None
-            mixed = mixed + others.pop(0) * first.to(v.dtype)
+            mixed = mixed + next(weights) * first.to(v.dtype)
         if self.embedding is not None:
-            mixed = mixed + others.pop(0) * self.embedding(tokens).to(v.dtype).view_as(v)
+            mixed = mixed + next(weights) * self.embedding(tokens).to(v.dtype).view_as(v)
         return mixed
 
 
