@@ -302,8 +302,8 @@ def _pipeline(config: Config) -> None:
         )
     if ranks > 1 and its.splits_backward and not torch_splits():
         raise ConfigError(
-            f"parallelism.schedule={layout.schedule} needs torch 2.12 or newer: torch {version('torch')} computes wrong "
-            f"gradients if the backward pass is split; use parallelism.schedule=interleaved_1f1b or 1f1b"
+            f"parallelism.schedule={layout.schedule} needs torch 2.12 or newer: torch {version('torch')} computes "
+            f"wrong gradients if the backward pass is split; use parallelism.schedule=interleaved_1f1b or 1f1b"
         )
     if config.trainer.compile and ranks > 1 and its.splits_backward:
         raise ConfigError(

@@ -109,9 +109,7 @@ class _Fp8Product(torch.autograd.Function):
         return dx, dweight, None
 
 
-def _product(
-    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype, fast: bool = False
-) -> Tensor:
+def _product(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype, fast: bool = False) -> Tensor:
     """Return the matrix product of a [N, K], row-major, and b [K, M], column-major: the layouts that the hardware
     requires.
 

@@ -220,7 +220,8 @@ def test_steps_of_adamw() -> None:
     fused = make(CONFIG, KERNELS, FP32, DEVICE)
     plain = make(CONFIG, REFERENCE, torch.float64, torch.device("cpu"))
     options = {"lr": rate, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
-    ours, theirs = FusedAdamW(fused.parameters(), **options, fused=True), torch.optim.AdamW(plain.parameters(), **options)
+    ours = FusedAdamW(fused.parameters(), **options, fused=True)
+    theirs = torch.optim.AdamW(plain.parameters(), **options)
     for _ in range(steps):
         fused.zero_grad()
         trained(fused)
