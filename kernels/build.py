@@ -32,15 +32,19 @@ def build(library: Path, cxx: Compiler, nvcc: Compiler | None, log: Log, arch: s
     home = Path(torch.__file__).parent
     libraries = [f"-L{home / 'lib'}", "-ltorch", "-ltorch_cpu", "-lc10"]
     with tempfile.TemporaryDirectory(dir=library.parent) as name:
-        folder, why, kernels = Path(name), "", []
+        folder, why, objects = Path(name), "", []
         if nvcc:
+            units = cuda_units(nvcc, cxx, arch) + cpu_units(cxx) + binding_units(cxx, home / "include", cuda=True)
             try:
-                kernels = compile_all(cuda_units(nvcc, cxx, arch), folder, log, "CUDA kernels")
-                libraries += [str(cudart(nvcc)), "-ldl", "-lrt", "-lpthread"]
+                runtime = [str(cudart(nvcc)), "-ldl", "-lrt", "-lpthread"]
+                objects = compile_all(units, folder, log, "CPU and CUDA kernels")
+                libraries += runtime
             except BuildError as error:
-                nvcc, why, kernels = None, str(error), []
-        units = cpu_units(cxx) + binding_units(cxx, home / "include", cuda=nvcc is not None)
-        link(cxx, compile_all(units, folder, log, "CPU kernels") + kernels, libraries, folder, library)
+                why = str(error)
+        if not objects:
+            units = cpu_units(cxx) + binding_units(cxx, home / "include", cuda=False)
+            objects = compile_all(units, folder, log, "CPU kernels")
+        link(cxx, objects, libraries, folder, library)
     return why
 
 

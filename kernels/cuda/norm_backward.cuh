@@ -1,5 +1,5 @@
-// Backward pass of layer norm and of RMS norm (Rms), alone or after a residual sum with dropout. Shared by
-// layer_norm.cu and residual_norm.cu. For the normalized rows y = xhat * weight + bias, with xhat = (h - mean) * rstd:
+// Backward pass of layer norm and of RMS norm (Rms), alone or after a residual sum with dropout. Shared by layer_norm.cu
+// and residual_norm_backward.cu. For the normalized rows y = xhat * weight + bias, with xhat = (h - mean) * rstd:
 //   dh = rstd * (dy * weight - mean of (dy * weight) - xhat * mean of (dy * weight * xhat))
 //   dweight = sum over rows of dy * xhat,  dbias = sum over rows of dy
 // An RMS norm has mean 0, and neither the first of the two means nor dbias.

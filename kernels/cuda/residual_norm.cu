@@ -1,12 +1,11 @@
-// Residual sum of a pre-norm transformer block, fused with the norm after it, forward and backward:
+// Residual sum of a pre-norm transformer block, fused with the norm after it, forward:
 // h = residual + dropout(x + bias), and y = layer norm or RMS norm of h.
 //
-// Forward: the row of h is rounded to the dtype, written, and normalized from registers. The dropout mask is computed
-// (philox.h) and never stored. x and residual are read once, h and y are written once: 4 elements moved per element,
-// the minimum. Rows wider than 8192 read h again. Backward (norm_backward.cuh): h, dy and dh are read once, dresidual
-// is written, and with dropout dx too: 4 or 5 elements moved.
+// The row of h is rounded to the dtype, written, and normalized from registers. The dropout mask is computed (philox.h)
+// and never stored. x and residual are read once, h and y are written once: 4 elements moved per element, the minimum.
+// Rows wider than 8192 read h again.
+#include "dropout.cuh"
 #include "layer_norm.cuh"
-#include "norm_backward.cuh"
 
 namespace gptlite {
 namespace {
@@ -126,33 +125,4 @@ int gptlite_cuda_residual_norm_forward(void* y, void* h, float* mean, float* rst
       });
     });
   });
-}
-
-int gptlite_cuda_residual_norm_backward(void* dx, void* dresidual, void* dbias, void* dweight, void* dbeta,
-                                        float* workspace, const void* dy, const void* dh, const void* h,
-                                        const void* weight, const float* mean, const float* rstd, int64_t batch,
-                                        int64_t positions, int64_t width, const GptliteDropout* dropout, int dtype,
-                                        int weight_dtype, void* stream) {
-  using namespace gptlite;
-  NormGradient g = {};
-  g.dx = dropout != nullptr ? dx : nullptr;
-  g.dh = dresidual;
-  g.parts = workspace;
-  g.dy = dy;
-  g.add = dh;
-  g.h = h;
-  g.weight = weight;
-  g.weight_dtype = weight_dtype;
-  g.mean = mean;
-  g.rstd = rstd;
-  g.rows = batch * positions;
-  g.width = width;
-  g.positions = positions;
-  if (dropout != nullptr) g.dropout = *dropout;
-  if (mean == nullptr && g.rows > 0) {  // with 0 rows, `mean` may be NULL for a layer norm too
-    if (dbias == nullptr) return norm_backward<true, true, 1>(g, {dweight}, dtype, stream);
-    return norm_backward<true, true, 2>(g, {dweight, dbias}, dtype, stream);
-  }
-  if (dbias == nullptr) return norm_backward<true, false, 2>(g, {dweight, dbeta}, dtype, stream);
-  return norm_backward<true, false, 3>(g, {dweight, dbeta, dbias}, dtype, stream);
 }

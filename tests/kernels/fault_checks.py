@@ -32,8 +32,8 @@ _MAP_NORESERVE = 0x4000  # Python 3.13's mmap.MAP_NORESERVE, on Linux
 SOURCES = {
     "softmax": ("softmax.cu",),
     "layer_norm": ("layer_norm.cu", "column_sums.cu"),
-    "residual_norm": ("residual_norm.cu", "column_sums.cu"),
-    "rms_norm": ("layer_norm.cu", "residual_norm.cu", "column_sums.cu"),
+    "residual_norm": ("residual_norm.cu", "residual_norm_backward.cu", "column_sums.cu"),
+    "rms_norm": ("layer_norm.cu", "residual_norm.cu", "residual_norm_backward.cu", "column_sums.cu"),
     "bias_activation": ("bias_activation.cu", "column_sums.cu"),
     "rope": ("rope.cu", "column_sums.cu"),
     "dropout": ("dropout.cu",),
