@@ -21,6 +21,7 @@ from gptlite.commands.train import run_command
 from gptlite.config import Config, load
 from gptlite.config.batch import check_world
 from gptlite.config.deepspeed import with_deepspeed
+from gptlite.config.overrides import key_of
 from gptlite.errors import ConfigError
 from gptlite.launch.starter import starter
 from gptlite.parallelism.layout import wanted_world
@@ -75,8 +76,8 @@ def composed(arguments: list[str]) -> tuple[int, Config]:
     if not (steps := own.get("steps", "5")).isdigit() or steps == "0":
         raise ConfigError(f"steps={steps} must be an integer of at least 1")
     arguments = with_deepspeed(arguments)
-    given = {each.partition("=")[0].lstrip("+"): each for each in arguments if not each.startswith("steps=")}
-    cheap = [] if {"data", "experiment"} & given.keys() else [each for each in CHEAP if each.split("=")[0] not in given]
+    given = {key_of(each): each for each in arguments if not each.startswith("steps=")}
+    cheap = [] if {"data", "experiment"} & given.keys() else [each for each in CHEAP if key_of(each) not in given]
     cheap += [] if {"precision", "precision.dtype", "experiment"} & given.keys() else ["precision=fp32"]
     config = load([*cheap, *given.values()])
     # Restarted ranks would repeat steps that rank 0 has already compared.

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from omegaconf import DictConfig, OmegaConf
 
 from gptlite.checkpoint.compare import flatten
+from gptlite.config.overrides import key_of
 from gptlite.config.saved import LENGTHS, override_value, to_dict
 from gptlite.config.schema import Config, presets_of, schema_names
 
@@ -19,7 +20,7 @@ def changed_presets(saved: Config, overrides: list[str], compose: Callable[[list
     `overrides` are those of the saved run, followed by those of the resuming command. Keys that they set are left
     alone, and so are keys that are null in a preset because the run computes their values.
     """
-    given = {each.partition("=")[0].lstrip("+~") for each in overrides}
+    given = set(map(key_of, overrides))
     then, schemas, now = to_dict(saved), schema_names(saved), compose(overrides)
     chosen = []
     for group in SECTIONS:

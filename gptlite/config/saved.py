@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from gptlite.config.overrides import key_of, values_of
 from gptlite.config.plugins import PluginsNotNamed, import_plugins, refuse_foreign, refuse_unnamed
 from gptlite.config.schema import RENAMED, SCHEMAS, Config, schema_names
 from gptlite.errors import ConfigError
@@ -96,13 +97,13 @@ def saved_overrides(arguments: list[str]) -> list[str]:
     With these, `gptlite train run.dir=outputs/mine` resumes that run with its own configuration. Raises ConfigError if
     the configuration cannot be read, and PluginsNotNamed if it has plugins that have not been imported.
     """
-    given, saved = _given(arguments), saved_file(arguments)
+    given, saved = values_of(arguments), saved_file(arguments)
     if not given.get("run.dir") or not saved.exists():
         return []
     run = read_saved(saved).run
     refuse_foreign(run.overrides, saved.parent)
     candidates = [*run.overrides, f"run.name={hydra_value(run.name)}"]
-    kept = {c.partition("=")[0].lstrip("+~"): c for c in candidates}
+    kept = {key_of(c): c for c in candidates}
     for new, old in (LENGTHS, LENGTHS[::-1]):
         if given.get(new, "null") != "null":
             kept.pop(old, None)
@@ -116,11 +117,7 @@ def saved_overrides(arguments: list[str]) -> list[str]:
 
 def saved_file(arguments: list[str]) -> Path:
     """Return the path of the config.yaml in `run.dir`."""
-    return Path(_given(arguments).get("run.dir", "").strip("'\"")).expanduser() / "config.yaml"
-
-
-def _given(arguments: list[str]) -> dict[str, str]:
-    return {argument.partition("=")[0].lstrip("+~"): argument.partition("=")[2] for argument in arguments}
+    return Path(values_of(arguments).get("run.dir", "").strip("'\"")).expanduser() / "config.yaml"
 
 
 def hydra_value(text: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from gptlite.config.overrides import values_of
 from gptlite.config.plugins import PluginsNotNamed
 from gptlite.config.saved import from_yaml, leaves, override_value
 from gptlite.config.schema import Config, schema_names
@@ -27,7 +28,7 @@ def model_overrides(overrides: list[str]) -> list[str]:
     model=PRESET, which the run compares with the checkpoint, and if the checkpoint cannot be read; then the run
     raises the error. Raises PluginsNotNamed if the checkpoint's plugins have not been imported.
     """
-    given = {key.lstrip("+~"): value for key, _, value in (each.partition("=") for each in overrides)}
+    given = values_of(overrides)
     resume = given.get("checkpoint.resume", "auto").strip("'\"")
     if given.get("checkpoint.load") != "weights" or resume in ("auto", "never") or "model" in given:
         return []

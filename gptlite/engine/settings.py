@@ -9,6 +9,7 @@ from torch import nn
 
 from gptlite.config import Config, hydra_value, load
 from gptlite.config.deepspeed import with_deepspeed
+from gptlite.config.overrides import key_of
 from gptlite.config.plugins import named_in
 from gptlite.errors import ConfigError
 
@@ -31,7 +32,7 @@ def compose(model: Any, optimizer: str, config: Iterable[str]) -> Config:
     given = list(config)
     if isinstance(config, str) or not all(isinstance(each, str) for each in given):
         raise ConfigError(f"config={config!r:.60} is not a list of strings; give, e.g., config=['parallelism=zero2']")
-    for key in (_key(each) for each in given):
+    for key in map(key_of, given):
         if key.split(".")[0] in LOOP and key not in TAKEN:
             raise ConfigError(
                 f"config: {key} has no effect outside gptlite's own training loop; initialize takes {', '.join(TAKEN)}"
@@ -41,14 +42,10 @@ def compose(model: Any, optimizer: str, config: Iterable[str]) -> Config:
     base += [f"model.name={hydra_value(type(model).__name__)}", f"optimizer={hydra_value(optimizer)}"]
     if isinstance(model, nn.Sequential):
         base.append(f"model.num_blocks={len(model)}")
-    given = with_deepspeed([each for each in given if _key(each) != "plugins"])
-    if not any(_key(each) == "schedule" for each in given):
+    given = with_deepspeed([each for each in given if key_of(each) != "plugins"])
+    if not any(key_of(each) == "schedule" for each in given):
         base.append("schedule.warmup_steps=0")
     settings = load([*base, *given])
     if settings.parallelism.auto:
         raise ConfigError("parallelism=auto: the planner needs a model that reads tokens; give a preset, such as zero2")
     return settings
-
-
-def _key(override: str) -> str:
-    return override.partition("=")[0].lstrip("+~")

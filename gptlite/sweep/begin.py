@@ -20,6 +20,7 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
 
 from gptlite.config import hydra_value
+from gptlite.config.overrides import key_of
 from gptlite.config.plugins import as_override, named_in, refuse_foreign
 from gptlite.errors import ConfigError
 from gptlite.invocation import command
@@ -142,25 +143,25 @@ def sweep_overrides(arguments: list[str]) -> list[str]:
     stored overrides need plugins that have not been imported.
     """
     arguments = [f"+{each}" if each.startswith("sweep=") else each for each in arguments]
-    named = DIR if any(_key(each) == DIR for each in arguments) else "run.dir"
-    where = [each.partition("=")[2].strip("'\"") for each in arguments if _key(each) == named]
+    named = DIR if any(key_of(each) == DIR for each in arguments) else "run.dir"
+    where = [each.partition("=")[2].strip("'\"") for each in arguments if key_of(each) == named]
     if not where:
         return arguments
     folder = SweepFolder(Path(where[-1]).expanduser())
-    others = [each for each in arguments if _key(each) != named]
-    task = [each for each in others if not _key(each).startswith(("hydra.", "hydra/"))]
+    others = [each for each in arguments if key_of(each) != named]
+    task = [each for each in others if not key_of(each).startswith(("hydra.", "hydra/"))]
     hydra = [*(each for each in others if each not in task), f"{DIR}={hydra_value(str(folder.path))}"]
     header = folder.header
     if not header and not task:
         raise ConfigError(f"{DIR}={where[-1]} holds no sweep to continue; give overrides to start a sweep there")
-    if header and all(_key(each) == "plugins" for each in task):
+    if header and all(key_of(each) == "plugins" for each in task):
         refuse_foreign(header["overrides"], where[-1])
     elif task:
         refuse_others(folder, task)
-    given = {_key(each) for each in hydra}
+    given = {key_of(each) for each in hydra}
     # Launchers have different keys, so a new `hydra/launcher` also drops a stored `hydra.launcher.n_jobs`.
-    groups = {key: "/".join(key.split(".")[:2]) for key in map(_key, header.get("hydra", []))}
-    kept = [each for each in header.get("hydra", []) if not {_key(each), groups[_key(each)]} & given]
+    groups = {key: "/".join(key.split(".")[:2]) for key in map(key_of, header.get("hydra", []))}
+    kept = [each for each in header.get("hydra", []) if not {key_of(each), groups[key_of(each)]} & given]
     for each in kept:
         if not PLAIN.fullmatch(each):
             raise ConfigError(
@@ -174,7 +175,7 @@ def refuse_others(folder: SweepFolder, overrides: list[str]) -> None:
     """Raise ConfigError if the folder holds a sweep with other overrides."""
     if not (header := folder.header):
         return
-    old, new = ({_key(each): each for each in them} for them in (header["overrides"], overrides))
+    old, new = ({key_of(each): each for each in them} for them in (header["overrides"], overrides))
     for key in [*old, *new]:
         if old.get(key) != new.get(key):
             was, now = (each.get(key, f"no {key}") for each in (old, new))
@@ -182,8 +183,3 @@ def refuse_others(folder: SweepFolder, overrides: list[str]) -> None:
                 f"{DIR}={folder.path} holds another sweep, with {was} instead of {now}; "
                 f"give only {DIR} to continue that sweep, or give another folder"
             )
-
-
-def _key(override: str) -> str:
-    """Return the key of an override, without Hydra's prefixes."""
-    return override.partition("=")[0].lstrip("+~")

@@ -19,6 +19,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from gptlite.config import typed
 from gptlite.config.messages import refusals
+from gptlite.config.overrides import key_of
 from gptlite.errors import ConfigError
 from gptlite.sweep.folder import PRUNED, Record
 
@@ -90,7 +91,7 @@ def this_cell(hydra: Any, raw: DictConfig, swept: Sequence[str]) -> Record:
     `swept` are the keys that have several values. The cell is named after its values of these keys.
     """
     number, overrides = int(hydra.job.num), list(hydra.overrides.task)
-    differing = [each for each in overrides if each.partition("=")[0].lstrip("+") in swept]
+    differing = [each for each in overrides if key_of(each) in swept]
     name = " ".join(map(_label, differing)) or str(number)
     subdir = str(hydra.sweep.subdir)
     if subdir == OURS:

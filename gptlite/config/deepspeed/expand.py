@@ -7,6 +7,7 @@ import re
 from gptlite.config.deepspeed.file import read
 from gptlite.config.deepspeed.rows import Row, Verdict
 from gptlite.config.deepspeed.translate import translate
+from gptlite.config.overrides import key_of, values_of
 from gptlite.errors import ConfigError
 from gptlite.invocation import command
 from gptlite.progress import Log
@@ -27,7 +28,7 @@ def expanded(overrides: list[str], log: Log | None = None) -> list[str]:
     if len(found) > 1:
         raise ConfigError(f"deepspeed={found[0]} and deepspeed={found[1]}: give one file")
     path, others = found[0], [each for each in overrides if not GIVEN.match(each)]
-    given = {each.partition("=")[0].lstrip("+~"): each.partition("=")[2] for each in others}
+    given = values_of(others)
     data = given.get("parallelism.data", "")
     rows = translate(read(path), int(data) if data.isdecimal() else None, given)
     refuse(path, rows)
@@ -39,7 +40,7 @@ def expanded(overrides: list[str], log: Log | None = None) -> list[str]:
 
 def overrides_of(rows: list[Row]) -> list[str]:
     """Return the overrides of all rows. If several rows set a key, the last one applies."""
-    found = {each.partition("=")[0]: each for row in rows for each in row.overrides}
+    found = {key_of(each): each for row in rows for each in row.overrides}
     return list(found.values())
 
 
@@ -53,5 +54,5 @@ def refuse(path: str, rows: list[Row]) -> None:
 def _replaced(override: str, given: dict[str, str]) -> bool:
     """Return True if the command line replaces `override`: it sets the same key, or chooses a preset for the key's
     group, and not every preset of that group has the key."""
-    key = override.partition("=")[0]
+    key = key_of(override)
     return key in given or (key.partition(".")[0] in given and not key.startswith(COMMON))
