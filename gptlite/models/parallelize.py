@@ -192,7 +192,7 @@ def finish_gradients(model: Model, parts: Sequence[nn.Module], mesh: Mesh) -> to
     result of that method.
     """
     for part in parts:
-        axis = axis_of(part)
+        axis = axis_of(part) if mesh.size("tp") > 1 else None
         if axis is not None:
             of_heads = (module for module in part.modules() if getattr(module, "of_heads", False) is True)
             partial = part.parameters() if axis.sequence else (p for module in of_heads for p in module.parameters())

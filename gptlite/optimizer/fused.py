@@ -25,6 +25,7 @@ class FusedStep:
     """
 
     param_groups: list[dict[str, Any]]
+    state: dict[Tensor, dict[str, Tensor]]
 
     @torch.no_grad()
     def step(
@@ -34,7 +35,7 @@ class FusedStep:
         refuse(closure)
         for group in self.param_groups:
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
-            states = [materialized(self, parameter) for parameter in parameters]  # type: ignore[arg-type]
+            states = [self.state[each] or materialized(self, each) for each in parameters]  # type: ignore[arg-type]
             copies = [copy_of(parameter) for parameter in parameters]
             copied = [each for each, copy in zip(parameters, copies, strict=True) if copy is not None]
             torch.ops.gptlite.adamw_(
