@@ -28,7 +28,7 @@ from nanogpt import Size, nanogpt_model, random_batch
 from gptlite.errors import ConfigError
 
 
-def deepspeed_step(layout: str, size: Size, precision: str, fused: bool, nanogpt: Path) -> Callable[[], None]:
+def deepspeed_step(layout: str, size: Size, precision: str, nanogpt: Path) -> Callable[[], None]:
     """Return a step of DeepSpeed's ZeRO engine on nanoGPT's model. Raises ConfigError if DeepSpeed is not installed."""
     os.environ["DS_ACCELERATOR"] = "cpu"
     try:
@@ -49,7 +49,7 @@ def deepspeed_step(layout: str, size: Size, precision: str, fused: bool, nanogpt
     with redirect_stdout(StringIO()):
         deepspeed.init_distributed(dist_backend="gloo")
         model = nanogpt_model(nanogpt, size)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     tokens, targets = (each[:share] for each in random_batch(size, torch.device("cpu")))
 
@@ -61,7 +61,7 @@ def deepspeed_step(layout: str, size: Size, precision: str, fused: bool, nanogpt
     return step
 
 
-def picotron_step(layout: str, size: Size, micro_batches: int, fused: bool, clone: Path) -> Callable[[], None]:
+def picotron_step(layout: str, size: Size, micro_batches: int, clone: Path) -> Callable[[], None]:
     """Return a step of picotron in CPU mode, as in picotron's train.py."""
     _import_picotron(clone)
     import picotron.process_group_manager as groups  # pyright: ignore[reportMissingImports]
@@ -79,7 +79,7 @@ def picotron_step(layout: str, size: Size, micro_batches: int, fused: bool, clon
         model = apply_tensor_parallel(model)
     else:
         model = pipeline_parallel.PipelineParallel(model, config)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     loader = _Batches(size, micro_batches if layout == "pp2" else 1)
     shape = (loader.micro_batch_size, size.sequence_length, size.d_model)
 

@@ -1,14 +1,12 @@
 """Benchmark of tools/preprocess.py and Megatron-LM's preprocessing: tokens per second and memory.
 
 python tools/bench_preprocess.py text=FILE.txt tokenizer=FILE.model [megabytes=64] [workers=1,2] [repeats=3]
-    [megatron='COMMAND'] [folder=DIR]
+    [megatron='COMMAND']
 
-text       text file from which corpora of JSON lines are made, one per size in `megabytes` (such as 100,1000).
-           Paragraphs are recombined at random, and one word in 50 is replaced by random letters, so that the tokenizer
-           also encounters new words. Alternatively, give input=CORPUS.jsonl
+text       text file from which a corpus of JSON lines is made. Paragraphs are recombined at random, and one word in 50
+           is replaced by random letters, so that the tokenizer also encounters new words
 megatron   command of Megatron-LM's tools/preprocess_data.py, such as 'python Megatron-LM/tools/preprocess_data.py'. It
            gets the same corpus, tokenizer and number of workers, and must produce the same tokens
-folder     folder in which temporary corpora and outputs are written
 
 Each run is a separate command, timed from start to end. In each repeat, every case runs once. The last lines are
 medians, with rates including and excluding `start`: the time of the same command for a single document, measured once
@@ -52,14 +50,12 @@ Case = tuple[str, int]  # name of the tool, and number of workers
 class Arguments:
     """Command-line arguments."""
 
+    text: str = "???"
     tokenizer: str = "???"
-    text: str | None = None
-    input: str | None = None
-    megabytes: str = "64"
+    megabytes: float = 64.0
     workers: str = "1,2"
     repeats: int = 3
     megatron: str | None = None
-    folder: str | None = None
 
 
 class Run(NamedTuple):
@@ -75,32 +71,18 @@ Tokens = tuple[int, str]  # number of tokens, and the hash of their int32 values
 
 
 def main(arguments: Arguments) -> int:
-    """Print a line for each run and the medians of each corpus, and return the exit code."""
-    if (arguments.text is None) == (arguments.input is None):
-        raise ConfigError("give text=FILE, from which a corpus is made, or input=CORPUS.jsonl, but not both")
-    if arguments.repeats < 1:
-        raise ConfigError(f"repeats={arguments.repeats} must be at least 1")
-    sizes, _ = numbers(arguments.megabytes, "megabytes"), numbers(arguments.workers, "workers")
+    """Print a line for each run and the medians, and return the exit code. Raises ConfigError for invalid arguments."""
+    if arguments.repeats < 1 or arguments.megabytes <= 0:
+        raise ConfigError(
+            f"repeats={arguments.repeats} must be at least 1, and megabytes={arguments.megabytes:g} above 0"
+        )
+    if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", arguments.workers):
+        raise ConfigError(f"workers={arguments.workers} must be comma-separated numbers above 0, such as 1,2")
     print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.2f}", flush=True)
-    with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
-        if arguments.input is not None:
-            return 0 if bench(Path(arguments.input), arguments, Path(name)) else 1
-        same, corpus = True, Path(name, "corpus.jsonl")
-        for megabytes in sizes:
-            make_corpus(Path(str(arguments.text)), corpus, round(megabytes * 1e6))
-            same &= bench(corpus, arguments, Path(name))
-    return 0 if same else 1
-
-
-def numbers(value: str, key: str) -> list[float]:
-    """Parse comma-separated numbers above 0. Raises ConfigError for any other text."""
-    try:
-        found = [float(each) for each in str(value).split(",")]
-    except ValueError:
-        found = [0.0]
-    if min(found) <= 0:
-        raise ConfigError(f"{key}={value} must be comma-separated numbers above 0, such as 1,2")
-    return found
+    with tempfile.TemporaryDirectory() as name:
+        corpus = Path(name, "corpus.jsonl")
+        make_corpus(Path(arguments.text), corpus, round(arguments.megabytes * 1e6))
+        return 0 if bench(corpus, arguments, Path(name)) else 1
 
 
 def make_corpus(text: Path, corpus: Path, size: int) -> None:
@@ -128,7 +110,7 @@ def bench(corpus: Path, arguments: Arguments, folder: Path) -> bool:
     with open(corpus, "rb") as file:
         one.write_bytes(file.readline())
     names = ["gptlite", *(["Megatron-LM"] if arguments.megatron else [])]
-    counts = [int(each) for each in numbers(arguments.workers, "workers")]
+    counts = [int(each) for each in arguments.workers.split(",")]
     starts: dict[str, list[float]] = {name: [] for name in names}
     runs: dict[Case, list[Run]] = {(name, workers): [] for workers in counts for name in names}
     print(f"{corpus.stat().st_size / 1e6:,.1f} MB of JSON lines", flush=True)

@@ -2,7 +2,7 @@
 
 torchrun --nproc-per-node=2 tools/bench_ranks.py peer=deepspeed folder=NANOGPT [layouts=zero1,zero3] [precision=bf16]
 torchrun --nproc-per-node=2 tools/bench_ranks.py peer=picotron folder=PICOTRON [layouts=tp2,pp2] precision=fp32
-    [sizes=lite] [repeats=15] [micro_batches=4] [peer_fused=true] [keep_freed_memory=true]
+    [sizes=lite] [repeats=15]
 
 `folder` is a clone of nanoGPT, whose model DeepSpeed trains, or of picotron. A step is the forward pass, backward pass,
 clipping and AdamW update of one global batch, with one thread per rank. It is timed from a barrier until all ranks are
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bench_step import SIZES
 from nanogpt import Size
-from timing import in_turn
+from timing import check_names, in_turn
 
 from gptlite.config.command_line import run_tool
 from gptlite.errors import ConfigError
@@ -38,6 +38,7 @@ LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
     "picotron": {"tp2": {"tensor": 2}, "pp2": {"pipeline": 2}},
 }
 RANKS = 2
+MICRO_BATCHES = 4  # in layouts with a pipeline; in others, a rank's batch is one micro-batch
 
 
 class Time(NamedTuple):
@@ -58,11 +59,6 @@ class Arguments:
     sizes: str = "lite"
     precision: str = "bf16"
     repeats: int = 15
-    micro_batches: int = 4  # in layouts with a pipeline; in others, a rank's batch is one micro-batch
-    peer_fused: bool = True  # true: the peer uses torch's fused AdamW; false: torch's default AdamW
-    keep_freed_memory: bool = True
-    bucket_layers: int = 1
-    prefetch: int = 1
 
 
 def main(arguments: Arguments) -> None:
@@ -70,8 +66,7 @@ def main(arguments: Arguments) -> None:
     layouts = _check(arguments)
     from gptlite.launch.launcher import keep_freed_memory
 
-    if arguments.keep_freed_memory:
-        keep_freed_memory()  # before imports that create tensors: torch reads the setting only once
+    keep_freed_memory()  # before imports that create tensors: torch reads the setting only once
     import torch
     import torch.distributed as dist
     from bench_peers import deepspeed_step, llama_flops, picotron_step
@@ -85,22 +80,20 @@ def main(arguments: Arguments) -> None:
     torch.set_num_threads(1)
     join(timeout_seconds=300)
     say = print if dist.get_rank() == 0 else lambda *_, **__: None
-    say(f"torch {torch.__version__}, {RANKS} ranks of 1 thread, {arguments.precision}, "
-        f"{'freed memory kept' if arguments.keep_freed_memory else 'stock malloc'} on both sides")  # fmt: skip
-    deepspeed, clone, fused = arguments.peer == "deepspeed", Path(arguments.folder), arguments.peer_fused
+    precision = arguments.precision
+    say(f"torch {torch.__version__}, {RANKS} ranks of 1 thread, {precision}, freed memory kept on both sides")
+    deepspeed, clone = arguments.peer == "deepspeed", Path(arguments.folder)
     for name in arguments.sizes.split(","):
         size = SIZES[name]
         config = config_of(size, tied_embeddings=deepspeed, mlp=MLPKind.gelu_erf)  # as in nanoGPT
         flops = flops_per_token(config, size.sequence_length)
         for layout in layouts:
-            ours = our_step(config, size.batch_size, layout, arguments)
+            ours = our_step(config, size.batch_size, LAYOUTS[arguments.peer][layout], precision)
             if deepspeed:
-                peer, peer_flops = deepspeed_step(layout, size, arguments.precision, fused, clone), flops
+                peer, peer_flops = deepspeed_step(layout, size, precision, clone), flops
             else:
-                peer = picotron_step(layout, size, arguments.micro_batches, fused, clone)
-                peer_flops = llama_flops(size)
-            steps = {who: timed(step) for who, step in {"gptlite": ours, arguments.peer: peer}.items()}
-            times = in_turn(steps, arguments.repeats)
+                peer, peer_flops = picotron_step(layout, size, MICRO_BATCHES, clone), llama_flops(size)
+            times = in_turn({"gptlite": timed(ours), arguments.peer: timed(peer)}, arguments.repeats)
             for line in report(f"{name} {layout}", size, times, peer_flops / flops):
                 say(line, flush=True)
     leave()
@@ -147,19 +140,17 @@ def report(title: str, size: Size, times: dict[str, list[Time]], peer_flops: flo
     return lines
 
 
-def our_step(config: "GPTConfig", batch: int, layout: str, arguments: Arguments) -> Callable[[], Any]:
+def our_step(config: "GPTConfig", batch: int, layout: dict[str, Any], precision: str) -> Callable[[], Any]:
     """Return a step of the trainer that uses the same batch in every call."""
     from real_step import build_step
 
     from gptlite.parallelism.config import ParallelismConfig
     from gptlite.parallelism.mesh import build_mesh
 
-    given = LAYOUTS[arguments.peer][layout]
-    parallelism = ParallelismConfig(**given, bucket_layers=arguments.bucket_layers, prefetch=arguments.prefetch)
-    mesh = build_mesh(parallelism)
-    count = arguments.micro_batches if parallelism.pipeline > 1 else 1
-    how = {"precision": arguments.precision, "layout": parallelism, "micro_batches": count}
-    return build_step(config, mesh, batch // (count * mesh.data_size), **how)
+    parallelism = ParallelismConfig(**layout)
+    mesh, count = build_mesh(parallelism), MICRO_BATCHES if parallelism.pipeline > 1 else 1
+    size = batch // (count * mesh.data_size)
+    return build_step(config, mesh, size, precision=precision, layout=parallelism, micro_batches=count)
 
 
 def _check(arguments: Arguments) -> list[str]:
@@ -173,17 +164,11 @@ def _check(arguments: Arguments) -> list[str]:
     layouts = (arguments.layouts or DEFAULT[peer]).split(",")
     if wrong := [layout for layout in layouts if layout not in LAYOUTS[peer]]:
         raise ConfigError(f"layouts={','.join(wrong)}: with peer={peer}, choose from {', '.join(LAYOUTS[peer])}")
-    if unknown := set(arguments.sizes.split(",")) - set(SIZES):
-        raise ConfigError(f"sizes={arguments.sizes}: {', '.join(unknown)} unknown; choose from {', '.join(SIZES)}")
+    check_names("sizes", arguments.sizes, SIZES)
     if arguments.precision not in ("fp32", "bf16"):
         raise ConfigError(f"precision={arguments.precision} is not fp32 or bf16")
     if peer == "picotron" and arguments.precision != "fp32":
         raise ConfigError("precision=bf16: picotron's CPU mode computes in fp32; set precision=fp32")
-    for size in arguments.sizes.split(","):
-        if SIZES[size].batch_size % arguments.micro_batches:
-            raise ConfigError(
-                f"micro_batches={arguments.micro_batches} must divide the batch size {SIZES[size].batch_size} of {size}"
-            )
     if os.environ.get("WORLD_SIZE") != str(RANKS):
         raise ConfigError(f"start {RANKS} ranks with torchrun --nproc-per-node={RANKS} {sys.argv[0]} ...")
     return layouts

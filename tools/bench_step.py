@@ -22,11 +22,12 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import median
 from typing import Any
 
 from nanogpt import Size, check_clone, nanogpt_step
-from timing import in_turn, seconds
+from timing import check_names, in_turn, seconds
 
 from gptlite.config.command_line import run_tool
 from gptlite.errors import ConfigError
@@ -39,6 +40,13 @@ SIZES = {
     "lite": Size(8192, 384, 6, 6, 256, 8),
     "gpt2v": Size(50304, 256, 4, 4, 256, 8),
     "gpt-lite": Size(4096, 256, 8, 4, 256, 16),
+}
+CHOICES = {
+    "sizes": SIZES,
+    "peer_modes": ("fp32", "bf16", "bf16_compile"),
+    "others": ("", "relu2", "swiglu", "muon", "muon_relu2", "default", "muon_floor"),
+    "precision": ("fp32", "bf16"),
+    "ops": ("auto", "fused", "reference"),
 }
 
 
@@ -59,16 +67,8 @@ class Arguments:
 
 def main(arguments: Arguments) -> None:
     """Print a line for each size and contender. Raises ConfigError for invalid arguments."""
-    for key, known, several in (
-        ("sizes", SIZES, True),
-        ("peer_modes", ("fp32", "bf16", "bf16_compile"), True),
-        ("others", ("", "relu2", "swiglu", "muon", "muon_relu2", "default", "muon_floor"), True),
-        ("precision", ("fp32", "bf16"), False),
-        ("ops", ("auto", "fused", "reference"), False),
-    ):
-        given = getattr(arguments, key)
-        if unknown := set(given.split(",") if several else [given]) - set(known):
-            raise ConfigError(f"{key}={given}: {', '.join(unknown)} unknown; choose from {', '.join(known)}")
+    for key, known in CHOICES.items():
+        check_names(key, getattr(arguments, key), known, several=key not in ("precision", "ops"))
     if arguments.repeats < 1:
         raise ConfigError(f"repeats={arguments.repeats} must be at least 1")
     if arguments.peer:
@@ -119,10 +119,14 @@ def serve(pipe: Any, build: Callable[..., Callable[[], None]], given: tuple[Any,
     try:
         pipe.recv()
         step = build(*given)
+        import torch  # after `build`, which may have to set up the process first
+
+        wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
         while True:
             time.sleep(ASLEEP)
             step()  # warms up the caches, as the previous step does in training
-            pipe.send(seconds(step))
+            wait()
+            pipe.send(seconds(lambda: (step(), wait())))
             pipe.recv()
     except EOFError:
         pass
@@ -144,13 +148,12 @@ def report(name: str, size: Size, times: dict[str, float]) -> None:
         print(f"{name:9s} {who:20s} {value * 1e3:8.1f} ms {tokens / value:9.0f} tok/s  {words}", flush=True)
 
 
-def our_step(size: Size, arguments: Arguments, other: str = "") -> Callable[[], None]:
+def our_step(size: Size, arguments: Arguments, other: str = "") -> Callable[[], Any]:
     """Return a step of the trainer, without data loader and log. `other`: one of `others`, or "" for the plain GPT."""
     from gptlite.launch.launcher import keep_freed_memory
 
     if arguments.keep_freed_memory:
         keep_freed_memory()  # before imports that create tensors: torch reads the setting only once
-    import torch
     from real_step import build_step, config_of
 
     from gptlite.config import load
@@ -171,14 +174,7 @@ def our_step(size: Size, arguments: Arguments, other: str = "") -> Callable[[], 
     else:
         mlp, rule = other.removeprefix("muon").removeprefix("_"), MuonConfig() if "muon" in other else AdamWConfig()
         config = config_of(size, **modern, mlp=MLPKind[mlp]) if mlp else config_of(size)
-    take = build_step(config, mesh, size.batch_size, ops=ops, rule=rule, **how)
-
-    def step() -> None:
-        take()
-        if mesh.device.type == "cuda":
-            torch.cuda.synchronize()
-
-    return step
+    return build_step(config, mesh, size.batch_size, ops=ops, rule=rule, **how)
 
 
 def floor_step(size: Size, arguments: Arguments, other: str = "") -> Callable[[], None]:
@@ -189,74 +185,58 @@ def floor_step(size: Size, arguments: Arguments, other: str = "") -> Callable[[]
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if arguments.precision == "bf16" else torch.float32
+    random = partial(torch.randn, dtype=dtype, device=device)
     tokens, width, length = size.batch_size * size.sequence_length, size.d_model, size.sequence_length
     layer = [(width, 3 * width), (width, width), (width, 4 * width), (4 * width, width)]
     linear = [*layer * size.num_layers, (width, size.vocab_size)]
-    products = [each for inputs, outputs in linear for each in linear_products(tokens, inputs, outputs, dtype, device)]
+    products = [each for inputs, outputs in linear for each in linear_products(random, tokens, inputs, outputs)]
     heads = (size.batch_size * size.num_heads, length, width // size.num_heads)
     for _ in range(size.num_layers):
-        products += attention_products(*heads, dtype, device)
+        products += attention_products(random, *heads)
     if other:
         steps, layers = MuonConfig().newton_schulz_steps, size.num_layers
         for count, wide in ((4 * layers, width), (2 * layers, 4 * width)):  # q, k, v and attention output; MLP
-            products += square_products(count, width, wide, dtype, device) * steps
+            products += square_products(random, count, width, wide) * steps
     count = size.vocab_size * width + length * width + sum(a * b for a, b in layer) * size.num_layers
     parameters = torch.zeros(count, device=device)
     parameters.grad = torch.zeros_like(parameters)
     optimizer = torch.optim.AdamW([parameters], fused=True)
+    calls = [partial(torch.mm if a.ndim == 2 else torch.bmm, a, b, out=out) for a, b, out in products]
 
     def step() -> None:
-        for product in products:
-            product()
+        for call in calls:
+            call()
         optimizer.step()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
 
     return step
 
 
-def linear_products(rows: int, inputs: int, outputs: int, dtype: Any, device: Any) -> list[Callable[[], Any]]:
-    """Return the GEMMs x wᵀ, dy w and dyᵀ x of a linear layer, on separate operands per layer, as in a step."""
-    import torch
-
-    x, dx = (torch.randn(rows, inputs, dtype=dtype, device=device) for _ in range(2))
-    w, dw = (torch.randn(outputs, inputs, dtype=dtype, device=device) for _ in range(2))
-    y = torch.randn(rows, outputs, dtype=dtype, device=device)
-    return [
-        lambda: torch.mm(x, w.t(), out=y),
-        lambda: torch.mm(y, w, out=dx),
-        lambda: torch.mm(y.t(), x, out=dw),
-    ]
+# The operands and the preallocated result of GEMMs, for floor_step. `random` creates a tensor of a shape.
+Products = list[tuple[Any, Any, Any]]
 
 
-def square_products(matrices: int, rows: int, columns: int, dtype: Any, device: Any) -> list[Callable[[], Any]]:
-    """Return the GEMMs x xᵀ, (x xᵀ)² and (x xᵀ)² x, as in a Newton-Schulz step, on batches of matrices."""
-    import torch
-
-    x, out = (torch.randn(matrices, rows, columns, dtype=dtype, device=device) for _ in range(2))
-    square, fourth = (torch.randn(matrices, rows, rows, dtype=dtype, device=device) for _ in range(2))
-    return [
-        lambda: torch.bmm(x, x.mT, out=square),
-        lambda: torch.bmm(square, square, out=fourth),
-        lambda: torch.bmm(fourth, x, out=out),
-    ]
+def linear_products(random: Callable[..., Any], rows: int, inputs: int, outputs: int) -> Products:
+    """Return x wᵀ, dy w and dyᵀ x of a linear layer, on separate operands per layer, as in a step."""
+    x, dx = random(rows, inputs), random(rows, inputs)
+    w, dw = random(outputs, inputs), random(outputs, inputs)
+    y = random(rows, outputs)
+    return [(x, w.t(), y), (y, w, dx), (y.t(), x, dw)]
 
 
-def attention_products(matrices: int, length: int, width: int, dtype: Any, device: Any) -> list[Callable[[], Any]]:
-    """Return the batched GEMMs of attention: q kᵀ and p v, and in the backward pass dy vᵀ, pᵀ dy, ds k and dsᵀ q."""
-    import torch
+def square_products(random: Callable[..., Any], matrices: int, rows: int, columns: int) -> Products:
+    """Return x xᵀ, (x xᵀ)² and (x xᵀ)² x, as in a Newton-Schulz step, on batches of matrices."""
+    x, out = random(matrices, rows, columns), random(matrices, rows, columns)
+    square, fourth = random(matrices, rows, rows), random(matrices, rows, rows)
+    return [(x, x.mT, square), (square, square, fourth), (fourth, x, out)]
 
-    q, k, v, out = (torch.randn(matrices, length, width, dtype=dtype, device=device) for _ in range(4))
-    p = torch.randn(matrices, length, length, dtype=dtype, device=device)
-    scores, values, back = q @ k.mT, torch.empty_like(out), torch.empty_like(out)
-    return [
-        lambda: torch.bmm(q, k.mT, out=scores),
-        lambda: torch.bmm(p, v, out=values),
-        lambda: torch.bmm(out, v.mT, out=scores),
-        lambda: torch.bmm(p.mT, out, out=back),
-        lambda: torch.bmm(p, k, out=back),
-        lambda: torch.bmm(p.mT, q, out=back),
-    ]
+
+def attention_products(random: Callable[..., Any], matrices: int, length: int, width: int) -> Products:
+    """Return the batched q kᵀ and p v of attention, and in the backward pass dy vᵀ, pᵀ dy, ds k and dsᵀ q."""
+    q, k, v, out = (random(matrices, length, width) for _ in range(4))
+    p = random(matrices, length, length)
+    scores, values, back = q @ k.mT, out.clone(), out.clone()
+    backward = [(out, v.mT, scores), (p.mT, out, back), (p, k, back), (p.mT, q, back)]
+    return [(q, k.mT, scores), (p, v, values), *backward]
 
 
 if __name__ == "__main__":

@@ -1,16 +1,16 @@
 """Train the default run and peers of equal size for the same time on the same text; plot bits per byte over time.
 
-python tools/compare_curves.py [peers=nanogpt,gpt2,llama] [nanogpt=CLONE] [rates=1e-3,3e-3] [dropout=0.0] [seeds=1234,1]
+python tools/compare_curves.py [peers=nanogpt,llama] [nanogpt=CLONE] [rates=1e-3,3e-3] [dropout=0.0] [seeds=1234,1]
     [minutes=null] [output=outputs/curves]
 
 First, experiment=gpt-lite-2020 and the default run of train.py are trained with each seed. Then each peer is trained
 for `minutes` with each peak learning rate in `rates`; null means the time of gpt-lite-2020 with the first seed.
 
-Peers are nanoGPT's model with nanoGPT's optimizer (AdamW with beta2 0.99), and transformers' GPT-2 and Llama with
-AdamW. All use bf16 autocast, batches from random positions, and the vocabulary, width, depth and batch size of
-gpt-lite-2020. The cosine schedule depends on elapsed time, and ends with the run at a tenth of the peak rate. Times
-include ten evaluations per run on all held-out plays. `output` is the folder of curves.json and curves.png. Runs that
-are already in curves.json are not repeated.
+Peers are nanoGPT's model (with `dropout`) and optimizer (AdamW with beta2 0.99), and transformers' Llama with AdamW.
+Both use bf16 autocast, batches from random positions, and the vocabulary, width, depth and batch size of gpt-lite-2020.
+The cosine schedule depends on elapsed time, and ends with the run at a tenth of the peak rate. Times include ten
+evaluations per run on all held-out plays. `output` is the folder of curves.json and curves.png. Runs that are already
+in curves.json are not repeated.
 """
 
 import json
@@ -18,21 +18,22 @@ import math
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from nanogpt import Size, check_clone, nanogpt_model
+from timing import check_names
 
 from gptlite.config.command_line import run_tool
-from gptlite.errors import ConfigError
 from gptlite.files import replacing, write_whole
+from gptlite.metrics.jsonl import read_rows
 
 FORMER, OURS = "gptlite, GPT-lite 2020", "gptlite, default"
-PEERS = {"nanogpt": "nanoGPT", "gpt2": "transformers GPT-2", "llama": "transformers Llama"}
-COLORS = {FORMER: "#8fb0e0", OURS: "#1f5fbf", "nanoGPT": "#d9822b", "transformers GPT-2": "#3f8f5f"}
+PEERS = {"nanogpt": "nanoGPT", "llama": "transformers Llama"}
+COLORS = {FORMER: "#8fb0e0", OURS: "#1f5fbf", "nanoGPT": "#d9822b"}
 SIZE = Size(vocab_size=4096, d_model=256, num_heads=8, num_layers=4, sequence_length=256, batch_size=16)
 EVALUATIONS, WARMUP = 10, 0.08  # evaluations per run, and warm-up as a fraction of the time
 Curve = list[tuple[float, float]]  # minutes, bits per byte
@@ -42,7 +43,7 @@ Curve = list[tuple[float, float]]  # minutes, bits per byte
 class Arguments:
     """Command-line arguments."""
 
-    peers: str = "nanogpt,gpt2,llama"
+    peers: str = "nanogpt,llama"
     nanogpt: str = ""
     rates: str = "1e-3,3e-3"
     dropout: float = 0.0
@@ -53,9 +54,8 @@ class Arguments:
 
 def main(arguments: Arguments) -> None:
     """Train the runs missing in curves.json; print and draw all results. Raises ConfigError for invalid arguments."""
-    peers = [each for each in arguments.peers.split(",") if each]
-    if unknown := set(peers) - set(PEERS):
-        raise ConfigError(f"peers={arguments.peers}: {', '.join(unknown)} unknown; choose from {', '.join(PEERS)}")
+    peers = arguments.peers.split(",")
+    check_names("peers", arguments.peers, PEERS)
     if "nanogpt" in peers:
         check_clone(arguments.nanogpt, "nanogpt")
     output = Path(arguments.output)
@@ -98,22 +98,16 @@ def our_run(folder: Path, seed: int, words: list[str]) -> Curve:
     start = time.time()
     subprocess.run([*command, "trainer.sample_tokens=0", *words], check=True, stdout=subprocess.DEVNULL)
     curve = []
-    for row in rows_of(folder):
+    for row in read_rows(folder / "metrics.jsonl"):
         if "val_bits_per_byte" in row:
             minutes = (datetime.fromisoformat(row["time"]).timestamp() - start) / 60
             curve.append((round(minutes, 4), row["val_bits_per_byte"]))
     return curve
 
 
-def rows_of(folder: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a run's metrics."""
-    for line in (folder / "metrics.jsonl").read_text().splitlines():
-        yield json.loads(line)
-
-
 def bits_per_nat(folder: Path) -> float:
     """Return the factor from nats per token to bits per byte, on the held-out text of a run."""
-    row = [row for row in rows_of(folder) if "val_bits_per_byte" in row][-1]
+    row = [row for row in read_rows(folder / "metrics.jsonl") if "val_bits_per_byte" in row][-1]
     return row["val_bits_per_byte"] / row["val_loss"]
 
 
@@ -182,22 +176,11 @@ def build(peer: str, arguments: Arguments, rate: float) -> tuple[Any, Any, Calla
     if peer == "nanogpt":
         model = nanogpt_model(arguments.nanogpt, SIZE, dropout=arguments.dropout)
         return model, model.configure_optimizers(0.1, rate, (0.9, 0.99), "cpu"), lambda model, x, y: model(x, y)[1]
-    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaConfig, LlamaForCausalLM
 
-    drop = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), arguments.dropout)
-    if peer == "gpt2":
-        shape: dict[str, Any] = {"n_embd": SIZE.d_model, "n_layer": SIZE.num_layers, "n_head": SIZE.num_heads}
-        positions = SIZE.sequence_length
-        model: Any = GPT2LMHeadModel(
-            GPT2Config(
-                vocab_size=SIZE.vocab_size, n_positions=positions, bos_token_id=None, eos_token_id=None, **shape, **drop
-            )
-        )
-    else:
-        shape: dict[str, Any] = {"hidden_size": SIZE.d_model, "num_hidden_layers": SIZE.num_layers}
-        shape |= {"num_attention_heads": SIZE.num_heads, "intermediate_size": -(-8 * SIZE.d_model // 192) * 64}
-        config = LlamaConfig(vocab_size=SIZE.vocab_size, tie_word_embeddings=True, **shape)
-        model = LlamaForCausalLM(config)
+    shape: dict[str, Any] = {"hidden_size": SIZE.d_model, "num_hidden_layers": SIZE.num_layers}
+    shape |= {"num_attention_heads": SIZE.num_heads, "intermediate_size": -(-8 * SIZE.d_model // 192) * 64}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=SIZE.vocab_size, tie_word_embeddings=True, **shape))
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
 
     def losses(model: Any, x: Any, y: Any) -> Any:

@@ -64,8 +64,6 @@ def nanogpt_step(folder: str | Path, size: Size, mode: str) -> Callable[[], None
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        if device.type == "cuda":
-            torch.cuda.synchronize()
 
     return step
 

@@ -32,11 +32,8 @@ COLUMNS = (
     *("layout", "loss", "gradient norm", "worst gradient", "worst gradient's tensor"),
     *("worst value", "worst value's tensor", "verdict"),
 )
-HEADS = {
-    "cells": "| precision | layouts | loss | gradient norm | gradients | values |\n|---|--:|--:|--:|--:|--:|",
-    "bounds": "| precision | layouts | loss | gradient norm | gradients | values |\n|---|--:|--:|--:|--:|--:|",
-    "refused": "| overrides | message, without the values that it proposes |\n|---|---|",
-}
+ERRORS = "| precision | layouts | loss | gradient norm | gradients | values |\n|---|--:|--:|--:|--:|--:|"
+REFUSALS = "| overrides | message, without the values that it proposes |\n|---|---|"
 
 
 @dataclass
@@ -71,9 +68,9 @@ def main(arguments: Arguments) -> int:
     )
     refusals = [f"| `{each.overrides}`{world(each.world)} | {each.cause()} |" for each in REFUSED]
     tables = {
-        "cells": [lead, "", HEADS["cells"], *(errors_row(name, results[name]) for name in results)],
-        "bounds": [HEADS["bounds"], *(bounds_row(name, results[name], STATED[name]) for name in STATED)],
-        "refused": [HEADS["refused"], *refusals],
+        "cells": [lead, "", ERRORS, *(errors_row(name, found) for name, found in results.items())],
+        "bounds": [ERRORS, *(errors_row(name, results[name], limits) for name, limits in STATED.items())],
+        "refused": [REFUSALS, *refusals],
     }
     output = Path(arguments.output)
     text = output.read_text(encoding="utf-8")
@@ -152,17 +149,16 @@ def matrix_row(name: str, result: Result) -> list[str]:
     return [name, *numbers, *tensors, verdict]
 
 
-def errors_row(name: str, results: list[Result]) -> str:
-    """Return a row such as `| bf16 | 30 | 1e-05 | ... |`: the largest errors of a precision's layouts."""
-    return f"| {name} | {len(results)} | {' | '.join(f'{error:.0e}' for error in worst(results))} |"
+def errors_row(name: str, results: list[Result], stated: Any = None) -> str:
+    """Return a row such as `| bf16 | 30 | 1e-05 | ... |`: the largest errors of a precision's layouts.
 
-
-def bounds_row(name: str, results: list[Result], stated: Any) -> str:
-    """Return a row such as `| bf16 | 30 | 1e-05 (3e-05) | ... |`: the largest errors of a precision's layouts, with
-    their limits."""
-    bounds = (stated.loss, stated.grad_norm, stated.gradient, stated.value)
-    errors = " | ".join(f"{error:.0e} ({bound:.0e})" for error, bound in zip(worst(results), bounds, strict=True))
-    return f"| {name} | {len(results)} | {errors} |"
+    With `stated`, each error is followed by its limit: `1e-05 (3e-05)`.
+    """
+    errors = [f"{error:.0e}" for error in worst(results)]
+    if stated is not None:
+        limits = (stated.loss, stated.grad_norm, stated.gradient, stated.value)
+        errors = [f"{error} ({limit:.0e})" for error, limit in zip(errors, limits, strict=True)]
+    return f"| {name} | {len(results)} | {' | '.join(errors)} |"
 
 
 def world(size: int | None) -> str:

@@ -3,8 +3,6 @@
 python tools/plot_parallelism.py [folder=docs/pictures]
 """
 
-from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 from matplotlib.artist import Artist
@@ -13,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
-from plot_schedules import INK, MUTED, save
+from plot_schedules import INK, MUTED, Arguments, save
 
 from gptlite.config.command_line import run_tool
 from gptlite.parallelism.config import ParallelismConfig
@@ -24,17 +22,10 @@ GRID, EMPTY = "#d9d9d9", "#f6f6f6"
 BLUE, ORANGE, GREEN, VIOLET = "#1f5fbf", "#d9822b", "#3d8b5f", "#7a5fb5"
 
 
-@dataclass
-class Arguments:
-    """Command-line arguments."""
-
-    folder: str = "docs/pictures"
-
-
 def main(arguments: Arguments) -> None:
     """Draw the pictures and print their paths."""
     for draw in (layouts, zero, pipeline):
-        save(draw(), Path(arguments.folder) / f"{draw.__name__}.png", f"folder={arguments.folder}")
+        save(draw, arguments)
 
 
 # Placement of the model: a row of cells per rank, one cell per piece. The filled part is the part that the rank stores.
@@ -55,6 +46,7 @@ class Panel(NamedTuple):
 INTERLEAVED = ParallelismConfig(pipeline=2, schedule="interleaved_1f1b")
 ALL_AXES = ParallelismConfig(pipeline=2, tensor=2, zero=3)
 HSDP = ParallelismConfig(tensor=2, zero=3, dp_replicate=2)
+COPIES = "HSDP: ranks 0 to 3 hold one copy of the model, 4 to 7 another"
 PANELS = [
     Panel("data 2, zero 0 to 2", "whole model on every rank, different samples", ParallelismConfig()),
     Panel("data 2, zero 3", "half of each piece, gathered for use", ParallelismConfig(zero=3)),
@@ -63,12 +55,7 @@ PANELS = [
     Panel("pipeline 2, interleaved_1f1b or zero_bubble", "four parts, every second one on each rank", INTERLEAVED),
     Panel("pipeline 2, zbv", "four parts, placed in a V", ParallelismConfig(pipeline=2, schedule="zbv")),
     Panel("pipeline 2 x data 2 (zero 3) x tensor 2", "each axis shards the result of the previous axes", ALL_AXES, 8),
-    Panel(
-        "data 4 (zero 3, 2 copies of 2 shards) x tensor 2",
-        "HSDP: ranks 0 to 3 hold one copy of the model, 4 to 7 another",
-        HSDP,
-        8,
-    ),
+    Panel("data 4 (zero 3, 2 copies of 2 shards) x tensor 2", COPIES, HSDP, 8),
 ]
 
 
@@ -113,9 +100,10 @@ def pieces_of(config: ParallelismConfig, pp_rank: int) -> set[int]:
     """Return the indices of PIECES that a pipeline rank holds."""
     stages = num_stages(config)
     layers = split_layers(LAYERS, stages, 1.0, 0.0)
-    held = {1 + layer for stage in stages_of_rank(config, pp_rank) for layer in layers[stage]}
-    held |= {0} if 0 in stages_of_rank(config, pp_rank) else set()
-    return held | ({1 + LAYERS} if stages - 1 in stages_of_rank(config, pp_rank) else set())
+    pieces = [[1 + layer for layer in each] for each in layers]
+    pieces[0].append(0)
+    pieces[-1].append(1 + LAYERS)
+    return {piece for stage in stages_of_rank(config, pp_rank) for piece in pieces[stage]}
 
 
 # Bytes per parameter of the ZeRO stages.

@@ -1,9 +1,11 @@
 """Draw all learning-rate schedules into one picture, with the code that training uses.
 
-python tools/plot_schedules.py [output=docs/pictures/schedules.png] [max_steps=1000]
+python tools/plot_schedules.py [folder=docs/pictures]
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,6 +27,7 @@ from gptlite.optimizer.schedule_config import (
     WSDConfig,
 )
 
+MAX_STEPS = 1000
 COLORS = ("#1f5fbf", "#d9822b")
 INK, MUTED, GRID, SHADE = "#1c1c1c", "#6b6b6b", "#e6e6e6", "#f1f4f9"
 
@@ -33,8 +36,7 @@ INK, MUTED, GRID, SHADE = "#1c1c1c", "#6b6b6b", "#e6e6e6", "#f1f4f9"
 class Arguments:
     """Command-line arguments."""
 
-    output: str = "docs/pictures/schedules.png"
-    max_steps: int = 1000
+    folder: str = "docs/pictures"
 
 
 class Panel(NamedTuple):
@@ -58,55 +60,48 @@ PANELS = [
 ]
 
 
-def draw(axes: Axes, panel: Panel, max_steps: int) -> None:
+def draw(axes: Axes, panel: Panel) -> None:
     """Draw one panel: learning rate divided by its peak over the optimizer steps, with the warmup shaded."""
-    schedules = [Schedule(config, max_steps) for config in panel.curves]
+    schedules = [Schedule(config, MAX_STEPS) for config in panel.curves]
     for schedule, color in reversed(list(zip(schedules, COLORS, strict=False))):
-        axes.plot([schedule.factor(step) for step in range(max_steps)], color=color, linewidth=2.2)
+        axes.plot([schedule.factor(step) for step in range(MAX_STEPS)], color=color, linewidth=2.2)
     for line, (label, color) in enumerate(zip(panel.labels, COLORS, strict=False)):
-        axes.text(0.13 * max_steps, 0.86 - 0.1 * line, label, color=color)
+        axes.text(0.13 * MAX_STEPS, 0.86 - 0.1 * line, label, color=color)
     warmup = schedules[0].warmup_steps
     axes.axvspan(0, warmup, color=SHADE, zorder=0)
-    axes.set_xticks([0, warmup, max_steps], ["0", "W", "D" if hasattr(panel.curves[0], "decay_steps") else "end"])
+    axes.set_xticks([0, warmup, MAX_STEPS], ["0", "W", "D" if hasattr(panel.curves[0], "decay_steps") else "end"])
     axes.set_title(panel.name, loc="left", fontsize=12, fontweight="bold", color=INK, pad=24)
     axes.text(0, 1.045, panel.formula, transform=axes.transAxes, fontsize=10, color=MUTED)
 
 
-def plot(max_steps: int) -> Figure:
-    """Return a figure with all panels."""
+def schedules() -> Figure:
+    """Draw all panels."""
     figure = Figure(figsize=(11, 6.4), layout=ConstrainedLayoutEngine(wspace=0.06, hspace=0.1))
     for axes, panel in zip(figure.subplots(2, 3, sharey=True).flat, PANELS, strict=True):
-        axes.set(xlim=(-0.01 * max_steps, 1.01 * max_steps), ylim=(0, 1.06), yticks=[0, 0.25, 0.5, 0.75, 1])
+        axes.set(xlim=(-0.01 * MAX_STEPS, 1.01 * MAX_STEPS), ylim=(0, 1.06), yticks=[0, 0.25, 0.5, 0.75, 1])
         axes.grid(axis="y", color=GRID, linewidth=0.8)
         axes.tick_params(colors=MUTED, length=0)
         axes.spines[["top", "right", "left"]].set_visible(False)
         axes.spines["bottom"].set_color(GRID)
-        draw(axes, panel, max_steps)
-    axis_label = (
-        "optimizer step s   (W: end of the warmup, D: end of the decay, m: min_ratio, p: progress of the decay)"
-    )
+        draw(axes, panel)
+    letters = "(W: end of the warmup, D: end of the decay, m: min_ratio, p: progress of the decay)"
     figure.supylabel("rate / peak rate", fontsize=10, color=MUTED)
-    figure.supxlabel(axis_label, fontsize=10, color=MUTED)
+    figure.supxlabel(f"optimizer step s   {letters}", fontsize=10, color=MUTED)
     return figure
 
 
-def save(figure: Figure, path: Path, key: str) -> None:
-    """Write a picture atomically and print its path. If that fails, raise ConfigError with `key` in its message."""
+def save(draw: Callable[[], Figure], arguments: Arguments) -> None:
+    """Draw a picture, write it atomically, and print its path. Raises ConfigError if it cannot be written."""
+    path = Path(arguments.folder) / f"{draw.__name__}.png"
+    figure = draw()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as file:
             figure.savefig(file, dpi=130, format="png")
     except OSError as error:
-        raise ConfigError(f"{key} cannot be written: {error}; give another path") from None
+        raise ConfigError(f"folder={arguments.folder} cannot be written: {error}; give another path") from None
     print(f"wrote {path}")
 
 
-def main(arguments: Arguments) -> None:
-    """Draw the picture and print its path."""
-    if arguments.max_steps < 1:
-        raise ConfigError(f"max_steps={arguments.max_steps} must be at least 1")
-    save(plot(arguments.max_steps), Path(arguments.output), f"output={arguments.output}")
-
-
 if __name__ == "__main__":
-    run_tool(main, Arguments, __doc__)
+    run_tool(partial(save, schedules), Arguments, __doc__)

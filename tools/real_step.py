@@ -2,33 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
 import torch
 from nanogpt import Size
+from torch import nn
 
+from gptlite.config import Config
 from gptlite.data.batches import BatchSchedule
 from gptlite.data.loader import Batch, Loader
 from gptlite.models.gpt.config import GPTConfig
 from gptlite.models.init import init_weights
 from gptlite.models.model import Model
-from gptlite.models.parallelize import build_passes, copy_weights, materialize
+from gptlite.models.parallelize import build_passes
 from gptlite.ops.config import OpsConfig
 from gptlite.ops.select import Ops, select_ops
 from gptlite.optimizer.config import AdamWConfig, OptimizerConfig
-from gptlite.optimizer.fused import writes_copies
-from gptlite.optimizer.schedule import Schedule
 from gptlite.optimizer.schedule_config import ConstantConfig
 from gptlite.optimizer.state import optimizer_state
 from gptlite.parallelism.config import ParallelismConfig
 from gptlite.parallelism.mesh import Mesh
-from gptlite.parallelism.stage_runner import StageRunner
 from gptlite.precision import Precision, PrecisionConfig, resolve_precision
-from gptlite.trainer.build import build_parts, build_updates
+from gptlite.run.build import build_state
+from gptlite.trainer.config import TrainerConfig
 from gptlite.trainer.signals import Stopping, StopSignal
-from gptlite.trainer.state import TrainState
 from gptlite.trainer.step import Step
 from gptlite.trainer.steps import Steps, lag_of
 
@@ -38,6 +37,7 @@ MODELS = {
     "xl": GPTConfig("gpt3-xl", num_layers=24, num_heads=16, d_model=2048, sequence_length=2048),
     "tiny": GPTConfig("tiny", num_layers=2, num_heads=2, d_model=64, sequence_length=64),
 }
+BATCH = {"small": 16, "xl": 16, "tiny": 2}  # sequences of a step in bench_gpu.py
 
 
 def model_of(size: str) -> GPTConfig:
@@ -72,27 +72,26 @@ def build_step(
     layout, device, rule = layout or ParallelismConfig(), mesh.device, rule or AdamWConfig()
     ops = ops or select_ops(OpsConfig(), device)
     policy = resolve_precision(PrecisionConfig(Precision[precision]), device)
-    model = Model.of(config, policy)
-    parts = build_parts(model, layout, mesh, policy, ops, compile=compile)
-    materialize(model, parts, device)
-    for part in parts if device.type != "meta" else ():
-        init_weights(model, part, seed=0)
-    optimizer = build_updates(rule, model, parts, layout, mesh, policy, ops)
-    optimizer_state(optimizer)  # creates the state, so that the first step is not slower
-    if ops.weight_copies and writes_copies(optimizer) and not compile:
-        copy_weights(parts, mesh, policy)
-    runner, loader = StageRunner(parts, mesh, layout), SameBatch(config, mesh, micro_batch, micro_batches)
-    state = TrainState(model, runner, optimizer, Schedule(ConstantConfig(), 1000), cast(Loader, loader), {})
+    model, loader = Model.of(config, policy), cast(Loader, SameBatch(config, mesh, micro_batch, micro_batches))
+    trainer = TrainerConfig(max_steps=1000, compile=compile)
+    run = Config(seed=0, model=config, parallelism=layout, optimizer=rule, schedule=ConstantConfig(), trainer=trainer)
+
+    def fill(parts: Sequence[nn.Module]) -> None:
+        for part in parts if device.type != "meta" else ():
+            init_weights(model, part, run.seed)
+
+    state = build_state(run, mesh, policy, ops, model, fill, loader, {})
+    optimizer_state(state.optimizer)  # creates the state, so that the first step is not slower
     passes = build_passes(
         model,
-        runner,
+        state.runner,
         layout,
         micro_batches=micro_batches,
         micro_batch_size=micro_batch,
         sequence_length=config.sequence_length,
     )
     step = Step(mesh, passes, rule.lr, rule.clip_norm, Stopping(mesh, StopSignal()))
-    steps = Steps(step, lag_of(optimizer, device, 1 if device.type == "meta" else None))
+    steps = Steps(step, lag_of(state.optimizer, device, 1 if device.type == "meta" else None))
 
     def take() -> Any:
         steps.begin(state)

@@ -1,14 +1,15 @@
-"""Helpers of the benchmarks: timing, interleaved calls, and separation of a tool's arguments from train.py's.
+"""Helpers of the benchmarks: timing, interleaved calls, checks of arguments, and separation from train.py's overrides.
 
 This module does not import torch, since a benchmark may need to set up its process before importing torch.
 """
 
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from gptlite.config.command_line import parse_arguments
+from gptlite.errors import ConfigError
 
 T = TypeVar("T")
 
@@ -32,6 +33,12 @@ def in_turn(calls: Mapping[str, Callable[[], T]], repeats: int, warm_up: int = 3
             if repeat >= warm_up:
                 found[name].append(result)
     return found
+
+
+def check_names(key: str, given: str, known: Iterable[str], several: bool = True) -> None:
+    """Raise ConfigError if `given`, the value of the argument `key`, is not known. `several`: it is comma-separated."""
+    if unknown := set(given.split(",") if several else [given]) - set(known):
+        raise ConfigError(f"{key}={given}: {', '.join(unknown)} unknown; choose from {', '.join(known)}")
 
 
 def own_arguments(schema: type[T], arguments: list[str], usage: str | None) -> tuple[T, list[str]]:

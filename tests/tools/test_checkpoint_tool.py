@@ -5,9 +5,7 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -26,25 +24,6 @@ from gptlite.trainer.state import model_tensors
 
 ROOT = Path(__file__).parents[2]
 FIXTURE = ROOT / "tests" / "checkpoint" / "fixtures" / "v1" / "step-00000003"
-
-
-class Result(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
-@pytest.fixture
-def tool(monkeypatch, capsys) -> Callable[..., Result]:
-    """Runs the command line in this process."""
-
-    def call(*arguments: object) -> Result:
-        monkeypatch.setattr(sys, "argv", ["checkpoint.py", *map(str, arguments)])
-        with pytest.raises(SystemExit) as end:
-            command.main()
-        return Result(int(end.value.code or 0), *capsys.readouterr())
-
-    return call
 
 
 @pytest.fixture

@@ -1,8 +1,8 @@
 """`python tools/data.py show` prints what the model was fed, of whichever step of whichever run."""
 
 import re
-import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
@@ -12,7 +12,7 @@ from token_folders import documents, write_folder
 from gptlite.data.indexed import IndexedDataset
 from gptlite.data.loader import Batch, Loader
 from gptlite.data.order_log import FILE_NAME
-from gptlite.data_tool import command
+from gptlite.data_tool import command  # noqa: F401 (the fixture `tool` calls it)
 
 END, MARK = 256, "\n<<< end of document >>>\n"
 Show = Callable[..., tuple[int, str, str]]
@@ -20,17 +20,9 @@ Samples = dict[int, str]
 
 
 @pytest.fixture
-def show(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Show:
+def show(tool: Callable) -> Show:
     """Runs `show` in this process; gives the exit code and both outputs."""
-
-    def call(*arguments: object) -> tuple[int, str, str]:
-        capsys.readouterr()
-        monkeypatch.setattr(sys, "argv", ["data.py", "show", *map(str, arguments)])
-        with pytest.raises(SystemExit) as end:
-            command.main()
-        return int(end.value.code or 0), *capsys.readouterr()
-
-    return call
+    return partial(tool, "show")
 
 
 @pytest.fixture

@@ -1,10 +1,7 @@
 """`python tools/data.py`, as a user calls it."""
 
 import json
-import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -17,25 +14,6 @@ from gptlite.data_tool import command
 from gptlite.data_tool.inspect import histogram, plot_lengths
 
 TEXTS = {"train": ["a cat", "", "the mat lay under the dog"], "val": ["no cat"]}
-
-
-class Result(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
-@pytest.fixture
-def tool(monkeypatch, capsys) -> Callable[..., Result]:
-    """Runs the command line in this process."""
-
-    def call(*arguments: object) -> Result:
-        monkeypatch.setattr(sys, "argv", ["data.py", *map(str, arguments)])
-        with pytest.raises(SystemExit) as end:
-            command.main()
-        return Result(int(end.value.code or 0), *capsys.readouterr())
-
-    return call
 
 
 @pytest.fixture

@@ -21,8 +21,8 @@ COPY, PRODUCT = 4.3e12, 790e12  # bytes and FLOPs a second
 # FlashAttention 2 and 3 take 617 and 394 ns per token for 12 layers of 12 heads of 64 over 2048 positions, and 2662
 # and 1557 ns for 24 layers of 16 heads of 128.
 ATTENTION = {"FA3": {64: 335e12, 128: 452e12}, "FA2": {64: 214e12, 128: 265e12}}
-# Slowdown of products with rows that are not aligned to 16 bytes: cuBLAS cannot use its fast kernels. The audit (see
-# AUDIT) estimated 700 to 1000 ns per token for the LM head's products. 340 ns are possible: 2.1 to 2.9 times less.
+# Slowdown of products with rows that are not aligned to 16 bytes: cuBLAS cannot use its fast kernels. An audit
+# estimated 700 to 1000 ns per token for the LM head's products. 340 ns are possible: 2.1 to 2.9 times less.
 MISALIGNED = 2.5
 ALIGNED = 8  # number of 16-bit elements in 16 bytes
 # Target fractions of the copy bandwidth; 1 for all other kernels. Norms are narrow below a width of NARROW.
@@ -32,20 +32,6 @@ CLASSES = (
     *("GEMM block", "GEMM head", "attention", "dQKV copy", "norm + residual", "activation", "bias sums", "loss"),
     *("copy/cast", "optimizer", "other"),
 )
-# ns per token of GPT-3 Small in an earlier audit (of commit e6369ae), and the reason why this model differs from it.
-AUDIT = {
-    "GEMM block": (850, "here at 790 TFLOP/s, the rate of 8192 cubed; the audit assumed about 600 for K=768"),
-    "GEMM head": (850, "middle of the audit's 700 to 1000, with 680 TFLOP/s if aligned; here 790 and the slowdown"),
-    "attention": (420, "the audit assumed cuDNN's kernel; here FlashAttention 3, and 2 in the second sum"),
-    "dQKV copy": (65, "the same bytes at copy bandwidth"),
-    "norm + residual": (110, "here at the target fractions of a copy; the audit assumed the kernels as they were"),
-    "activation": (170, "here at copy bandwidth; the audit assumed half of it, as stores had 2 or 4 bytes"),
-    "bias sums": (35, "torch's sums over tokens at copy bandwidth"),
-    "loss": (85, "here at 98% of a copy; the audit assumed 55-60%, bound by instruction issue"),
-    "copy/cast": (40, "casts of weights and gradients, the tied sum, and the split head's fp32 sums"),
-    "optimizer": (95, "norm and AdamW at copy bandwidth; the audit added the wait for the blocking read, and launches"),
-    "other": (0, "embedding: gather and scatter of fp32 rows, which the audit did not list"),
-}
 GOALS = {"small": 590e3, "xl": 77e3}  # tokens a second
 
 PRODUCTS: dict[str, Callable[..., int]] = {

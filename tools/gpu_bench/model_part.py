@@ -10,8 +10,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from real_step import BATCH
+
 from . import byte_model as rules
-from .byte_model import AUDIT, CLASSES, GOALS, Model, Row, model_of_trace
+from .byte_model import CLASSES, GOALS, Model, Row, model_of_trace
 from .environment import child_environment
 from .pictures import stacked_classes
 from .report import Part
@@ -20,7 +22,6 @@ from .step_trace import Trace, trace_step
 if TYPE_CHECKING:
     from bench_gpu import Arguments
 
-BATCH = {"small": 16, "xl": 16, "tiny": 2}
 ROWS = 28  # rows of the table of ops that the report shows; the JSON has all rows
 # ns per token with every possible fusion and aligned products. Pointwise ops are all counted as norms.
 FUSED = ("GEMM block", "GEMM head", "attention", "norm + residual", "loss", "optimizer")
@@ -103,29 +104,17 @@ def _say(part: Part, size: str, models: dict[str, Model]) -> None:
         possible = "possible" if 1e9 / total >= goal else "NOT possible"
         part.text(f"By this sum, the goal of {goal:,.0f} tokens/s is {possible}.")
     bars = {name: model.by_class() for name, model in models.items()}
-    _classes(part, bars, audit=size == "small")
+    columns = [{**bar, "sum": sum(bar.values())} for bar in bars.values()]
+    rows = [[name, *(f"{column[name]:.0f}" for column in columns)] for name in (*CLASSES, "sum")]
+    part.table(["class", "ns per token", *list(bars)[1:]], rows)
     head = ("class", "op", "pass", "shapes", "calls", "launches", "MB", "GFLOP", "ns per token", "off 16 B")
     part.table(head, [_cells(row, trace.tokens) for row in mine.rows[:ROWS]])
     part.put(size, {name.split()[0]: _json(model) for name, model in models.items()})
-    if size == "small":
-        bars["audit of e6369ae"] = {name: float(ns) for name, (ns, _) in AUDIT.items()}
     if size in LIMITS:
         bars["limit, all fused"] = LIMITS[size]
     file = part.folder / f"model-{size}.png"
     stacked_classes(file, f"{NAMES[size]}: least time by class", bars, 1e9 / goal if goal else None)
     part.picture(file, f"Least time of a step of {NAMES[size]}, ns per token by class")
-
-
-def _classes(part: Part, bars: dict[str, dict[str, float]], audit: bool) -> None:
-    """Add a table of the ns per token of each class, and their sum."""
-    columns = [{**bar, "sum": sum(bar.values())} for bar in bars.values()]
-    rows = [[name, *(f"{column[name]:.0f}" for column in columns)] for name in (*CLASSES, "sum")]
-    head = ["class", "ns per token", *list(bars)[1:]]
-    if audit:
-        head += ["audit", "why the audit differs"]
-        for row in rows:
-            row += map(str, AUDIT.get(row[0], (sum(ns for ns, _ in AUDIT.values()), "")))
-    part.table(head, rows)
 
 
 def _cells(row: Row, tokens: int) -> list[str]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from nanogpt import Size, nanogpt_step
-from real_step import build_step, model_of
+from real_step import BATCH, build_step, model_of
 
 from gptlite.models.gpt.config import GPTConfig
 from gptlite.parallelism.mesh import Mesh
@@ -20,7 +20,6 @@ from .steps import forget, mfu, step_seconds
 if TYPE_CHECKING:
     from bench_gpu import Arguments
 
-BATCH = {"small": 16, "xl": 16, "tiny": 2}
 HEAD = ("model", "implementation", "ms a step", "tokens/s", "MFU")
 VOCABULARY = 50304  # GPT-2's vocabulary, as padded by nanoGPT
 

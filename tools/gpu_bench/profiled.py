@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from real_step import build_step, model_of
+from real_step import BATCH, build_step, model_of
 from torch.profiler import DeviceType, ProfilerActivity, profile
 
 from gptlite.parallelism.mesh import Mesh
@@ -20,7 +20,6 @@ from .step_trace import Op, Operand, Trace, trace_step
 if TYPE_CHECKING:
     from bench_gpu import Arguments
 
-BATCH = {"small": 16, "tiny": 2}
 STEPS, WARM_UP, TOP = 3, 3, 20
 NAME = 70  # characters of a kernel's name that the table shows
 # The profiler records no shapes for lists of tensors. A step's other concatenations are small.

@@ -73,13 +73,8 @@ def run(part: Part, options: Arguments) -> None:
     part.table(
         ("cell", "predicted ms", "predicted tokens/s", "predicted GiB"),
         [
-            (
-                cell,
-                f"{prediction['seconds'] * 1e3:.1f}",
-                f"{tokens_of(cell) / prediction['seconds']:,.0f}",
-                gib(prediction["memory"]),
-            )
-            for cell, prediction in expected.items()
+            (cell, ms(each), f"{tokens_of(cell) / each['seconds']:,.0f}", gib(each["memory"]))
+            for cell, each in expected.items()
         ],
     )
     rows: list[tuple[str, ...]] = []
@@ -202,6 +197,11 @@ def forget(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
+def ms(found: dict[str, Any]) -> str:
+    """Return the seconds of a result as milliseconds for a table."""
+    return f"{found['seconds'] * 1e3:.1f}"
+
+
 def gib(size: float) -> str:
     """Return bytes as GiB for a table."""
     return f"{size / 2**30:.1f}"
@@ -210,9 +210,8 @@ def gib(size: float) -> str:
 def row(cell: Cell, expected: dict[str, float], words: str, **found: Any) -> tuple[str, ...]:
     """Return a cell's row of the table; `words` gives the reason if it was not measured."""
     what = (cell.size, cell.precision, str(cell.micro_batch), "compiled" if cell.compile else "eager")
-    before = f"{expected['seconds'] * 1e3:.1f}"
     if words:
-        return (*what, words, before, "", "", "", "", "", gib(expected["memory"]))
+        return (*what, words, ms(expected), *[""] * 5, gib(expected["memory"]))
     share = "n/a" if found["mfu"] is None else f"{found['mfu']:.1%}"
     numbers = (f"{found['tokens_per_second']:,.0f}", share, str(found["launches"]), str(found["syncs"]))
-    return (*what, f"{found['seconds'] * 1e3:.1f}", before, *numbers, gib(found["memory"]), gib(expected["memory"]))
+    return (*what, ms(found), ms(expected), *numbers, gib(found["memory"]), gib(expected["memory"]))
