@@ -114,7 +114,7 @@ def held_out(source: str | None, config: Config, tokenizer: Tokenizer) -> Prepar
         scan(files)  # refuses files that are empty or not UTF-8
         tokens: list[int] = []
         for path in files:
-            tokens += [i for text in Span(path, 0, path.stat().st_size).blocks() for i in tokenizer.encode(text)]
+            tokens += [i for text in Span(path, 0, path.stat().st_size) for i in tokenizer.encode(text)]
             tokens.append(tokenizer.eod)
         array = np.array(tokens)
         return PreparedData(source, None, tokenizer, (TokenSet(source, source, array, array),), {})

@@ -5,7 +5,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -15,12 +14,12 @@ from gptlite.data.batches import batch_schedule
 from gptlite.data.cache import cached_folder, cached_path
 from gptlite.data.check import check_settings, find_recipe
 from gptlite.data.config import CorpusConfig, DataConfig, DatasetConfig, SyntheticConfig, TextConfig, TokensConfig
-from gptlite.data.corpus import TOKENIZER, TRAIN, VALIDATION, Document, train_tokenizer, write_split
+from gptlite.data.corpus import TOKENIZER, TRAIN, VALIDATION, train_tokenizer, write_split
 from gptlite.data.loader import Loader, Share
 from gptlite.data.prepared import Identity, PreparedData, TokenSet, make_identity, open_blend, open_folder
 from gptlite.data.samples import SampleLoader, SampleSets, open_samples
 from gptlite.data.stream import SampleStream
-from gptlite.data.text import Span, find_files, split, text_digest
+from gptlite.data.text import find_files, split, text_digest
 from gptlite.data.tokenizer import NumberTokenizer
 from gptlite.errors import ConfigError
 from gptlite.parallelism.axes import CONTEXT
@@ -49,7 +48,6 @@ def prepare(config: DataConfig, seed: int, log: Log = print, mesh: Mesh = ALONE)
         check_settings(config)
         return _synthetic(config, seed)
     if isinstance(config, TokensConfig):
-        check_settings(config)
         data = together(mesh, lambda: _tokens(config))
         differ = "data: machines hold different tokens under the same path"
     else:
@@ -112,6 +110,7 @@ def _open_prepared(folder: Path, config: DataConfig) -> PreparedData:
 
 
 def _tokens(config: TokensConfig) -> PreparedData:
+    check_settings(config)
     blend = {str(folder): float(weight) for folder, weight in (config.blend or {config.path: 1.0}).items()}
     return open_blend(blend, config.sequence_length, beside=config.path if config.blend else None)
 
@@ -204,19 +203,13 @@ def _prepare_text(config: TextConfig, key: dict[str, str], folder: Path, log: Lo
     files = find_files(config.path)
     spans = [split(path, config.validation_fraction) for path in files]
     train, held_out = ([span for span in part if span.size] for part in zip(*spans, strict=True))
-    tokenizer = train_tokenizer(
-        config.tokenizer, config.vocab_size, lambda: _documents(train), lambda: _documents(held_out), log
-    )
+    tokenizer = train_tokenizer(config.tokenizer, config.vocab_size, train, held_out, log)
     tokenizer.save(folder / TOKENIZER)
     progress = Progress("tokenizing", sum(span.size for span in train + held_out), log)
-    write_split(folder / TRAIN, _documents(train), tokenizer, progress)
-    write_split(folder / VALIDATION, _documents(held_out), tokenizer, progress)
+    write_split(folder / TRAIN, train, tokenizer, progress)
+    write_split(folder / VALIDATION, held_out, tokenizer, progress)
     if text_digest(files, _cache(config), log) != key["text"]:
         raise ConfigError(f"data.path={config.path} changed while it was read; start again once writing has ended")
-
-
-def _documents(spans: list[Span]) -> Iterable[Document]:
-    return (span.blocks() for span in spans)
 
 
 def _source(config: CorpusConfig) -> Path | None:
@@ -229,24 +222,22 @@ def _run_recipe(config: CorpusConfig, folder: Path, log: Log) -> None:
     arguments = {"output": folder, "tokenizer": config.tokenizer, "vocab_size": config.vocab_size, "path": source}
     given = [f"{name}={value}" for name, value in (arguments | config.arguments).items() if value is not None]
     paths = [str(Path(gptlite.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-    process = subprocess.Popen(
+    last = ""
+    with subprocess.Popen(
         [sys.executable, "-u", str(script), *given],  # -u: unbuffered, so lines arrive when printed
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
-    )
-    last = ""
-    assert process.stdout is not None
-    try:
-        for line in process.stdout:
-            if last:
-                log(last)
-            last = line.rstrip()  # held back: after a failure, the last line is the error
-        code = process.wait()
-    finally:
-        process.kill()  # otherwise the recipe would continue after Ctrl-C
-        process.wait()
+    ) as process:
+        try:
+            for line in process.stdout or ():
+                if last:
+                    log(last)
+                last = line.rstrip()  # held back: after a failure, the last line is the error
+            code = process.wait()
+        finally:
+            process.kill()  # otherwise the recipe would continue after Ctrl-C
     if code:  # the last line of output gives the reason
         failed = f"data.corpus={config.corpus}: {script} failed: {last}"
         raise ConfigError(last.removeprefix("error: ") if code == 2 else failed)

@@ -1,8 +1,9 @@
 """Writing and opening of prepared folders, which hold the data of a run: tokenizer/, train.bin/.idx, val.bin/.idx."""
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain, islice
 from pathlib import Path
 
 from gptlite.data.check import check_tokenizer
@@ -14,43 +15,44 @@ from gptlite.invocation import command
 from gptlite.progress import Log, Progress
 
 TRAIN, VALIDATION, TOKENIZER = "train", "val", "tokenizer"
-_SAMPLE = 32 << 20  # characters to train SentencePiece on; this takes seconds, and more text hardly changes the pieces
+SAMPLE = 32 << 20  # characters to train SentencePiece on; this takes seconds, and more text hardly changes the pieces
 _DIGEST = 8  # bytes of the hash of a document
 
-Document = Iterable[str]  # the text of a document, in pieces that end at line ends
+Document = Iterable[str]  # the text of a document, in pieces that end at line ends; may be iterated repeatedly
 
 
 def train_tokenizer(
-    kind: str,
-    vocab_size: int,
-    training: Callable[[], Iterable[Document]],
-    held_out: Callable[[], Iterable[Document]],
-    log: Log,
+    kind: str, vocab_size: int, training: Sequence[Document], held_out: Sequence[Document], log: Log
 ) -> Tokenizer:
     """Train a tokenizer for a corpus. SentencePiece is trained on the training documents only.
 
     The alphabet of `char` comes from all documents, as is usual; otherwise a character that is only in held-out text
-    would have no id. Each call of `training` or `held_out` starts a new pass over the documents. Raises ConfigError for
-    an unknown `kind` or an invalid `vocab_size`.
+    would have no id. Raises ConfigError for an unknown `kind` or an invalid `vocab_size`.
     """
     check_tokenizer(kind, vocab_size, section="")  # a run has already checked data.tokenizer
     match kind:
         case "byte":
             return ByteTokenizer()
         case "char":
-            alphabet: set[str] = set()
-            for documents in (training(), held_out()):
-                alphabet.update(*(set(block) for document in documents for block in document))
-            return CharTokenizer(alphabet)
+            return CharTokenizer(chain.from_iterable(chain.from_iterable(chain(training, held_out))))
         case _:
-            size = sum(len(block) for document in training() for block in document)
-            every = -(-size // _SAMPLE)
+            size = sum(map(len, chain.from_iterable(training)))
+            every = -(-size // SAMPLE)
             used = f"one megabyte in {every} of {size / 1e6:.1f} MB" if every > 1 else f"{size / 1e6:.1f} MB of text"
             log(f"tokenizer: training SentencePiece with {vocab_size} pieces on {used}")
-            blocks = (block for document in training() for block in document)
             # Evenly spread blocks, since the start of a corpus may differ from the rest.
-            lines = (line for n, block in enumerate(blocks) if n % every == 0 for line in block.split("\n"))
+            blocks = islice(chain.from_iterable(training), 0, None, every or 1)
+            lines = (line for block in blocks for line in block.split("\n"))
             return train_sentencepiece(lines, vocab_size, log)
+
+
+def limited(texts: Iterable[str], size: int) -> Iterator[str]:
+    """Yield the first texts that together have at least `size` characters."""
+    for text in texts:
+        yield text
+        size -= len(text)
+        if size <= 0:
+            return
 
 
 def document_hash(data: bytes | memoryview = b"") -> "hashlib.blake2b":

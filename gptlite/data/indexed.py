@@ -22,7 +22,7 @@ import os
 import stat
 import struct
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import BinaryIO
@@ -71,7 +71,8 @@ class IndexedWriter:
         self._prefix = prefix
         self._dtype_code = 8 if vocab_size < _UINT16_VOCAB else 4
         self.dtype = np.dtype(DTYPES[self._dtype_code])
-        self._tokenizer, self._vocab_size, self._eod = tokenizer, vocab_size, eod
+        self._about = tokenizer, vocab_size, eod  # as in Meta
+        self._vocab_size, self._eod = vocab_size, eod
         self.num_documents = 0  # written so far
         self._lengths = array("i")  # tokens of each sequence; negative if its document continues in the next one
         self._length = 0  # tokens of the open sequence
@@ -80,8 +81,9 @@ class IndexedWriter:
         self._hash = hashlib.sha256()
         self._saved = 0  # sequences already in the file `lengths`
         prefix.parent.mkdir(parents=True, exist_ok=True)
-        self._temporary = "" if lengths else f".tmp-{os.getpid()}-"
-        self._bin = open(self._path(".bin"), "a+b" if lengths else "wb")  # noqa: SIM115
+        # Prefix of the files while they are being written.
+        self._open = prefix if lengths else prefix.with_name(f".tmp-{os.getpid()}-{prefix.name}")
+        self._bin = open(_path(self._open, ".bin"), "a+b" if lengths else "wb")  # noqa: SIM115
         self._index = lengths and open(lengths, "a+b")  # noqa: SIM115
 
     def write(self, tokens: Sequence[int] | np.ndarray, text_bytes: int) -> None:
@@ -149,7 +151,7 @@ class IndexedWriter:
         self.num_documents, self._text_bytes, self._saved = ends.size, saved.text_bytes, len(self._lengths)
         if self._meta() != saved or np.abs(self._lengths).sum(dtype=np.int64) != saved.tokens:
             work = Path(self._index.name).parent
-            raise ConfigError(f"{self._path('.bin')} has changed since it was written; remove {work} to start over")
+            raise ConfigError(f"{self._bin.name} has changed since it was written; remove {work} to start over")
         self._bin.truncate(self._tokens * self.dtype.itemsize)  # documents after the last save are written again
         self._index.truncate(4 * self._saved)
 
@@ -176,10 +178,6 @@ class IndexedWriter:
         self._hash.update(data)
         self._tokens += len(data) // self.dtype.itemsize
 
-    def _path(self, suffix: str) -> Path:
-        """Return the path of a file while it is being written."""
-        return self._prefix.with_name(f"{self._temporary}{self._prefix.name}{suffix}")
-
     def __enter__(self) -> "IndexedWriter":
         return self
 
@@ -191,32 +189,25 @@ class IndexedWriter:
             self._bin.close()
             if self._index:
                 self._index.close()
-            for suffix in (".bin", ".meta.json", ".idx") if self._temporary else ():
-                self._path(suffix).unlink(missing_ok=True)
+            for suffix in (".bin", ".meta.json", ".idx") if self._open != self._prefix else ():
+                _path(self._open, suffix).unlink(missing_ok=True)
 
     def _commit(self) -> None:
         self._require_ended()
         self._bin.flush()
         os.fsync(self._bin.fileno())
-        write_synced(self._path(".meta.json"), json.dumps(asdict(self._meta()), indent=2) + "\n")
-        with open(self._path(".idx"), "wb") as file:
+        write_synced(_path(self._open, ".meta.json"), json.dumps(asdict(self._meta()), indent=2) + "\n")
+        with open(_path(self._open, ".idx"), "wb") as file:
             self._write_index(file)
             file.flush()
             os.fsync(file.fileno())
         for suffix in (".bin", ".meta.json", ".idx"):
-            os.replace(self._path(suffix), _path(self._prefix, suffix))  # .idx last: readers open it first
+            os.replace(_path(self._open, suffix), _path(self._prefix, suffix))  # .idx last: readers open it first
         sync_folder(self._prefix.parent)
 
     def _meta(self) -> Meta:
-        return Meta(
-            tokenizer=self._tokenizer,
-            vocab_size=self._vocab_size,
-            eod=self._eod,
-            documents=self.num_documents,
-            tokens=self._tokens,
-            text_bytes=self._text_bytes,
-            sha256=self._hash.hexdigest(),
-        )
+        counts = self.num_documents, self._tokens, self._text_bytes
+        return Meta(*self._about, *counts, sha256=self._hash.hexdigest())
 
     def _write_index(self, file: BinaryIO) -> None:
         signed = np.frombuffer(self._lengths, np.int32)
@@ -237,7 +228,7 @@ class IndexedDataset:
     as in datasets written by Megatron.
 
     Opening compares the file sizes with .idx and checks the index, or evenly spaced parts of a large index.
-    Raises ConfigError naming the file and the defect. `gptlite.data.verify` checks the rest.
+    Raises ConfigError naming the file and the defect. `gptlite.data_tool.verify` checks the rest.
     """
 
     def __init__(self, prefix: Path):
@@ -341,15 +332,13 @@ def _read_header(path: Path) -> tuple[np.dtype, int, int, bool]:
     return np.dtype(DTYPES[code]), sequences, indices, size > expected
 
 
-def _spaced(count: int) -> Iterator[tuple[int, int]]:
-    """Yield the (start, stop) ranges to check: all of range(count), or `_PARTS` evenly spaced parts of a long range."""
-    size = -(-_LOOKED_AT // _PARTS)
+def _spaced(count: int) -> list[tuple[int, int]]:
+    """Return the (start, stop) ranges to check: all of range(count), or `_PARTS` evenly spaced parts if it is long."""
     if count <= _LOOKED_AT:
-        yield 0, count
-        return
-    for n in range(_PARTS):
-        start = n * (count - size) // (_PARTS - 1)
-        yield start, start + size
+        return [(0, count)]
+    size = -(-_LOOKED_AT // _PARTS)
+    starts = [n * (count - size) // (_PARTS - 1) for n in range(_PARTS)]
+    return [(start, start + size) for start in starts]
 
 
 def _path(prefix: Path, suffix: str) -> Path:

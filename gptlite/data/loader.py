@@ -47,11 +47,11 @@ class Loader(BatchLoader):
         self._bytes_counted: dict[tuple[str, int], int] = {}
 
     def batch(self, consumed_samples: int, micro_index: int) -> Batch:
-        """Return micro-batch `micro_index` of the global batch after `consumed_samples` samples.
+        """Return a micro-batch, see BatchLoader.
 
-        The result does not depend on earlier calls. All micro-batches of a step are read together, and those of the
-        next step are read ahead in a background thread. A micro-batch takes 8 bytes per token and 8 per target. An
-        error in the background thread is raised here when the affected step is requested.
+        All micro-batches of a step are read together, and those of the next step are read ahead in a background thread.
+        A micro-batch takes 8 bytes per token and 8 per target. An error in the background thread is raised here when
+        the affected step is requested.
         """
         key = self.schedule, self.stream, consumed_samples
         if self._now is None or self._now[0] != key:
@@ -67,23 +67,19 @@ class Loader(BatchLoader):
         return self._now[1][micro_index].to(self._device)
 
     def close(self) -> None:
-        """Stop the background thread. `batch` fails afterwards; validation still works."""
         self._thread.shutdown(cancel_futures=True)
 
     @property
     def validation_sets(self) -> list[str]:
-        """Names of the data sets that have held-out text."""
         return list(self._validation)
 
     def _num_validation_samples(self, name: str) -> int:
         return num_chunks(self._validation[name], self._length)
 
     def validation_batches(self, limit: int | None = None, name: str | None = None) -> Iterator[Batch]:
-        """Yield this rank's batches of all held-out chunks of data set `name`, or of `limit` evenly spaced ones.
+        """Yield this rank's batches of held-out chunks, in file order, see BatchLoader.
 
-        `name` defaults to the first set. Chunks are in file order. Every rank gets the same number of batches, all
-        of the same shape: the last chunk and the last batch are padded, with targets IGNORE. So each held-out target
-        counts once over all ranks.
+        All batches have the same shape: the last chunk and the last batch are padded, with targets IGNORE.
         """
         held_out = self._validation[name or self.validation_sets[0]]
         chunks = spread(num_chunks(held_out, self._length), limit)
@@ -92,7 +88,7 @@ class Loader(BatchLoader):
             yield self._collate_chunks(held_out, chunks[begin : begin + self.micro_batch_size]).to(self._device)
 
     def validation_bytes(self, limit: int | None = None, name: str | None = None) -> int:
-        """Return the number of UTF-8 bytes of all targets in `validation_batches(limit, name)`, summed over all ranks.
+        """Return the number of bytes of the targets, see BatchLoader.
 
         With the total loss in nats, bits per byte = nats / ln 2 / bytes. `eod` has no bytes, so the end of a document
         adds bits but no bytes.

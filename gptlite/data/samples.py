@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -62,8 +63,7 @@ class SampleBatch(Batch):
 
     @property
     def length(self) -> int:
-        """Number of positions of a sample: 1."""
-        return 1
+        return 1  # a sample counts as one position
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> SampleBatch:
         x, targets = tree_map(change, (self.tokens, self.targets))
@@ -224,7 +224,6 @@ class SampleLoader(BatchLoader):
         return self._sets.example()
 
     def batch(self, consumed_samples: int, micro_index: int) -> Batch:
-        """Return micro-batch `micro_index` of the global batch after `consumed_samples` samples, see BatchLoader."""
         key = self.schedule, self.stream, consumed_samples
         if self._ready is None or self._ready[0] != key:
             self._ready = key, self._read_samples(consumed_samples)
@@ -269,14 +268,10 @@ class SampleLoader(BatchLoader):
 
     @property
     def validation_sets(self) -> list[str]:
-        """Names of the validation datasets."""
         return list(self._sets.validation)
 
     def validation_batches(self, limit: int | None = None, name: str | None = None) -> Iterator[Batch]:
-        """Yield this rank's batches of all samples of a validation dataset, or of `limit` evenly spaced ones.
-
-        Every rank gets the same number of batches. A rank with no samples left gets batches with `counted` False.
-        """
+        """Yield this rank's batches, see BatchLoader. A rank with no samples left gets batches with `counted` False."""
         dataset = self._sets.validation[name or self.validation_sets[0]]
         numbers = spread(len(dataset), limit).tolist()
         seeded, size = _Seeded(self._key, dataset, self.stream.seed), self.micro_batch_size
@@ -294,13 +289,13 @@ class SampleLoader(BatchLoader):
         self._reading = None
 
 
-class _own_generators:
-    """Context manager that restores the states of torch's, numpy's and Python's random generators."""
-
-    def __enter__(self) -> None:
-        self._states = torch.get_rng_state(), np.random.get_state(), random.getstate()
-
-    def __exit__(self, *_: object) -> None:
-        torch.set_rng_state(self._states[0])
-        np.random.set_state(self._states[1])
-        random.setstate(self._states[2])
+@contextmanager
+def _own_generators() -> Iterator[None]:
+    """Restore the states of torch's, numpy's and Python's random generators after the block."""
+    arrays, numbers = np.random.get_state(), random.getstate()
+    try:
+        with torch.random.fork_rng(devices=()):
+            yield
+    finally:
+        np.random.set_state(arrays)
+        random.setstate(numbers)

@@ -5,7 +5,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import urllib.error
 import urllib.request
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -92,7 +91,7 @@ class Source:
         try:
             with urllib.request.urlopen(self.url, timeout=_SECONDS) as response, open(file, "wb") as target:
                 shutil.copyfileobj(response, target)
-        except (OSError, urllib.error.URLError) as error:
+        except OSError as error:  # also the errors of urllib
             return f"{self.url} could not be downloaded ({' '.join(str(error).split())})"
         return ""
 
@@ -104,9 +103,7 @@ def write_folder(arguments: RecipeArguments, training: Iterable[str], held_out: 
     """
     output = Path(arguments.output)
     parts = {TRAIN: [[document] for document in training], VALIDATION: [[document] for document in held_out]}
-    tokenizer = train_tokenizer(
-        arguments.tokenizer, arguments.vocab_size, lambda: parts[TRAIN], lambda: parts[VALIDATION], print
-    )
+    tokenizer = train_tokenizer(arguments.tokenizer, arguments.vocab_size, parts[TRAIN], parts[VALIDATION], print)
     texts = {name: "".join(document for [document] in documents) for name, documents in parts.items()}
     progress = Progress("tokenizing", sum(len(text.encode()) for text in texts.values()), print)
     for name, documents in parts.items():

@@ -94,10 +94,10 @@ class SampleStream:
         if any(era.sequence_length != length for era in self.eras[first:last]):
             raise ValueError(f"samples {samples.min()} to {samples.max()} have different lengths")
         sets, chunks = self._places(samples)
-        drawn = [int(sets[0])] if (sets == sets[0]).all() else np.unique(sets).tolist()
-        if len(drawn) == 1:
-            return gather(self._tokens[self.names[drawn[0]]], chunks, length)
+        drawn = np.unique(sets).tolist()
         parts = [gather(self._tokens[self.names[each]], chunks[sets == each], length) for each in drawn]
+        if len(parts) == 1:
+            return parts[0]
         result = np.empty((len(samples), length + 1), dtype=np.result_type(*parts))  # sets may differ in dtype
         for each, part in zip(drawn, parts, strict=True):
             result[sets == each] = part

@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from gptlite.data.check import TOKENIZERS
-from gptlite.data.corpus import TOKENIZER, document_hash, is_held_out, split_writers, train_tokenizer
+from gptlite.data.corpus import SAMPLE, TOKENIZER, document_hash, is_held_out, limited, split_writers, train_tokenizer
 from gptlite.data.find_tokenizer import find_tokenizer
 from gptlite.data.tokenizer import Tokenizer
 from gptlite.errors import ConfigError, needed_package
 from gptlite.progress import Progress
 
-_SAMPLE = 32 << 20  # characters from the start of the stream on which a tokenizer is trained
 _FORMATS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".gz": "json", ".zst": "json"}
 
 
@@ -133,16 +132,10 @@ def _tokenizer(documents: Iterable[str], arguments: StreamArguments) -> Tokenize
     if kind not in TOKENIZERS:
         return find_tokenizer(kind)
     if kind == "byte":
-        return train_tokenizer(kind, arguments.vocab_size, list, list, _say)
-    sample: list[list[str]] = []
-    size = 0
-    for text in documents:
-        if not is_held_out(document_hash(text.encode("utf-8", errors="replace")).digest(), fraction):
-            sample.append([text])
-            size += len(text)
-        if size >= _SAMPLE:
-            break
-    return train_tokenizer(kind, arguments.vocab_size, lambda: sample, list, _say)
+        return train_tokenizer(kind, arguments.vocab_size, [], [], _say)
+    hashed = ((text, document_hash(text.encode("utf-8", errors="replace")).digest()) for text in documents)
+    training = (text for text, digest in hashed if not is_held_out(digest, fraction))
+    return train_tokenizer(kind, arguments.vocab_size, [[text] for text in limited(training, SAMPLE)], [], _say)
 
 
 def write_stream(documents: Iterable[str], output: Path, tokenizer: Tokenizer, arguments: StreamArguments) -> None:

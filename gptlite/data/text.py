@@ -25,7 +25,7 @@ _RECORDS = {".jsonl", ".ndjson", ".json", ".parquet", ".pq", ".gz", ".zst", ".xz
 
 @dataclass(frozen=True)
 class Span:
-    """Byte range [start, stop) of a file, cut between characters."""
+    """Byte range [start, stop) of a file, cut between characters. Iterates over the text in `raw_blocks`, decoded."""
 
     path: Path
     start: int
@@ -36,12 +36,11 @@ class Span:
         """Length in bytes."""
         return self.stop - self.start
 
-    def blocks(self) -> Iterator[str]:
-        """Yield the text in pieces of whole lines, about a megabyte each."""
+    def __iter__(self) -> Iterator[str]:
         return (block.decode("utf-8") for block in self.raw_blocks())
 
     def raw_blocks(self) -> Iterator[bytes]:
-        """Yield the pieces of `blocks` as bytes."""
+        """Yield the text in pieces of whole lines, about a megabyte each."""
         with _reading(self.path) as file:
             file.seek(self.start)
             while (left := self.stop - file.tell()) > 0:

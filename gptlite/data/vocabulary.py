@@ -31,8 +31,13 @@ def find_vocabulary(config: DataConfig, log: Log = print) -> Vocabulary:
             known = folder and _of_folder(Path(folder).expanduser())
             why = f"{folder}/train.meta.json has no vocab_size" if folder else "data.path is not set"
             return known or Vocabulary(GPT2_VOCABULARY, f"GPT-2's size; {why}")
+        case TextConfig() | CorpusConfig() if config.tokenizer == "byte":
+            return Vocabulary(ByteTokenizer().vocab_size)
         case TextConfig() | CorpusConfig():
-            return _unprepared(config) if config.tokenizer == "byte" else _prepared(config, log) or _unprepared(config)
+            guess = Vocabulary(config.vocab_size, "data.vocab_size, until the tokenizer has been trained")
+            if config.tokenizer == "char":
+                guess = Vocabulary(CHARACTERS, "a guess, until the text has been read")
+            return _prepared(config, log) or guess
         case _:
             return Vocabulary(GPT2_VOCABULARY, "GPT-2's size; the data has no vocabulary")
 
@@ -45,14 +50,6 @@ def _prepared(config: TextConfig | CorpusConfig, log: Log) -> Vocabulary | None:
         return _of_folder(prepared_folder(config, log))
     except (ConfigError, OSError):  # the data may not be on this machine, and a plan does not need it
         return None
-
-
-def _unprepared(config: TextConfig | CorpusConfig) -> Vocabulary:
-    if config.tokenizer == "byte":
-        return Vocabulary(ByteTokenizer().vocab_size)
-    if config.tokenizer == "char":
-        return Vocabulary(CHARACTERS, "a guess, until the text has been read")
-    return Vocabulary(config.vocab_size, "data.vocab_size, until the tokenizer has been trained")
 
 
 def _of_folder(folder: Path) -> Vocabulary | None:

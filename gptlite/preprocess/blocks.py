@@ -32,17 +32,16 @@ class Place:
 
 @dataclass
 class Piece:
-    """Records of one source, from `line` on. `data` holds whole records with their separators.
+    """Records of one source, from `line` on. `data` holds whole records with their separators; for Parquet, rows.
 
-    For Parquet, `data` holds rows of `lengths` bytes; a null has length -1. A `whole` piece is one document, or a part
-    of a long one if it is not the `first` part or has `more` after it. Its `digest` is the hash of the document up to
-    the end of the piece. `damage` is the reason why data after these records was left out.
+    A `whole` piece is one document, or a part of a long one if it is not the `first` part or has `more` after it. Its
+    `digest` is the hash of the document up to the end of the piece. `damage` is the reason why data after these records
+    was left out.
     """
 
     source: int
     line: int
-    data: bytes
-    lengths: list[int] | None = None
+    data: bytes | list[bytes | None]
     whole: bool = False
     first: bool = True
     more: bool = False
@@ -61,7 +60,8 @@ class Block:
     @property
     def size(self) -> int:
         """Number of bytes in all pieces, including separators and markup."""
-        return sum(len(piece.data) for piece in self.pieces)
+        parts = ([piece.data] if isinstance(piece.data, bytes) else piece.data for piece in self.pieces)
+        return sum(len(record or b"") for part in parts for record in part)
 
     @property
     def part(self) -> Piece | None:

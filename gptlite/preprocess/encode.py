@@ -90,8 +90,8 @@ def _type(value: Any) -> str:
 
 def _records(piece: Piece, format: str, cutting: Cutting) -> Iterator[tuple[int, bytes | None]]:
     """Yield (line or Parquet row, record without its separator). The record is None for a Parquet null."""
-    if piece.lengths is not None:
-        yield from _rows(piece)
+    if not isinstance(piece.data, bytes):
+        yield from enumerate(piece.data, piece.line)
         return
     data = piece.data.removeprefix(_BOM) if piece.line == 1 else piece.data
     if format == "jsonl":
@@ -102,15 +102,6 @@ def _records(piece: Piece, format: str, cutting: Cutting) -> Iterator[tuple[int,
         yield piece.line, data
     elif data:
         yield from _texts(data, piece.line, cutting.separator)
-
-
-def _rows(piece: Piece) -> Iterator[tuple[int, bytes | None]]:
-    start = 0
-    assert piece.lengths is not None
-    for row, length in enumerate(piece.lengths, piece.line):
-        stop = start + max(length, 0)
-        yield row, piece.data[start:stop] if length >= 0 else None
-        start = stop
 
 
 def _texts(data: bytes, line: int, separator: str) -> Iterator[tuple[int, bytes]]:

@@ -24,18 +24,17 @@ def parquet_pieces(source: Source, place: Place, column: str) -> Iterator[tuple[
             _check_column(file, column)
             row = 0
             for group in range(file.num_row_groups):
-                rows = file.metadata.row_group(group).num_rows
-                if row + rows <= place.offset:
-                    row += rows
+                count = file.metadata.row_group(group).num_rows
+                if row + count <= place.offset:
+                    row += count
                     continue
                 for batch in file.iter_batches(batch_size=_ROWS, row_groups=[group], columns=[column]):
                     start, row = row, row + batch.num_rows
                     if row <= place.offset:
                         continue
-                    data, lengths = _strings(pyarrow, batch.column(0))
+                    rows = batch.column(0).cast(pyarrow.large_binary()).to_pylist()
                     read = source.size * row // max(file.metadata.num_rows, 1)
-                    piece = Piece(place.source, start + 1, data, lengths=lengths)
-                    yield piece, Place(place.source, row, row + 1), read
+                    yield Piece(place.source, start + 1, rows), Place(place.source, row, row + 1), read
     except (pyarrow.ArrowException, OSError) as error:
         raise DamagedInput(f"it cannot be read as Parquet: {str(error).splitlines()[0]}") from error
 
@@ -47,10 +46,3 @@ def _check_column(file: Any, column: str) -> None:
     kind = str(schema.field(column).type)
     if kind not in ("string", "large_string", "string_view", "binary", "large_binary"):
         raise DamagedInput(f"its column {column} has type {kind}, not string or binary")
-
-
-def _strings(pyarrow: Any, column: Any) -> tuple[bytes, list[int]]:
-    """Return the concatenated values of an Arrow column, and the size of each in bytes; -1 for a null."""
-    values = [None if value is None else value.as_buffer() for value in column.cast(pyarrow.large_binary())]
-    lengths = [-1 if value is None else value.size for value in values]
-    return b"".join(memoryview(value) for value in values if value is not None), lengths

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from itertools import chain
 
-from gptlite.data.corpus import document_hash, is_held_out
+from gptlite.data.corpus import document_hash, is_held_out, limited
 from gptlite.data.sentence_piece import train_sentencepiece
 from gptlite.data.tokenizer import CharTokenizer, Tokenizer
 from gptlite.errors import ConfigError, did_you_mean
@@ -30,16 +30,15 @@ def train_tokenizer(settings: Settings, kind: str, vocab_size: int, sample_mb: i
     if vocab_size < 1 or sample_mb < 1:
         raise ConfigError(f"vocab_size={vocab_size}, sample_mb={sample_mb}: both must be at least 1")
     if kind == "char":
-        alphabet: set[str] = set()
-        alphabet.update(*map(set, _texts(settings, 1, 0.0, log)))
-        if not alphabet:
+        tokenizer = CharTokenizer(chain.from_iterable(_texts(settings, 1, 0.0, log)))
+        if not tokenizer.alphabet:
             raise ConfigError("input has no text to train on; give files with text")
-        return CharTokenizer(alphabet)
+        return tokenizer
     packed = any(source.format == "parquet" or source.path.endswith(tuple(COMPRESSED)) for source in settings.sources)
     size = sum(source.size for source in settings.sources) * (_EXPANDS if packed else 1)
     every = max(1, -(-size // (sample_mb << 20)))
     log(f"training SentencePiece with {vocab_size} pieces" + (f" on one megabyte in {every}" if every > 1 else ""))
-    texts = _limited(_texts(settings, every, settings.validation_fraction, log), sample_mb << 20)
+    texts = limited(_texts(settings, every, settings.validation_fraction, log), sample_mb << 20)
     lines = (line for text in texts for line in text.split("\n"))
     first = next(lines, None)
     if first is None:
@@ -67,11 +66,3 @@ def _texts(settings: Settings, every: int, held_out: float, log: Log) -> Iterato
     if bad:
         where = f"{settings.sources[bad[0].source].path}:{bad[0].line}: {bad[0].reason}"
         log(f"left out {len(bad)} bad record{'s' * (len(bad) > 1)}, the first at {where}")
-
-
-def _limited(texts: Iterator[str], size: int) -> Iterator[str]:
-    for text in texts:
-        yield text
-        size -= len(text)
-        if size <= 0:
-            return

@@ -4,8 +4,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import pytest
-
 from gptlite.data.cache import cached_folder
 
 
@@ -48,6 +46,4 @@ def test_a_failure_leaves_nothing_and_the_next_in_line_tries(tmp_path: Path) -> 
         folders = list(threads.map(want, range(8)))
     assert len(tries) == 4
     assert folders.count(None) == 3
-    with pytest.raises(ValueError, match="no"):
-        cached_folder(tmp_path, "other", {}, lambda folder: (_ for _ in ()).throw(ValueError("no")), print)
     assert [path.name for path in tmp_path.iterdir()] == [next(f for f in folders if f).name]

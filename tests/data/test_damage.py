@@ -12,7 +12,7 @@ from token_folders import write_numbers as write
 from gptlite.data.corpus import open_split
 from gptlite.data.indexed import IndexedDataset, IndexedWriter
 from gptlite.data.tokenizer import ByteTokenizer, load_tokenizer
-from gptlite.data.verify import verify
+from gptlite.data_tool.verify import verify
 from gptlite.errors import ConfigError
 
 HEADER = 34
@@ -69,16 +69,8 @@ AT_OPENING = {
     "pointer negative": (".idx", poke(62, "<q", -8), "sequence 2 starts at byte -8"),
     "documents start late": (".idx", poke(70, "<q", 1), "run from sequence 1 to 3"),
     "documents end early": (".idx", poke(94, "<q", 2), "run from sequence 0 to 2"),
-    "documents out of order": (
-        ".idx",
-        poke(78, "<2q", 2, 1),
-        "document 1 starts at sequence 2, but ends before",
-    ),
-    "document index beyond the sequences": (
-        ".idx",
-        poke(86, "<q", 99),
-        "document 2 starts at sequence 99, but ends",
-    ),
+    "documents out of order": (".idx", poke(78, "<2q", 2, 1), "document 1 starts at sequence 2, but ends before"),
+    "document index beyond the sequences": (".idx", poke(86, "<q", 99), "document 2 starts at sequence 99, but ends"),
     "meta garbage": (".meta.json", lambda p: p.write_text("{"), "cannot be read"),
     "meta not UTF-8": (".meta.json", lambda p: p.write_bytes(b"\xff\xfe"), "cannot be read"),
     "meta a list": (".meta.json", lambda p: p.write_text("[1]"), "cannot be read"),

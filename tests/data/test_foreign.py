@@ -9,8 +9,8 @@ from token_folders import write_megatron as megatron
 from gptlite.data.corpus import open_split
 from gptlite.data.indexed import IndexedDataset
 from gptlite.data.tokenizer import NumberTokenizer, load_tokenizer
-from gptlite.data.verify import verify
 from gptlite.data_tool import command
+from gptlite.data_tool.verify import verify
 
 EOD = 99
 DOCUMENTS = [[5, 6, 7], [], [8], [98, 0, 98], [1] * 20]
@@ -139,16 +139,8 @@ DAMAGE = {
         "token 1 is 50256, outside the vocabulary of 100",
     ),
     "llm.c's header missing": ("llmc", lambda p: p.write_bytes(b"abc"), "fewer than the 1024 of llm.c's header"),
-    "another magic": (
-        "llmc",
-        lambda p: llmc(p, [1], magic=20240522),
-        "magic 20240522 and version 1, not llm.c's",
-    ),
-    "a future version": (
-        "llmc",
-        lambda p: llmc(p, [1], version=2),
-        "magic 20240520 and version 2, not llm.c's",
-    ),
+    "another magic": ("llmc", lambda p: llmc(p, [1], magic=20240522), "magic 20240522 and version 1, not llm.c's"),
+    "a future version": ("llmc", lambda p: llmc(p, [1], version=2), "magic 20240520 and version 2, not llm.c's"),
     "fewer tokens than it says": ("llmc", lambda p: llmc(p, [1], count=2), "has 1026 bytes, but its header gives 2"),
     "a negative number of tokens": ("llmc", lambda p: llmc(p, [], count=-1), "but its header gives -1 tokens"),
     "nanoGPT's as llm.c's": ("llmc", lambda p: nanogpt(p, [1] * 600), "begins with magic 65537 and version 65537"),

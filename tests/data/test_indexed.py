@@ -7,7 +7,7 @@ import pytest
 from token_folders import write_numbers as write
 
 from gptlite.data.indexed import IndexedDataset, IndexedWriter
-from gptlite.data.verify import verify
+from gptlite.data_tool.verify import verify
 from gptlite.errors import ConfigError
 from gptlite.progress import Progress
 
@@ -157,18 +157,3 @@ def test_a_long_document_is_several_sequences(tmp_path, monkeypatch):
     dataset = IndexedDataset(tmp_path / "train")
     assert dataset.lengths.tolist() == [3, 4]
     assert documents(dataset)[0] == [1, 2, 3, 4, 5, 6, EOD]
-
-
-def test_no_documents_at_all(tmp_path):
-    dataset = IndexedDataset(write(tmp_path / "train", []))
-    assert len(dataset.tokens) == dataset.num_documents == 0
-
-
-def test_an_interrupted_write_leaves_nothing(tmp_path):
-    def documents():
-        yield [1, 2]
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        write(tmp_path / "train", documents())
-    assert list(tmp_path.iterdir()) == []

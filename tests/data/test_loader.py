@@ -13,9 +13,13 @@ from gptlite.errors import ConfigError
 LENGTH, TOKENS = 8, 1003
 
 
+def stream(tokens):
+    return SampleStream.begin(3, LENGTH, {"name": ("d", tokens, 1.0)})
+
+
 def loader(micro=2, total=12, rank=0, size=1, validation=100, tokens=TOKENS, ramp=None, end=None, positions=None):
     return Loader(
-        SampleStream.begin(3, LENGTH, {"name": ("d", np.arange(tokens, dtype=np.uint16), 1.0)}),
+        stream(np.arange(tokens, dtype=np.uint16)),
         {"name": np.arange(validation, dtype=np.uint16)},
         schedule=BatchSchedule(total, ramp),
         micro_batch_size=micro,
@@ -30,6 +34,14 @@ def global_batch(consumed, micro, size):
     loaders = [loader(micro, rank=rank, size=size) for rank in range(size)]
     batches = [part.batch(consumed, m) for m in range(loaders[0].num_micro_batches) for part in loaders]
     return {name: torch.cat([getattr(b, name) for b in batches]) for name in ("tokens", "targets", "sample_ids")}
+
+
+@pytest.fixture
+def read(monkeypatch):
+    """The samples before each step that was read, by any loader."""
+    steps, real = [], Loader._read
+    monkeypatch.setattr(Loader, "_read", lambda self, consumed: steps.append(consumed) or real(self, consumed))
+    return steps
 
 
 @pytest.mark.parametrize(("count", "chunks"), [(0, 0), (1, 0), (2, 1), (8, 1), (9, 1), (10, 2), (TOKENS, 126)])
@@ -59,10 +71,7 @@ def test_the_global_batch_is_the_same_however_it_is_cut(consumed):
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_a_growing_batch_is_read_ahead_as_it_will_be_asked_for(size, monkeypatch):
-    read = []
-    real = Loader._read
-    monkeypatch.setattr(Loader, "_read", lambda self, consumed: read.append(consumed) or real(self, consumed))
+def test_a_growing_batch_is_read_ahead_as_it_will_be_asked_for(size, read):
     readers = [loader(1, rank=rank, size=size, ramp=(4, 4, 20)) for rank in range(size)]
     ids, consumed, order = [], 0, []
     for _ in range(8):
@@ -94,11 +103,8 @@ def test_reading_ahead_never_changes_what_is_asked_for():
     reader.close()
 
 
-def test_a_whole_global_batch_is_read_ahead(monkeypatch):
+def test_a_whole_global_batch_is_read_ahead(read):
     """Once a step has its micro-batches, those of the next come to be without anyone asking."""
-    read = []
-    real = Loader._read
-    monkeypatch.setattr(Loader, "_read", lambda self, consumed: read.append(consumed) or real(self, consumed))
     reader = loader()
     reader.batch(0, 0)
     reader._thread.shutdown(wait=True)  # what was submitted is still done
@@ -198,19 +204,13 @@ def test_ids_outside_the_vocabulary_are_named(dtype, wrong, part):
     damaged = whole.copy()
     damaged[33] = wrong  # within the chunk of tokens 32 to 40, and in no other
     train, validation = (damaged, whole) if part == "training" else (whole, damaged)
-    reader = Loader(
-        SampleStream.begin(3, LENGTH, {"name": ("d", train, 1.0)}),
-        {"name": validation},
-        schedule=BatchSchedule(1),
-        micro_batch_size=1,
-        token_bytes=np.ones(50),
-        device=torch.device("cpu"),
-    )
+    reader = loader(1, 1)
+    reader.stream, reader._validation, reader._token_bytes = stream(train), {"name": validation}, np.ones(50)
 
-    def read(n):
+    def asked(n):
         return reader.batch(n, 0) if part == "training" else list(reader.validation_batches())[n]
 
     words = "sample [0-5] of the run" if part == "training" else "held-out chunk 4"
     with pytest.raises(ConfigError, match=rf"{words} has token id {wrong}, outside the vocabulary of 50: .* verify"):
-        [read(n) for n in range(6)]
+        [asked(n) for n in range(6)]
     reader.close()

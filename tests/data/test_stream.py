@@ -68,13 +68,8 @@ def test_counts_are_how_many_came_before():
 
 
 def test_a_blend_of_one_is_the_order_of_that_set_alone():
-    assert all(
-        map(
-            np.array_equal,
-            stream(weights={"a": 1}).locate(np.arange(999)),
-            stream(weights={"a": 9}).locate(np.arange(999)),
-        )
-    )
+    one, nine = (stream(weights={"a": weight}).locate(np.arange(999)) for weight in (1, 9))
+    assert all(map(np.array_equal, one, nine))
 
 
 @pytest.mark.parametrize("at", [1, 1000, BLOCK, BLOCK + 12345])

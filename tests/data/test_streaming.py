@@ -119,33 +119,24 @@ def test_a_missing_package_names_the_extra(monkeypatch):
         open_rows(load_recipe("fineweb").HUB, None, None)
 
 
-def damaged_parquet(folder):
-    (folder / "x.parquet").write_bytes(b"PAR1 and no more")
-
-
-def damaged_json(folder):
-    (folder / "x.jsonl").write_text('{"text": "a"}\n{"text": \n')
-
-
-def both(folder):
-    damaged_json(folder)
-    damaged_parquet(folder)
+DAMAGED = {"x.parquet": "PAR1 and no more", "x.jsonl": '{"text": "a"}\n{"text": \n'}
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("names", "message"),
     [
-        (lambda folder: None, "holds no .parquet or .jsonl files"),
-        (both, "holds both .parquet and .jsonl"),
-        (damaged_parquet, r"data.path=.* cannot be (opened|read)"),
-        (damaged_json, r"data.path=.* cannot be (opened|read)"),
+        ([], "holds no .parquet or .jsonl files"),
+        (DAMAGED, "holds both .parquet and .jsonl"),
+        (["x.parquet"], r"data.path=.* cannot be (opened|read)"),
+        (["x.jsonl"], r"data.path=.* cannot be (opened|read)"),
     ],
     ids=["nothing", "both", "parquet", "jsonl"],
 )
-def test_damaged_sources_are_named(tmp_path, make, message):
+def test_damaged_sources_are_named(tmp_path, names, message):
     recipe = load_recipe("fineweb")
     (tmp_path / "in").mkdir()
-    make(tmp_path / "in")
+    for name in names:
+        (tmp_path / "in" / name).write_text(DAMAGED[name])
     with pytest.raises(ConfigError, match=message) as error:
         recipe.main(recipe.StreamArguments(str(tmp_path / "out"), "byte", path=str(tmp_path / "in")))
     assert "\n" not in str(error.value)

@@ -12,7 +12,7 @@ def test_blocks_join_to_the_text_and_end_with_lines(tmp_path, monkeypatch):
     text = "漢字かな\nshort\n" * 20 + "one very long line without an end 😀"
     path = tmp_path / "a.txt"
     path.write_text(text, encoding="utf-8")
-    blocks = list(Span(path, 0, path.stat().st_size).blocks())
+    blocks = list(Span(path, 0, path.stat().st_size))
     assert "".join(blocks) == text
     assert len(blocks) > 10
     assert all(block.endswith("\n") for block in blocks[:-1])
@@ -24,7 +24,7 @@ def test_a_cut_loses_nothing_and_falls_between_characters(tmp_path, text, fracti
     path = tmp_path / "a.txt"
     path.write_text(text, encoding="utf-8")
     train, held_out = split(path, fraction)
-    assert "".join(train.blocks()) + "".join(held_out.blocks()) == text
+    assert "".join(train) + "".join(held_out) == text
     assert abs(held_out.size - fraction * path.stat().st_size) <= 5
 
 
@@ -32,8 +32,8 @@ def test_a_cut_falls_after_a_line(tmp_path):
     path = tmp_path / "a.txt"
     path.write_text("some words\n" * 30)
     train, held_out = split(path, 0.1)
-    assert "".join(train.blocks()).endswith("\n")
-    assert "".join(held_out.blocks()) == "some words\n" * 3
+    assert "".join(train).endswith("\n")
+    assert "".join(held_out) == "some words\n" * 3
 
 
 @pytest.mark.parametrize("block", [3, 7, 1 << 20])
@@ -73,6 +73,8 @@ def test_records_are_not_trained_on_as_text(tmp_path, name):
 
 
 def test_a_folder_is_its_text_files_in_order(tmp_path):
+    with pytest.raises(ConfigError, match=r"holds no \.txt files"):
+        find_files(str(tmp_path))
     (tmp_path / "deeper").mkdir()
     for name in ("b.txt", "a.txt", "deeper/c.txt", "notes.md"):
         (tmp_path / name).write_text("x")

@@ -1,15 +1,12 @@
 """Prepared folders as a run's data: data=NAME, a blend as the shell gives it, and what is refused in one line."""
 
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import yaml
 from token_folders import documents, write_folder
 
-from gptlite.config import CONF_DIR, Config, load
+from gptlite.config import from_yaml, load, to_yaml
 from gptlite.data.build import prepare
 from gptlite.data.config import TokensConfig
 from gptlite.data.tokenizer import CharTokenizer
@@ -56,17 +53,8 @@ def test_a_blend_is_read_as_the_shell_gives_it():
         assert "data/web 0.7, data/code 0.3" in data.describe()
 
 
-def test_the_command_line_takes_a_blend():
-    command = [sys.executable, str(CONF_DIR.parent / "train.py"), "data=web", MIX, "--cfg", "job"]
-    shown = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert (shown.returncode, shown.stderr) == (0, "")
-    assert yaml.safe_load(shown.stdout)["data"]["blend"] == {"data/web": 0.7, "data/code": 0.3}
-
-
 def test_a_blend_survives_its_own_config_file():
-    from gptlite.config import from_yaml, to_yaml
-
-    config: Config = load(["data=tokens", MIX, "run.name=x"])
+    config = load(["data=tokens", MIX, "run.name=x"])
     assert from_yaml(to_yaml(config)).data == config.data
 
 

@@ -5,11 +5,13 @@ import random
 from dataclasses import replace
 from pathlib import Path
 
+from run_files import snapshot
+
 from gptlite.commands.preprocess import Arguments
 from gptlite.data.find_tokenizer import find_tokenizer
 from gptlite.data.indexed import IndexedDataset
 from gptlite.data.tokenizer import load_tokenizer
-from gptlite.data.verify import verify
+from gptlite.data_tool.verify import verify
 from gptlite.preprocess.run import Result, preprocess
 from gptlite.preprocess.settings import make_settings
 
@@ -45,7 +47,6 @@ def read_documents(folder: Path, split: str) -> list[str]:
     return [tokenizer.decode(ids) for ids in found]
 
 
-def tree(folder: Path) -> dict[str, bytes]:
+def tree(folder: Path) -> dict[str, str]:
     """All files below a folder, but for preprocess.json, which names the input's files and times."""
-    files = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    return {name: content for name, content in files.items() if name != "preprocess.json"}
+    return {name: digest for name, digest in snapshot(folder).items() if name != "preprocess.json"}

@@ -8,6 +8,8 @@ import resource
 import sys
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as parquet
 import pytest
 import zstandard
 
@@ -33,10 +35,7 @@ BAD_LINES = {
     "encoded surrogate": (b'{"text": "\xed\xa0\x80"}', "it is not UTF-8 at byte 10 (0xed)"),
     "overlong": (b'{"text": "\xc0\x80"}', "it is not UTF-8 at byte 10 (0xc0)"),
     "deep": (b'{"text": ' + b"[" * 100_000, "its JSON is nested too deeply"),
-    "a huge number": (
-        b'{"text": ' + b"1" * 5000 + b"}",
-        "Exceeds the limit (4300 digits) for integer",
-    ),
+    "a huge number": (b'{"text": ' + b"1" * 5000 + b"}", "Exceeds the limit (4300 digits) for integer"),
     "NUL bytes": (b"\0" * 50, "it is not JSON: Expecting value at column 1"),
     "a raw NUL": (b'{"text": "a\0b"}', "it is not JSON: Invalid control character at at column 12"),
     "long": (json.dumps({"text": "x" * 300_000}).encode(), "it is longer than max_record_bytes=200000"),
@@ -160,9 +159,6 @@ def test_a_compressed_text_that_is_cut_off_is_left_out_whole(
 
 
 def test_rows_of_parquet_that_are_no_text(source: Path, tmp_path: Path) -> None:
-    import pyarrow as pa
-    import pyarrow.parquet as parquet
-
     rows = [b"good", None, b"na\xefve", b"", b"fine"]
     parquet.write_table(pa.table({"text": pa.array(rows, pa.binary())}), source / "a.parquet")
     with pytest.raises(ConfigError, match=r"a.parquet:2: its text is null"):
@@ -173,9 +169,6 @@ def test_rows_of_parquet_that_are_no_text(source: Path, tmp_path: Path) -> None:
 
 
 def test_files_that_are_no_parquet_of_strings(source: Path, tmp_path: Path) -> None:
-    import pyarrow as pa
-    import pyarrow.parquet as parquet
-
     (source / "a.parquet").write_bytes(b"PAR1 not really")
     parquet.write_table(pa.table({"body": ["x"]}), source / "b.parquet")
     parquet.write_table(pa.table({"text": [1]}), source / "c.parquet")

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from marking import marked
+from run_files import snapshot
 
 from gptlite.errors import ConfigError
 from gptlite.files import write_whole
@@ -28,6 +29,14 @@ def start(folder: Path, at: int, *more: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
+def finish(folder: Path, *more: str, at: int = 0, code: int = 0) -> tuple[str, str]:
+    """What `start` printed, once it has ended with this exit code."""
+    process = start(folder, at, *more)
+    output, errors = process.communicate(timeout=100)
+    assert process.returncode == code, errors
+    return output, errors
+
+
 @pytest.fixture
 def corpus(tmp_path: Path) -> Path:
     """A folder with lines for 6 saves, one in ten bad, and a text file."""
@@ -39,28 +48,18 @@ def corpus(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def files(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
 @pytest.mark.parametrize("first", marked(range(0, POINTS, 5), slow=1, name=lambda point: f"points{point}"))
 def test_killed_and_taken_up_again_gives_the_same_bytes(corpus: Path, first: int) -> None:
-    process = start(corpus, 0)
-    output, errors = process.communicate(timeout=100)
-    assert process.returncode == 0, errors
-    expected, events = files(corpus / "out"), int(output.split("events=")[1])
+    output, _ = finish(corpus)
+    expected, events = snapshot(corpus / "out"), int(output.split("events=")[1])
     assert events > 150
-    assert {"skipped.jsonl", "train.bin", "val.idx", "tokenizer/definition.json"} <= set(expected)
+    assert {"skipped.jsonl", "train.bin", "val.idx", "tokenizer/definition.json"} <= expected.keys()
     (corpus / "out").rename(corpus / "expected")
     rng = random.Random(first)
     for place in rng.sample(range(1, events - 5), 5):
-        process = start(corpus, place)
-        process.communicate(timeout=100)
-        assert process.returncode == -signal.SIGKILL
-        process = start(corpus, 0)
-        _, errors = process.communicate(timeout=100)
-        assert process.returncode == 0, errors
-        assert files(corpus / "out") == expected, place
+        finish(corpus, at=place, code=-signal.SIGKILL)
+        finish(corpus)
+        assert snapshot(corpus / "out") == expected, place
         assert sorted(path.name for path in corpus.iterdir()) == ["expected", "in", "out"]
         shutil.rmtree(corpus / "out")
 
@@ -84,12 +83,8 @@ def test_workers_end_with_it_and_the_same_command_goes_on(corpus: Path, number: 
         assert time.monotonic() < deadline
         time.sleep(0.02)
     (corpus / "in" / "c.jsonl").write_bytes(many)  # another file: that is refused, and nothing lost
-    process = start(corpus, 0)
-    assert "c.jsonl has changed); give the same, or" in process.communicate(timeout=60)[1]
-    assert process.returncode == 2
-    process = start(corpus, 0, "overwrite=true")
-    _, errors = process.communicate(timeout=100)
-    assert process.returncode == 0, errors
+    assert "c.jsonl has changed); give the same, or" in finish(corpus, code=2)[1]
+    finish(corpus, "overwrite=true")
 
 
 @pytest.mark.parametrize("save", [0, 1, 4])

@@ -9,7 +9,7 @@ import json
 import lzma
 import os
 import signal
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -33,6 +33,10 @@ COMPRESS = {
 }
 
 
+def held_out_of(texts: list[str], fraction: float) -> list[bool]:
+    return [is_held_out(hashlib.blake2b(text.encode(), digest_size=8).digest(), fraction) for text in texts]
+
+
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory) -> Path:
     """TEXTS, prepared from plain lines."""
@@ -40,6 +44,22 @@ def expected(tmp_path_factory) -> Path:
     (folder / "a.jsonl").write_bytes(as_jsonl(TEXTS))
     prepare(folder / "a.jsonl", folder / "out")
     return folder / "out"
+
+
+@pytest.fixture
+def command(monkeypatch, tmp_path, capsys) -> Callable[..., tuple[int, str, str]]:
+    """`preprocess` of tmp_path/a.jsonl into tmp_path/out: its exit code, and what it printed."""
+
+    def call(*given: str) -> tuple[int, str, str]:
+        paths = [f"input={tmp_path / 'a.jsonl'}", f"output={tmp_path / 'out'}"]
+        monkeypatch.setattr("sys.argv", ["preprocess", *paths, "tokenizer=byte", "workers=0", *given])
+        before = signal.getsignal(signal.SIGTERM)
+        with pytest.raises(SystemExit) as ended:
+            main()
+        signal.signal(signal.SIGTERM, before)
+        return int(ended.value.code or 0), *capsys.readouterr()
+
+    return call
 
 
 @pytest.mark.parametrize("target", ["gone.jsonl", "b.jsonl"], ids=["dangling", "looping"])
@@ -61,7 +81,7 @@ def test_a_link_that_leads_nowhere_is_named(tmp_path: Path, target: str, given: 
     ],
     ids=["read-only", "full"],
 )
-def test_what_the_disk_refuses_is_named_with_what_helps(monkeypatch, tmp_path, capsys, number, code, words) -> None:
+def test_what_the_disk_refuses_is_named_with_what_helps(monkeypatch, tmp_path, command, number, code, words) -> None:
     (tmp_path / "a.jsonl").write_bytes(as_jsonl(TEXTS))
     partial = tmp_path / "out.partial"
 
@@ -69,53 +89,35 @@ def test_what_the_disk_refuses_is_named_with_what_helps(monkeypatch, tmp_path, c
         raise OSError(number, os.strerror(number), str(partial) if number == errno.EROFS else None)
 
     monkeypatch.setattr("gptlite.preprocess.run.Output" if number == errno.ENOSPC else "pathlib.Path.mkdir", refuse)
-    monkeypatch.setattr("sys.argv", ["preprocess", f"input={tmp_path / 'a.jsonl'}", "tokenizer=byte", "workers=0"])
-    sys.argv.append(f"output={tmp_path / 'out'}")
-    before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(SystemExit) as ended:
-        main()
-    signal.signal(signal.SIGTERM, before)
-    assert ended.value.code == code
-    assert words.format(path=partial) in capsys.readouterr().err
+    ended, _, errors = command()
+    assert ended == code
+    assert words.format(path=partial) in errors
 
 
 @pytest.mark.parametrize("fraction", ["0.2", "0"])
-def test_the_command_prints_how_many_documents_each_split_has(monkeypatch, tmp_path, capsys, fraction: str) -> None:
+def test_the_command_prints_how_many_documents_each_split_has(tmp_path, command, fraction: str) -> None:
     (tmp_path / "a.jsonl").write_bytes(as_jsonl(TEXTS))
-    given = [f"input={tmp_path / 'a.jsonl'}", f"output={tmp_path / 'out'}", f"validation_fraction={fraction}"]
-    monkeypatch.setattr("sys.argv", ["preprocess", *given, "tokenizer=byte", "workers=0"])
-    before = signal.getsignal(signal.SIGTERM)
+    held_out = sum(held_out_of(TEXTS, float(fraction)))
+    assert (held_out == 0) == (fraction == "0")
+    split = f"split: {len(TEXTS) - held_out} training documents, {held_out} for validation"
     for _ in range(2):  # the second time the output is finished already
-        with pytest.raises(SystemExit) as ended:
-            main()
-        assert not ended.value.code
-        held_out = sum(
-            is_held_out(hashlib.blake2b(text.encode(), digest_size=8).digest(), float(fraction)) for text in TEXTS
-        )
-        assert (held_out == 0) == (fraction == "0")
-        split = f"split: {len(TEXTS) - held_out} training documents, {held_out} for validation"
-        assert f"{split} (validation_fraction={float(fraction)})\n" in capsys.readouterr().out
-    signal.signal(signal.SIGTERM, before)
+        code, out, _ = command(f"validation_fraction={fraction}")
+        assert code == 0
+        assert f"{split} (validation_fraction={float(fraction)})\n" in out
 
 
-def test_a_corpus_without_held_out_documents_gets_the_fraction_to_rerun_with(monkeypatch, tmp_path, capsys) -> None:
+def test_a_corpus_without_held_out_documents_gets_the_fraction_to_rerun_with(tmp_path, command) -> None:
     (tmp_path / "a.jsonl").write_bytes(as_jsonl(TEXTS[:50]))
-    arguments = [f"input={tmp_path / 'a.jsonl'}", f"output={tmp_path / 'out'}", "tokenizer=byte", "workers=0"]
-    before = signal.getsignal(signal.SIGTERM)
-    outputs = []
-    for given in (["validation_fraction=1e-9"], ["validation_fraction=0.1", "overwrite=true"]):
-        monkeypatch.setattr("sys.argv", ["preprocess", *arguments, *given])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        assert not ended.value.code
-        outputs.append(capsys.readouterr().out)
-    signal.signal(signal.SIGTERM, before)
-    assert "run the command again with validation_fraction=0.1 overwrite=true\n" in outputs[0]
-    assert "warning" not in outputs[1]
+    code, out, _ = command("validation_fraction=1e-9")
+    assert code == 0
+    assert "run the command again with validation_fraction=0.1 overwrite=true\n" in out
+    code, out, _ = command("validation_fraction=0.1", "overwrite=true")
+    assert code == 0
+    assert "warning" not in out
 
 
 def test_documents_are_there_in_order_each_in_one_split(expected: Path) -> None:
-    held_out = [is_held_out(hashlib.blake2b(text.encode(), digest_size=8).digest(), 0.2) for text in TEXTS]
+    held_out = held_out_of(TEXTS, 0.2)
     train, val = ([text for text, held in zip(TEXTS, held_out, strict=True) if held is part] for part in (False, True))
     assert read_documents(expected, "train") == train
     assert read_documents(expected, "val") == val
