@@ -30,7 +30,7 @@ def too_large(work: Workload, memory: RankBytes, cluster: ClusterConfig, world: 
     Host memory and disks of unknown capacity are not checked.
     """
     return (
-        _on_device(memory.total, cluster, world, "on the fullest rank")
+        _beyond(memory.total, rank_memory(cluster, world), "on the fullest rank")
         or _on_host(memory.host, cluster, world)
         or _on_disk(work, cluster, world)
     )
@@ -43,10 +43,11 @@ def least_too_large(work: Workload, state: float, cluster: ClusterConfig, world:
     that cannot fit.
     """
     host = _state_bytes(work, copies=2) if work.on_host else 0.0  # parameters, gradients and optimizer state
+    room = rank_memory(cluster, world)
     return (
-        _on_device(state, cluster, world, "per rank for the model state")
+        _beyond(state, room, "per rank for the model state")
         or _on_host(host, cluster, world)
-        or _on_device(state + least_activations(work), cluster, world, "per rank for the model state and activations")
+        or _beyond(state + least_activations(work), room, "per rank for the model state and activations")
     )
 
 
@@ -82,10 +83,6 @@ def _state_bytes(work: Workload, copies: int) -> float:
     # Without ZeRO, the data ranks of an expert group hold different experts and replicas of all other parameters.
     among = layout.size(EXPERT) if layout.size("dp_shard") == 1 else 1
     return MASTER * (copies + kept) * num_parameters(work.model, among) / layout.size("tp", "pp", "dp_shard")
-
-
-def _on_device(size: float, cluster: ClusterConfig, world: int, where: str) -> str:
-    return _beyond(size, rank_memory(cluster, world), where)
 
 
 def _on_host(size: float, cluster: ClusterConfig, world: int) -> str:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from math import prod
-from operator import mul
-from typing import NamedTuple
+from operator import add, mul
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from gptlite.models.spec import spec_of
 from gptlite.parallelism.axes import DATA_AXES, EXPERT, EXPERT_DATA_AXES
@@ -26,6 +28,10 @@ from gptlite.plan.workload import MASTER, Prediction, RankBytes, Workload
 
 # Axes along which a layer waits for communication: of keys and values, rows of experts, or batch-norm statistics.
 EXPOSED = (CONTEXT, EXPERT, *DATA_AXES)
+# Seconds of the parts of a model. Dims: part; OPS, communication along the tensor axis, and along the axes in EXPOSED;
+# forward and backward pass.
+Parts = np.ndarray[Any, np.dtype[np.float64]]
+OPS = 0
 COPIES = 2  # FSDP2 reads and writes each gathered or reduced tensor once more, to copy it into or out of its buffer
 COPY_OPS = 12  # kernels that one FSDP2 collective launches
 
@@ -49,11 +55,6 @@ def peak_flops(cluster: ClusterConfig, dtype: str, world: int) -> float:
     """Return the peak FLOP/s of the devices that `world` ranks use; on CPUs, that of all nodes."""
     devices = cluster.nodes or 1 if cluster.device == "cpu" else world
     return cluster.peak_tflops[dtype] * 1e12 * devices
-
-
-def days_to_train(tokens: float, prediction: Prediction) -> float:
-    """Return the days that training on `tokens` tokens takes."""
-    return tokens / prediction.tokens_per_second / 86400
 
 
 def cost_per_billion_tokens(prediction: Prediction, cluster: ClusterConfig, world: int) -> float | None:
@@ -80,25 +81,8 @@ def flops_per_token(work: Workload) -> float:
 class Passes(NamedTuple):
     """Seconds of a micro-batch's forward and backward pass; recomputation counts as backward."""
 
-    forward: float = 0.0
-    backward: float = 0.0
-
-    def plus(self, other: Passes, times: float = 1) -> Passes:
-        """Return the sum of these seconds and `times` those of `other`."""
-        return Passes(self.forward + times * other.forward, self.backward + times * other.backward)
-
-
-class Part(NamedTuple):
-    """Seconds of a part of a model: `ops`, `tensor` (communication along the tensor axis), and `context`
-    (communication along the axes in EXPOSED)."""
-
-    ops: Passes = Passes()
-    tensor: Passes = Passes()
-    context: Passes = Passes()
-
-    def plus(self, other: Part, times: int = 1) -> Part:
-        """Return the sum of this part's seconds and `times` those of `other`."""
-        return Part(*(mine.plus(theirs, times) for mine, theirs in zip(self, other, strict=True)))
+    forward: float
+    backward: float
 
 
 class _Inside(NamedTuple):
@@ -144,7 +128,7 @@ class Costs:
     def __init__(self, cluster: ClusterConfig) -> None:
         self.cluster = cluster
         self._devices: dict[object, Device] = {}
-        self._models: dict[object, list[Part]] = {}
+        self._models: dict[object, Parts] = {}
         self._insides: dict[object, _Inside] = {}
         self._outsides: dict[object, _Outside] = {}
 
@@ -208,28 +192,28 @@ class Costs:
             found[kind] = self._rank(work, device, rank, self._insides[inside], self._outsides[outside])
         return found
 
-    def _inside(self, work: Workload, device: Device, rank: int, model: list[Part]) -> _Inside:
+    def _inside(self, work: Workload, device: Device, rank: int, model: Parts) -> _Inside:
         (begin, *blocks, end), held = model, stages(work, rank)
-        layers, whole, seconds = sum(stage.layers for stage in held), Part(), list[float]()
+        layers, whole, seconds = sum(stage.layers for stage in held), np.zeros_like(begin), list[float]()
         for stage in held:
-            mine = Part()
+            mine = np.zeros_like(begin)
             for kind, count in stage.runs:
-                mine = mine.plus(blocks[kind], count)
-            whole = whole.plus(mine).plus(begin, stage.first).plus(end, stage.last)
-            seconds.append(sum(mine.ops))
+                mine = mine + count * blocks[kind]
+            whole = whole + mine + stage.first * begin + stage.last * end
+            seconds.append(sum(mine[OPS].tolist()))
         shares = [each / sum(seconds) for each in seconds] if layers else [1.0]
+        (forward, backward), (sent, sent_back), (waits, waits_back) = whole.tolist()
         parameters = sum(stage.sharded(1) for stage in held)
         # Gradient accumulation reads and writes the sum and reads the gradient, except in the first micro-batch.
         summed = (2 * work.reduce_item + work.gather_item) * (work.micro_batches - 1) / work.micro_batches
-        passes = whole.ops.plus(Passes(0.0, device.move(summed * parameters, 8 * layers)))
+        passes = Passes(forward, backward + device.move(summed * parameters, 8 * layers))
         # Communication along the tensor axis and the axes in EXPOSED is exposed. An exception is the backward pass of
         # a column-parallel layer: its compute overlaps with the sum of the input's gradient and a second gather of the
         # input. This is all of the backward traffic without sequence parallelism, and two thirds of it with sequence
         # parallelism.
-        sent = whole.tensor
         share = 0.0 if splits_backward(work.parallelism) else 2 / 3 if work.parallelism.sequence else 1.0
-        hidden = self.cluster.overlap * min(sent.backward * share, passes.forward / 2) if share else 0.0
-        return _Inside(layers, shares, passes, sent.plus(whole.context).plus(Passes(0.0, -hidden)))
+        hidden = self.cluster.overlap * min(sent_back * share, forward / 2) if share else 0.0
+        return _Inside(layers, shares, passes, Passes(sent + waits, sent_back + waits_back - hidden))
 
     def _rank(self, work: Workload, device: Device, rank: int, inside: _Inside, outside: _Outside) -> _Rank:
         passes, more, zero = inside.passes, reductions(work) - 1, work.parallelism.zero
@@ -248,7 +232,7 @@ class Costs:
         update += _whole_matrices(work, device, Links(self.cluster, work.layout), rank)
         offload, update = self._offloaded(work, device, rank, passes, update)
         exposed = inside.tensor.forward + inside.tensor.backward
-        return _Rank(inside.shares, passes.plus(inside.tensor), exposed, shown + data + offload, update)
+        return _Rank(inside.shares, Passes(*map(add, passes, inside.tensor)), exposed, shown + data + offload, update)
 
     def _offloaded(
         self, work: Workload, device: Device, rank: int, passes: Passes, update: float
@@ -310,35 +294,35 @@ def _outside(work: Workload, links: Links, rank: int) -> _Outside:
     return _Outside(step, seconds[0], seconds[1], copied[0], counts[0], (seconds[2], copied[1], counts[1]), stepped)
 
 
-def model_seconds(work: Workload, device: Device, links: Links) -> list[Part]:
+def model_seconds(work: Workload, device: Device, links: Links) -> Parts:
     """Return the seconds of a micro-batch in each part of the model: its beginning, one block of each kind, its end.
 
     In a recomputed block, full recomputation repeats all ops, and selective recomputation the ops whose results were
     not kept; both repeat the forward pass's communication.
     """
+
+    def seconds(ops: Iterable[Op]) -> float:
+        return sum(map(device.seconds, ops))
+
+    def sent(segment: Segment, *axes: str) -> float:
+        found = (each for each in segment.sent if each.axis in axes)
+        return sum(links.seconds(each) for some in found for each in among(links.layout, some))
+
     profile, mode = plain_profile(work), work.parallelism.activation_checkpointing
-    begin, *blocks, end = (_part(*both, device, links) for both in profile.pairs)
-    for kind, forward in enumerate(profile.blocks if mode.recomputes else ()):
-        selective, block = mode is ActivationCheckpointing.selective, blocks[kind]
-        again = _seconds((op for op in forward.ops if not (selective and op.kept)), device)
-        repeated = Part(Passes(0.0, again), *(Passes(0.0, each.forward) for each in (block.tensor, block.context)))
-        blocks[kind] = block.plus(repeated)
-    return [begin, *blocks, end]
-
-
-def _part(forward: Segment, backward: Segment, device: Device, links: Links) -> Part:
-    both = forward, backward
-    tensor, context = (Passes(*(_sent(each, axes, links) for each in both)) for axes in (("tp",), EXPOSED))
-    return Part(Passes(*(_seconds(each.ops, device) for each in both)), tensor, context)
-
-
-def _seconds(ops: Iterable[Op], device: Device) -> float:
-    return sum(map(device.seconds, ops))
-
-
-def _sent(segment: Segment, axes: tuple[str, ...], links: Links) -> float:
-    sent = (each for each in segment.sent if each.axis in axes)
-    return sum(links.seconds(each) for some in sent for each in among(links.layout, some))
+    found = np.array(
+        [
+            [
+                [seconds(each.ops) for each in pair],
+                *([sent(each, *axes) for each in pair] for axes in (("tp",), EXPOSED)),
+            ]
+            for pair in profile.pairs
+        ]
+    )
+    for block, forward in zip(found[1:-1], profile.blocks if mode.recomputes else (), strict=False):
+        selective = mode is ActivationCheckpointing.selective
+        again = seconds(op for op in forward.ops if not (selective and op.kept))
+        block[:, 1] += [again, *block[OPS + 1 :, 0]]
+    return found
 
 
 def _stages(ranks: dict[Alike, _Rank], pipeline: Cut) -> tuple[list[float], list[float]]:

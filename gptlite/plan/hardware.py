@@ -9,7 +9,7 @@ node uses the network links of m devices, at the same time as the node's other g
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from gptlite.errors import ConfigError
 from gptlite.parallelism.axes import WORLD
@@ -128,15 +128,9 @@ class Links:
 
     cluster: ClusterConfig
     layout: Layout
-    groups: dict[str, Group] = field(default_factory=dict)  # cache of `group`, by axis
 
     def group(self, axis: str) -> Group:
         """Return the placement on nodes of the ranks along an axis, or of all ranks for WORLD."""
-        if axis not in self.groups:
-            self.groups[axis] = self._group(axis)
-        return self.groups[axis]
-
-    def _group(self, axis: str) -> Group:
         layout, node = self.layout, ranks_on_node(self.cluster, self.layout.world_size)
         ranks, stride = (layout.world_size, 1) if axis == WORLD else (layout.size(axis), layout.stride(axis))
         inside = min(ranks, max(1, node // stride))

@@ -9,14 +9,14 @@ from functools import cache
 from gptlite.config import Config
 from gptlite.errors import ConfigError
 from gptlite.models.spec import spec_of
-from gptlite.parallelism.layout import num_stages, resolve
+from gptlite.parallelism.layout import num_stages
 from gptlite.plan.capacity import rank_memory, too_large
 from gptlite.plan.config import ClusterConfig
 from gptlite.plan.local import this_machine
 from gptlite.plan.memory import most
 from gptlite.plan.parameters import num_blocks, repeats, with_blocks
 from gptlite.plan.planning import cluster_worlds, given_keys, limited, thrifty_space, with_planned_vocabulary
-from gptlite.plan.search import layouts
+from gptlite.plan.search import workloads
 from gptlite.plan.workload import RankBytes, Workload
 from gptlite.progress import Log
 
@@ -62,15 +62,10 @@ def largest_models(config: Config, log: Log = print) -> tuple[ClusterConfig, lis
     for world in cluster_worlds(cluster, config):
         here = limited(cluster, config, world)
         space = thrifty_space(config, here)
-        for parallelism in layouts(space, here, world):
-            try:
-                layout = resolve(parallelism, world)
-            except ConfigError:
-                continue
-            work = replace(space.work, parallelism=parallelism, layout=layout)
-            best = None if space.refuses(parallelism, work.micro_batch_size) else deepest(work, here)
+        for work, reason in workloads(space, here, world):
+            best = None if reason else deepest(work, here)
             # Layouts that differ only in sequence parallelism share a row; the deeper model is kept.
-            key = (str(world), layout.describe(replace(parallelism, sequence=False)))
+            key = (str(world), work.layout.describe(replace(work.parallelism, sequence=False)))
             if best and (key not in found or best.layers > found[key].layers):
                 found[key] = best
     if not found:
@@ -93,9 +88,8 @@ def deepest(work: Workload, cluster: ClusterConfig) -> Largest | None:
     def at(layers: int) -> Largest | None:
         deeper = replace(work, model=with_blocks(work.model, layers))
         memory = most(deeper)[1]
-        return (
-            None if too_large(deeper, memory, cluster, world) else Largest(deeper, memory, rank_memory(cluster, world))
-        )
+        fits = not too_large(deeper, memory, cluster, world)
+        return Largest(deeper, memory, rank_memory(cluster, world)) if fits else None
 
     too_many = bisect_left(depths, True, key=lambda layers: at(layers) is None)
     return at(depths[too_many - 1]) if too_many else None

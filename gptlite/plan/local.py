@@ -142,12 +142,16 @@ def assumed() -> ClusterConfig:
     GPU."""
     import torch
 
+    from gptlite.metrics.devices import peak_flops
+
     if gpus := torch.cuda.device_count():
+        name = torch.cuda.get_device_name(0)
+        dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
         return ClusterConfig(
             devices_per_node=gpus,
             memory_gib=torch.cuda.get_device_properties(0).total_memory / 2**30,
             host_memory_gib=physical_gib(),
-            peak_tflops=gpu_peaks(),
+            peak_tflops={key: peak / 1e12 for key, dtype in dtypes.items() if (peak := peak_flops(name, dtype))},
         )
     cores, flags = cpu_cores(), cpu_flags()
     peaks = {"fp32": CORE_FP32_TFLOPS * cores}
@@ -173,14 +177,3 @@ def physical_gib() -> float:
 def cpu_cores() -> int:
     """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def gpu_peaks() -> dict[str, float]:
-    """Return the peak TFLOP/s by dtype of this machine's first GPU; empty if the GPU is unknown."""
-    import torch
-
-    from gptlite.metrics.devices import peak_flops
-
-    name = torch.cuda.get_device_name(0)
-    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-    return {key: peak / 1e12 for key, dtype in dtypes.items() if (peak := peak_flops(name, dtype))}

@@ -9,18 +9,18 @@ Its entries come from the stage's profile, and from FSDP2's gathers and reductio
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import accumulate
+from functools import partial
+from itertools import accumulate, product
 from typing import NamedTuple
 
 import numpy as np
 
 from gptlite.optimizer.config import Shard
-from gptlite.parallelism.axes import EXPERT
 from gptlite.parallelism.config import Offload
 from gptlite.parallelism.layout import rule, splits_backward
 from gptlite.plan.cache import cached
 from gptlite.plan.parameters import Stage, copies, cut, expert_shards, gathered_elements, shared, stages
-from gptlite.plan.profile import Segment, halves_of, profile_of
+from gptlite.plan.profile import Segment, halves_of, profile_key, profile_of
 from gptlite.plan.traffic import buffers_bytes, message_bytes
 from gptlite.plan.walk import Turn, turns
 from gptlite.plan.workload import MASTER, RankBytes, Workload
@@ -156,16 +156,6 @@ def _buffers(work: Workload, held: list[Stage]) -> int:
     return kept + count * (work.target_bytes + work.input_bytes * (0 in numbers))
 
 
-class Taken(NamedTuple):
-    """Bytes of a pass, or of half a backward pass: `most`, its peak above the level before it (bytes then allocated);
-    `left`, its change of the level; `reducing`, the peak after the first gradient reduction begins, when an earlier
-    reduction's buffer has been freed, or None if the pass reduces no gradients."""
-
-    most: int
-    left: int
-    reducing: int | None = None
-
-
 def highest(tape: list[int]) -> int:
     """Return the peak of a tape above its start."""
     return max(accumulate(tape, initial=0))
@@ -178,36 +168,36 @@ def repeated(tape: list[int], times: int) -> list[int]:
 
 
 def _key(work: Workload, stage: Stage, tp_rank: int) -> tuple[object, ...]:
-    """Return the fields that `passes_of` depends on."""
-    config, layout = work.parallelism, work.layout
-    degrees = layout.size("tp"), layout.context, layout.size("dp_shard"), layout.size("pp") == 1, work.sharded
-    degrees = *degrees, layout.size(EXPERT), layout.data_size > 1
-    how = config.zero, config.sequence, config.activation_checkpointing, splits_backward(config), config.bucket_layers
-    numbers = work.micro_batch_size, work.micro_batches == 1, config.offload is Offload.none, work.half_sums
-    return work.same, stage.runs, stage.first, stage.last, tp_rank, *degrees, *how, *numbers
+    """Return the fields that `passes_of` depends on: those of the profile, the stage, and FSDP2."""
+    config, shards = work.parallelism, work.layout.size("dp_shard")
+    fsdp = shards, config.zero, config.bucket_layers, config.offload is Offload.none, work.half_sums
+    return profile_key(work, tp_rank), stage.runs, stage.first, stage.last, work.micro_batches == 1, *fsdp
 
 
 @cached(_key)
 def passes_of(work: Workload, stage: Stage, tp_rank: int) -> Passes:
     """Return, for each pass of a stage, its peak above the level before it and its change of the level. Keys are the
     kind, `first` and `last` of `walk.Turn`."""
-    memory, split = _Stage(work, stage, tp_rank), splits_backward(work.parallelism)
-    first, later, kept = memory.forward_passes()
-    found = {("F", True, False): (first, kept), ("F", False, False): (later, kept)}
-    each, final = (work.sharded and (last or memory.often) for last in (False, True))
-    carried = memory.carried * each
-    for is_last, reduces in ((False, each), (True, final)):
-        if split and not stage.first:
-            inputs, weights = memory.halves(reduces, kept)
-            found["I", False, False] = inputs.most, inputs.left
-        else:  # the first stage needs no gradient of its input, so its W half is the whole backward pass
-            weights = memory.backward(reduces, kept)
-        for is_first in (False, True):
-            peak, change = weights.most, weights.left
-            if weights.reducing is not None:
-                before, after = 0 if is_first else carried, 0 if is_last else carried
-                peak, change = max(peak, weights.reducing - before), change + after - before
-            found["B", is_first, is_last] = found["W", is_first, is_last] = peak, change
+    memory = _Stage(work, stage, tp_rank)
+    first = later = memory.forward(memory.frees, memory.added)
+    if memory.gathered and not memory.frees:
+        # Parameters that stay gathered are gathered in the first pass. Its gradients count as model state, because
+        # there are no earlier gradients to which they are added.
+        first = memory.forward(True, memory.holds)
+    kept = sum(later)
+    found = {("F", True, False): (highest(first), kept), ("F", False, False): (highest(later), kept)}
+    backward = memory.backward
+    if memory.split and not stage.first:
+        inputs = memory.inputs()
+        found["I", False, False] = highest(inputs), sum(inputs)
+        kept, backward = kept + sum(inputs), partial(memory.weights, kept + sum(inputs))
+    # The buffer of a pass's last reduction is held until the stage's next reduction begins.
+    carried = backward(work.sharded and memory.often, 0)[1]
+    for is_first, is_last in product((False, True), repeat=2):
+        before = 0 if is_first else carried
+        tape, after = backward(work.sharded and (is_last or memory.often), before)
+        change = after * (not is_last) - before - kept
+        found["B", is_first, is_last] = found["W", is_first, is_last] = highest(tape), change
     return found
 
 
@@ -224,177 +214,134 @@ class _Bucket(NamedTuple):
     """Blocks that FSDP2 gathers and reduces together; `times` is the number of equal buckets in a row.
 
     In bytes, 0 without gathers: `gathered`, the gathered bucket; `ahead`, the parameters prefetched during its backward
-    pass; `without`, the gathered bucket without experts that are distributed over ranks. `reductions`: first that of
-    distributed experts, if any, then that of the other parameters.
+    pass. `reductions`: first that of distributed experts, if any, then that of the other parameters.
     """
 
     kinds: tuple[int, ...]
     times: int
     gathered: int
     ahead: int
-    without: int
-    reductions: tuple[_Reduction, ...]
-
-    @property
-    def gradients(self) -> int:
-        """Bytes of the gradients in the dtype in which a pass computes them."""
-        return sum(each.gradients for each in self.reductions)
+    reductions: list[_Reduction]
 
 
 class _Stage:
     """A stage with its profile, FSDP2's buffers, and the handling of gradients.
 
-    `others`: bytes of the unsharded gradients of the parameters outside blocks; 0 without FSDP2. `buckets`: FSDP2's
-    buckets in forward order. `frees`: gathered buckets are freed after each pass. `often`: each pass reduces its
-    gradients. `added`: gradients are allocated in addition to accumulated ones; otherwise they count as model state.
-    `holds`: FSDP2 holds a block's gradients until it reduces them; otherwise each gradient is added to the accumulated
-    gradient and freed.
+    `others`: the reduction of the parameters outside blocks. `buckets`: FSDP2's buckets in forward order. `frees`:
+    gathered buckets are freed after each pass. `often`: each pass reduces its gradients. `added`: gradients are
+    allocated in addition to accumulated ones; otherwise they count as model state. `holds`: FSDP2 holds a block's
+    gradients until it reduces them; otherwise each gradient is added to the accumulated gradient and freed.
     """
 
     def __init__(self, work: Workload, stage: Stage, tp_rank: int) -> None:
-        config, self.shards, sharded = work.parallelism, work.layout.size("dp_shard"), work.sharded
+        config, shards, sharded = work.parallelism, work.layout.size("dp_shard"), work.sharded
         self.work, self.stage, self.profile = work, stage, profile_of(work, tp_rank)
-        comes_and_goes = sharded and (self.shards > 1 or config.offload is not Offload.none)
-        others = gathered_elements(stage.others, self.shards) * sharded
-        self.others, self.others_gathered = others * work.reduce_item, others * work.gather_item
+        self.split = splits_backward(config)
+        comes_and_goes = sharded and (shards > 1 or config.offload is not Offload.none)
+        others = gathered_elements(stage.others, shards) * sharded
+        self.others, self.others_gathered = _Reduction(others * work.reduce_item, 0, shards), others * work.gather_item
         self.frees = config.zero == 3 and comes_and_goes
         held = work.gather_item if sharded else work.stored  # bytes of a parameter as a layer uses it
         self.often, self.added = config.zero >= 2 or work.micro_batches == 1, sharded or work.micro_batches > 1
         # FSDP2 accumulates in fp32 the gradients that are computed in 16 bits.
         self.holds = sharded and (self.often or held < work.reduce_item)
-        self.buckets = list[_Bucket]()
+        self.buckets, earlier = list[_Bucket](), None
         for kinds, times in stage.buckets(config.bucket_layers):
-            whole = stage.bucket(kinds, self.shards) * sharded
-            gathered = whole * work.gather_item * comes_and_goes
+            gathered = stage.bucket(kinds, shards) * work.gather_item * comes_and_goes
             # While a bucket's distributed experts are gathered, the prefetched bucket does not include its experts.
-            without = stage.bucket(kinds, self.shards, experts=False) * work.gather_item * (gathered > 0)
-            before = next((each.without for each in reversed(self.buckets) if each.gathered), without)
+            without = stage.bucket(kinds, shards, experts=False) * work.gather_item * (gathered > 0)
+            ahead = without if times > 1 or earlier is None else earlier
+            earlier = without if gathered else earlier
             parameters = tuple(each for kind in kinds for each in stage.kinds[kind])
-            reductions = tuple(
+            reductions = [
                 _Reduction(
-                    gathered_elements(some, self.shards) * work.reduce_item * sharded,
+                    gathered_elements(some, shards) * work.reduce_item * sharded,
                     sum(each.elements for each in some) * held * self.holds,
-                    expert_shards(self.shards, some[0].among),
+                    expert_shards(shards, some[0].among),
                 )
                 for some in (shared(parameters, True), shared(parameters, False))
                 if some
-            )
-            ahead = without if times > 1 else before
-            self.buckets.append(_Bucket(kinds, times, gathered, ahead, without, reductions))
+            ]
+            self.buckets.append(_Bucket(kinds, times, gathered, ahead, reductions))
         self.gathered = sum(each.gathered * each.times for each in self.buckets)
-        self.gradients = sum(each.gradients * each.times for each in self.buckets)
 
-    @property
-    def carried(self) -> int:
-        """Bytes of a pass's last reduction, whose buffer is held until the stage's next reduction begins."""
-        split = splits_backward(self.work.parallelism)
-        sizes = [last.size for each in self.buckets for last in each.reductions[-1:] if last.size]
-        if not sizes or (self.others and not split):
-            return self.others
-        return sizes[-1 if split else 0]
+    def tape(self, segments: Iterable[Segment], added: bool, given: bool = True) -> list[int]:
+        """Return the tape of consecutive segments. `added`: see Segment.tape. `given`: likewise, for the first one."""
+        tape = list[int]()
+        for segment in segments:
+            tape += segment.tape(added, self.holds, given)
+            given = True
+        return tape
 
-    def tape(self, segment: Segment, given: bool = True) -> list[int]:
-        """Return the tape of a segment, with gradients as in every pass but the first. `given`: see Segment.tape."""
-        return segment.tape(self.added, self.holds, given)
-
-    def reduction(self, size: int, grads: int, shards: int) -> list[int]:
-        """Return the tape of a reduction; the arguments are the fields of _Reduction. The input is held until the next
-        reduction.
+    def reduced(self, reductions: Iterable[_Reduction], before: int) -> tuple[list[int], int]:
+        """Return the tape of reductions in sequence, and the bytes of the last one's input, which is held until the
+        next reduction. `before`: those of the reduction before.
 
         The resulting shards count as model state and are not on the tape. If the reduction dtype is not fp32, the tape
         includes temporary shards in that dtype.
         """
-        received = size - size // shards if self.work.device == "cpu" else 0
-        if self.work.reduce_item < MASTER:
-            received += size // shards
-        return [size, -grads, received, -received] if size else []
+        tape = list[int]()
+        for size, gradients, shards in reductions:
+            received = size - size // shards if self.work.device == "cpu" else 0
+            if self.work.reduce_item < MASTER:
+                received += size // shards
+            if size:
+                tape += [-before, size, -gradients, received, -received]
+                before = size
+        return tape, before
 
-    def blocks(self, kinds: Iterable[int], backward: bool, added: bool, given: bool) -> list[int]:
-        """Return the tape of a bucket's pass. `given`: see Segment.tape, for the bucket's first block."""
-        segments, tape = self.profile.blocks_back if backward else self.profile.blocks, list[int]()
-        for kind in kinds:
-            tape += segments[kind].tape(added, self.holds, given)
-            given = True
-        return tape
-
-    def at_once(self) -> list[int]:
-        """Return the tape of all reductions in sequence. A split backward pass, which runs no hooks, ends with them."""
-        tape, before = self.reduction(self.others, 0, self.shards), self.others
-        for bucket in self.buckets:
-            for each in bucket.reductions * bucket.times:
-                if each.size:
-                    tape += [-before, *self.reduction(*each)]
-                    before = each.size
-        return tape
-
-    def forward_passes(self) -> tuple[int, int, int]:
-        """Return the peak of a step's first forward pass, the peak of any other forward pass, and the bytes left."""
-        later = self.forward(self.frees, self.added)
-        first = later
-        if self.gathered and not self.frees:
-            # Parameters that stay gathered are gathered in the first pass. Its gradients count as model state, because
-            # there are no earlier gradients to which they are added.
-            first = self.forward(True, self.holds)
-        return highest(first), highest(later), sum(later)
+    def remaining(self, before: int) -> tuple[list[int], int]:
+        """Return the result of `reduced` for the end of a pass. A split backward pass, which runs no hooks, ends with
+        all reductions."""
+        blocks = [each for bucket in self.buckets for each in bucket.reductions * bucket.times] if self.split else []
+        return self.reduced([self.others, *blocks], before)
 
     def forward(self, gathers: bool, added: bool) -> list[int]:
         """Return the tape of a forward pass. `gathers`: the pass gathers buckets, and holds each bucket's buffer until
         the next gather or the backward pass."""
         stage, profile, given = self.stage, self.profile, self.stage.first
         before = self.others_gathered * gathers * (not self.gathered)  # with buckets, the first one's gather frees it
-        tape = [before, *(profile.begin.tape(added, self.holds) if stage.first else ())]
+        tape = [before, *self.tape([profile.begin] * stage.first, added)]
         for bucket in self.buckets:
             for count in (1, bucket.times - 1):
                 buffer, freed = (bucket.gathered or before) * gathers, bucket.gathered * self.frees
-                each = [buffer - before, freed, *self.blocks(bucket.kinds, False, added, given), -freed]
-                tape, before, given = tape + repeated(each, count), buffer, True
-        return [*tape, *(profile.end.tape(added, self.holds) if stage.last else ()), -before]
+                blocks = self.tape((profile.blocks[kind] for kind in bucket.kinds), added, given)
+                tape, before, given = tape + repeated([buffer - before, freed, *blocks, -freed], count), buffer, True
+        return [*tape, *self.tape([profile.end] * stage.last, added), -before]
 
-    def backward(self, reduces: bool, kept: int) -> Taken:
-        """Return the memory of a whole backward pass after a forward pass that left `kept` bytes. `reduces`: the pass
-        reduces gradients."""
-        stage, profile, split = self.stage, self.profile, splits_backward(self.work.parallelism)
-        whole = self.gathered * self.frees * split  # before a split pass, the whole stage is gathered
-        tape = [*(self.tape(profile.end_back) if stage.last else ()), whole]
-        begun, before, given = 0, 0, stage.last
+    def backward(self, reduces: bool, before: int) -> tuple[list[int], int]:
+        """Return the tape of a whole backward pass, and the bytes of its last reduction's input. `reduces`: the pass
+        reduces gradients. `before`: bytes of the input of the reduction before this pass."""
+        stage, profile = self.stage, self.profile
+        whole = self.gathered * self.frees * self.split  # before a split pass, the whole stage is gathered
+        tape, given = [*self.tape([profile.end_back] * stage.last, self.added), whole], stage.last
         for bucket in reversed(self.buckets):
-            gathered, ahead = (each * self.frees * (not split) for each in (bucket.gathered, bucket.ahead))
-            reductions = [each for each in bucket.reductions if each.size and reduces and not split]
+            gathered, ahead = (each * self.frees * (not self.split) for each in (bucket.gathered, bucket.ahead))
+            reductions = bucket.reductions * (reduces and not self.split)
             for count in (1, bucket.times - 1):
-                each = [gathered + ahead, *self.blocks(reversed(bucket.kinds), True, self.added, given)]
-                each.append(-gathered)
-                for reduction in reductions:
-                    begun = begun or len(tape) + len(each)
-                    each += [-before, *self.reduction(*reduction)]
-                    before = reduction.size
-                tape += repeated([*each, -ahead], count)
+                blocks = self.tape((profile.blocks_back[kind] for kind in reversed(bucket.kinds)), self.added, given)
+                reduced, before = self.reduced(reductions, before)
+                tape += repeated([gathered + ahead, *blocks, -gathered, *reduced, -ahead], count)
                 given = True
-        tape += [-whole, *(self.tape(profile.begin_back) if stage.first else ())]
-        begun = begun or len(tape)
-        if reduces and split:
-            tape += self.at_once()
-        elif reduces and self.others:
-            tape += [-before, *self.reduction(self.others, 0, self.shards)]
-        return _taken(tape, -kept, begun if reduces else None)
+        tape += [-whole, *self.tape([profile.begin_back] * stage.first, self.added)]
+        reduced, before = self.remaining(before) if reduces else ([], before)
+        return tape + reduced, before
 
-    def halves(self, reduces: bool, kept: int) -> tuple[Taken, Taken]:
-        """Return the memory of the I and the W half of a backward pass after a forward pass that left `kept` bytes.
-        `reduces`: gradients are reduced at the end of the W half."""
-        end, found = self.stage.last, halves_of(self.work, self.stage.blocks)
-        gathered, copied = self.gathered * self.frees, self.buckets[-1].gathered * self.frees
-        tape = [gathered, *(self.tape(found.inputs_end) if end else ())]
-        tape += [*repeated(self.tape(found.inputs), self.stage.units), -gathered]
-        inputs = _taken(tape, sum(tape))
-        # The bucket gathered last is copied out of its buffer.
-        whole = gathered + self.others_gathered * self.frees
-        peak = highest(self.tape(found.weights_end if end else found.weights))
-        tape = [whole, copied, -copied, peak, -peak, self.gradients - kept - inputs.left, -whole]
-        begun = len(tape) if reduces else None
-        return inputs, _taken(tape + (self.at_once() if reduces else []), -kept - inputs.left, begun)
+    def inputs(self) -> list[int]:
+        """Return the tape of the I half of a backward pass."""
+        found, gathered = halves_of(self.work, self.stage.blocks), self.gathered * self.frees
+        end, blocks = ([found.inputs_end] * self.stage.last, [found.inputs])
+        inside = repeated(self.tape(blocks, self.added), self.stage.units)
+        return [gathered, *self.tape(end, self.added), *inside, -gathered]
 
-
-def _taken(tape: list[int], left: int, begun: int | None = None) -> Taken:
-    """Return the memory of a pass with this tape. `begun`: index of its first reduction, None if it has none."""
-    if begun is None:
-        return Taken(highest(tape), left)
-    return Taken(highest(tape[:begun]), left, sum(tape[:begun]) + highest(tape[begun:]))
+    def weights(self, kept: int, reduces: bool, before: int) -> tuple[list[int], int]:
+        """Return the tape of the W half of a backward pass, as `backward` does. `kept`: bytes that the forward pass and
+        the I half left."""
+        found = halves_of(self.work, self.stage.blocks)
+        whole = (self.gathered + self.others_gathered) * self.frees
+        copied = self.buckets[-1].gathered * self.frees  # the bucket gathered last is copied out of its buffer
+        peak = highest(self.tape([found.weights_end if self.stage.last else found.weights], self.added))
+        made = sum(each.gradients * bucket.times for bucket in self.buckets for each in bucket.reductions)
+        tape = [whole, copied, -copied, peak, -peak, made - kept, -whole]
+        reduced, before = self.remaining(before) if reduces else ([], before)
+        return tape + reduced, before

@@ -108,26 +108,20 @@ class _Part:
             return GRADIENT if change.size > 0 else ADDED
         return UPSTREAM if change.size < 0 and change.number in given else PLAIN
 
-    def zeros(self, *shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
-        """Return a tensor of zeros that is not counted."""
-        tensor = torch.zeros(shape, dtype=dtype)
-        self.watch.leave_out(tensor)
-        return tensor
+    def uncounted(self, values: Any) -> Any:
+        """Return a tensor, or nested ones, after excluding their memory from the count."""
+        self.watch.leave_out(*tree_leaves(values))
+        return values
 
     def activations(self, block: int) -> Tensor:
         """Return zeros in the shape of a block's input, for the input of a part or the gradient of its output. They are
         not counted, because the estimate counts them as buffers of the pipeline."""
-        return self.zeros(*block_input(self.work, block), dtype=self.model.dtype)
-
-    def micro_batch(self) -> tuple[Any, Any]:
-        """Return the input and the targets of a micro-batch, which are not counted."""
-        batch = zero_batch(self.work)
-        self.watch.leave_out(*tree_leaves(batch))
-        return batch
+        return self.uncounted(torch.zeros(block_input(self.work, block), dtype=self.model.dtype))
 
     def forward(self, x: Any, targets: Any, tokens: Tensor | None = None) -> Tensor:
         """Run the part on a micro-batch."""
-        inputs = Inputs(targets, self.zeros(self.work.micro_batch_size), None, 1.0, tokens=tokens)
+        numbers = self.uncounted(torch.zeros(self.work.micro_batch_size, dtype=torch.int64))
+        inputs = Inputs(targets, numbers, None, 1.0, tokens=tokens)
         self.watch.phase = "forward"
         self.mark("begin")
         out = self.model.forward(self.module, x, inputs)
@@ -139,7 +133,7 @@ def record(work: Workload, tp_rank: int = 0) -> Profile:
     """Return the profile of a workload's model, recorded at the workload's micro-batch size."""
     with _recorded(work, tp_rank, BLOCKS) as part:
         numbers = [f"{number}" for number in _mark_blocks(part)]
-        loss = part.forward(*part.micro_batch())
+        loss = part.forward(*part.uncounted(zero_batch(work)))
         loss.register_hook(lambda _: part.mark("end back"))
         loss.backward()
         part.mark("done")
@@ -174,7 +168,7 @@ def _record_half(work: Workload, blocks: range, end: bool) -> tuple[Segment, Seg
         names = [f"{number} back" for number in _mark_blocks(part)]
         x = part.activations(blocks.start).requires_grad_()
         gradient = None if end else [part.activations(blocks.stop)]
-        tokens, targets = part.micro_batch()
+        tokens, targets = part.uncounted(zero_batch(work))
         out = part.forward(x, targets, tokens)
         part.mark("I")
         weights = list(part.module.parameters())

@@ -154,7 +154,7 @@ def _between(one: Any, two: Any, share: float) -> Any:
     return one
 
 
-def _key(work: Workload, tp_rank: int = 0) -> tuple[object, ...]:
+def profile_key(work: Workload, tp_rank: int = 0) -> tuple[object, ...]:
     """Return the cache key of a profile: the fields that it depends on."""
     config, layout = work.parallelism, work.layout
     degrees = layout.size("tp"), layout.context, layout.size(EXPERT), layout.size("pp") == 1, work.sharded
@@ -162,7 +162,7 @@ def _key(work: Workload, tp_rank: int = 0) -> tuple[object, ...]:
     return work.same, work.micro_batch_size, *degrees, *how, tp_rank
 
 
-@cached(_key)
+@cached(profile_key)
 def profile_of(work: Workload, tp_rank: int = 0) -> Profile:
     """Return the profile of a workload's model on the tensor rank `tp_rank`."""
     from gptlite.plan.probe import record
@@ -170,7 +170,7 @@ def profile_of(work: Workload, tp_rank: int = 0) -> Profile:
     return _scaled(work, lambda smaller: profile_of(smaller, tp_rank)) or record(work, tp_rank)
 
 
-@cached(lambda work, blocks=None: (_key(work), blocks))
+@cached(lambda work, blocks=None: (profile_key(work), blocks))
 def halves_of(work: Workload, blocks: range | None = None) -> Halves:
     """Return the profiles of split backward passes in a pipeline; if blocks differ, those of the stage with
     `blocks`."""

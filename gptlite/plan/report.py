@@ -18,7 +18,7 @@ from gptlite.models.spec import spec_of
 from gptlite.parallelism.config import Offload
 from gptlite.plan.capacity import GIB, MEMORY_ERROR
 from gptlite.plan.config import ClusterConfig
-from gptlite.plan.cost import cost_per_billion_tokens, days_to_train, stage_seconds
+from gptlite.plan.cost import cost_per_billion_tokens, stage_seconds
 from gptlite.plan.largest import Largest
 from gptlite.plan.parameters import num_parameters
 from gptlite.plan.pictures import TIME, Bars, draw_layouts, draw_timeline, make_folder
@@ -193,7 +193,7 @@ def _bars(layout: Candidate, limit: float) -> Bars:
     """Return the bars of a layout in the chart of a plan."""
     each = layout.prediction
     lengths = {part: getattr(each, f"{part}_seconds") for part in TIME}
-    label = f"{each.tokens_per_second:,.0f} {_unit(layout.work)}/s{'' if each.mfu is None else f', MFU {each.mfu:.0%}'}"
+    label = f"{each.tokens_per_second:,.0f} {_unit(layout.work)}/s, MFU {each.mfu:.0%}"
     return Bars(_name(layout), lengths, label, each.memory, limit)
 
 
@@ -223,7 +223,7 @@ def _row(number: int, each: Candidate, equal: bool) -> tuple[str, ...]:
         EQUAL * equal,
         f"{prediction.step_seconds:.3g}",
         format_count(prediction.tokens_per_second),
-        "n/a" if prediction.mfu is None else f"{prediction.mfu:.1%}",
+        f"{prediction.mfu:.1%}",
         f"{prediction.communication_seconds / prediction.step_seconds:.0%}",
         f"{prediction.bubble_seconds / prediction.step_seconds:.0%}",
         f"{prediction.memory.total / GIB:.1f}",
@@ -290,8 +290,8 @@ def _offload_words(plan: Plan) -> str:
 
 
 def _training_words(plan: Plan, tokens: float) -> str:
-    duration = format_duration(86400 * days_to_train(tokens, plan.best.prediction))
-    words = f"{format_count(tokens)} {plan.best.work.unit} in {duration}"
+    seconds = tokens / plan.best.prediction.tokens_per_second
+    words = f"{format_count(tokens)} {plan.best.work.unit} in {format_duration(seconds)}"
     each = cost_per_billion_tokens(plan.best.prediction, plan.cluster, plan.best.work.layout.world_size)
     if each is None:
         return words

@@ -164,7 +164,7 @@ class StepWatch(Watch):
             sample()
 
         passes = step.passes
-        passes.run = self._during("forward", passes.run)  # type: ignore[method-assign]
+        passes.run = during(self, "forward", passes.run)  # type: ignore[method-assign]
         for part in state.parts:
             part.register_forward_pre_hook(lambda *_: setattr(self, "phase", "forward"), prepend=True)
             # The phase is set before FSDP2 gathers for the backward pass; the sample is taken after that.
@@ -179,28 +179,16 @@ class StepWatch(Watch):
 
     def _hook(self, stage: Any, sample: Callable[[], None]) -> None:
         """Wrap the methods of torch's pipeline stage that run backward passes and return messages."""
-        weights = self._during("backward", stage.backward_weight_one_chunk)
+        weights = during(self, "backward", stage.backward_weight_one_chunk)
 
         def sampled(*args: Any, **options: Any) -> None:
             sample()
             weights(*args, **options)
 
-        stage.backward_one_chunk = self._during("backward", stage.backward_one_chunk)
+        stage.backward_one_chunk = during(self, "backward", stage.backward_one_chunk)
         stage.backward_weight_one_chunk = sampled
         for name, phase in MESSAGE_METHODS.items():
-            setattr(stage, name, self._during(phase, self._recording(getattr(stage, name))))
-
-    def _during(self, phase: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that sets the phase while `call` runs."""
-
-        def run(*args: Any, **options: Any) -> Any:
-            before, self.phase = self.phase, phase
-            try:
-                return call(*args, **options)
-            finally:
-                self.phase = before
-
-        return run
+            setattr(stage, name, during(self, phase, self._recording(getattr(stage, name))))
 
     def _recording(self, ask: Callable[[int], list[dist.P2POp]]) -> Callable[[int], list[dist.P2POp]]:
         """Return a function that calls `ask` and records the messages that it returns."""
@@ -212,6 +200,19 @@ class StepWatch(Watch):
             return ops
 
         return recorded
+
+
+def during(watch: Any, phase: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that sets `watch.phase` while `call` runs."""
+
+    def run(*args: Any, **options: Any) -> Any:
+        before, watch.phase = watch.phase, phase
+        try:
+            return call(*args, **options)
+        finally:
+            watch.phase = before
+
+    return run
 
 
 def _at_backward(call: Callable[[], None]) -> Callable[[nn.Module, Any, Tensor], None]:

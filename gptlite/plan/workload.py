@@ -213,6 +213,6 @@ class Prediction:
     bubble_seconds: float
     optimizer_seconds: float
     tokens_per_second: float
-    mfu: float | None
+    mfu: float
     memory: RankBytes
     memory_rank: int

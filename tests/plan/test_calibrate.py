@@ -3,6 +3,7 @@
 import re
 import time
 from dataclasses import asdict, replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -57,6 +58,16 @@ def test_a_cpu_that_nobody_has_measured_multiplies_in_what_a_run_would(monkeypat
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     taken = resolve_precision(PrecisionConfig(), CPU).compute_dtype
     assert getattr(torch, {"fp32": "float32", "bf16": "bfloat16"}[planned_dtype(load([]), local.assumed())]) == taken
+
+
+def test_a_gpu_that_nobody_has_measured_is_that_of_its_data_sheet(monkeypatch):
+    memory = SimpleNamespace(total_memory=40 * 2**30)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA A100-SXM4-40GB")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: memory)
+    found = local.assumed()
+    assert (found.device, found.devices_per_node, found.memory_gib) == ("cuda", 4, 40.0)
+    assert found.peak_tflops == pytest.approx({"fp32": 19.5, "bf16": 312.0, "fp16": 312.0})
 
 
 def test_ranks_that_do_not_answer_are_given_up(monkeypatch):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 
 import pytest
 from distributed.ranks import Ranks
 from marking import marked
 
+from gptlite.commands.plan import planned_config
 from gptlite.config import Config, load
 from gptlite.parallelism.axes import EXPERT
 from gptlite.parallelism.layout import resolve
@@ -19,7 +19,7 @@ from gptlite.plan.planning import chosen, fixed_keys, make_plan, space_of
 from gptlite.plan.search import layouts
 from gptlite.plan.simulate import simulate
 from gptlite.plan.traffic import transfers
-from gptlite.plan.workload import FULLEST, Transfer, Workload
+from gptlite.plan.workload import FULLEST, Workload
 from plan.truth import BASE, Counted, workload
 
 EXPERTS = """
@@ -30,6 +30,7 @@ TOLERANCE = 0.05
 LAYOUTS = [
     (2, "data=2 expert=2"),
     (4, "data=4 expert=2 zero=3"),
+    (4, "data=4 expert=2 zero=3 model.moe.every=2 model.moe.shared=1"),  # blocks of two kinds
     (4, "data=2 pipeline=2 expert=2 zero=2 schedule=zero_bubble"),
     (4, "data=2 tensor=2 expert=2 zero=3 sequence=true"),
     (4, "data=4 expert=4 zero=1 activation_checkpointing=full"),
@@ -43,19 +44,15 @@ LAYOUTS = [
 ]
 
 
-def config(words: str = "", *more: str) -> Config:
-    return load([*BASE, *EXPERTS, *(f"parallelism.{key}" for key in words.split()), *more])
+def config(words: str) -> Config:
+    return load([*BASE, *EXPERTS, *(key if "." in key else f"parallelism.{key}" for key in words.split())])
 
 
-def work_of(world: int, words: str, *more: str) -> Workload:
-    return workload(config(words, *more), world)
+def work_of(world: int, words: str) -> Workload:
+    return workload(config(words), world)
 
 
-def counts(them: list[Transfer]) -> Counter[Transfer]:
-    return Counter({each._replace(count=0): each.count for each in them})
-
-
-@pytest.mark.parametrize(("world", "words"), marked(LAYOUTS, quick=3, slow=3))
+@pytest.mark.parametrize(("world", "words"), marked(LAYOUTS, quick=4, slow=3))
 def test_a_simulated_rank_takes_and_sends_what_is_planned(world, words):
     """Model state and transfers exactly, all else within 5%, with equal loads."""
     work = replace(work_of(world, words), imbalance=1.0)
@@ -63,15 +60,8 @@ def test_a_simulated_rank_takes_and_sends_what_is_planned(world, words):
     assert (planned.parameters, planned.gradients, planned.optimizer) == (
         *(simulated.peak.parameters, simulated.peak.gradients, simulated.peak.optimizer),
     )
-    assert counts(transfers(work, 0)) == counts(simulated.transfers)
+    assert set(transfers(work, 0)) == set(simulated.transfers)
     assert planned.activations == pytest.approx(simulated.peak.activations, rel=TOLERANCE)
-
-
-def test_simulated_blocks_of_two_kinds_take_and_send_what_is_planned():
-    work = replace(work_of(4, "data=4 expert=2 zero=3", "model.moe.every=2", "model.moe.shared=1"), imbalance=1.0)
-    planned, simulated = estimate(work, 0), simulate(work, 0)
-    assert counts(transfers(work, 0)) == counts(simulated.transfers)
-    assert planned.total == pytest.approx(simulated.peak.total, rel=TOLERANCE)
 
 
 @pytest.mark.slow
@@ -87,9 +77,9 @@ def test_real_ranks_send_what_is_planned(words):
     assert {each.kind for each in rows} == {"all_to_all"}
     sent = sum(each.payload * each.count for rank in found for each in rank.transfers if each.axis == EXPERT)
     assert sent == 4 * sum(each.payload * each.count for each in rows)
-    others = counts([each for each in planned if each.axis != EXPERT])
+    others = {each for each in planned if each.axis != EXPERT}
     for rank in found:
-        assert counts([each for each in rank.transfers if each.axis != EXPERT]) == others
+        assert {each for each in rank.transfers if each.axis != EXPERT} == others
         took, expected = rank.bytes, estimate(work, 0)
         assert took.total - took.activations == expected.total - expected.activations
         assert took.activations < (1 + TOLERANCE) * expected.activations
@@ -125,9 +115,7 @@ MIXTURE = [
 
 
 def planned(*given: str) -> Config:
-    found = load(["parallelism=auto", *MIXTURE, *given])
-    found.run.overrides = [*MIXTURE, *given]
-    return found
+    return planned_config([*MIXTURE, *given])
 
 
 def test_every_degree_that_divides_the_experts_and_the_data_ranks_is_looked_at():

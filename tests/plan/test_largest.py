@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from gptlite.commands.plan import planned_config
 from gptlite.config import load
 from gptlite.errors import ConfigError
 from gptlite.models.spec import spec_of
@@ -31,9 +32,7 @@ def silent(text):
 
 
 def config_of(*given):
-    config = load(["parallelism=auto", *GIVEN, *given])
-    config.run.overrides = [*GIVEN, *given]
-    return config
+    return planned_config([*GIVEN, *given])
 
 
 def test_the_largest_fits_and_one_more_layer_does_not():

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from gptlite.config import CONF_DIR, load
+from gptlite.commands.plan import planned_config
+from gptlite.config import CONF_DIR
 from gptlite.plan.largest import largest_models
 from gptlite.plan.memory import most
 from gptlite.plan.report import train_command, write_largest
@@ -30,8 +31,7 @@ def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.long
 def test_the_pick_runs_and_a_tenth_more_does_not(tmp_path: Path) -> None:
-    config = load(GIVEN)
-    config.run.overrides = GIVEN
+    config = planned_config(GIVEN)
     cluster, (best, *_) = largest_models(config, lambda _: None)
     words = shlex.split(train_command(config, cluster, best.work, best.override))[2:]
     done = run(tmp_path / "pick", *words)
@@ -48,10 +48,7 @@ def test_the_pick_runs_and_a_tenth_more_does_not(tmp_path: Path) -> None:
 
 def test_the_picture_has_a_bar_for_each_layout(tmp_path: Path) -> None:
     node = ("cluster=dgx-h100", "cluster.devices_per_node=2", "cluster.memory_gib=3", "data.global_batch_size=4")
-    given = [*GIVEN[1:], "parallelism=auto", *node]
-    config = load(given)
-    config.run.overrides = given
-    cluster, found = largest_models(config, lambda _: None)
+    cluster, found = largest_models(planned_config([*GIVEN[1:], *node]), lambda _: None)
     assert len(found) > 2
     picture = write_largest(cluster, found, tmp_path / "out", 3)
     three = picture.read_bytes()

@@ -137,6 +137,13 @@ def test_precisions_take_among_four_imagined_ranks_what_is_planned(words: str):
     assert expected.activations == pytest.approx(found.activations, rel=TOLERANCE)
 
 
+def test_a_reduction_that_takes_the_most_is_planned():
+    """With few tokens, in 16 bits, a reduction's buffers take more memory than any layer."""
+    work = workload(Layout(4, "zero=2 micro=1 batch=4 dtype=bf16").config(), 4)
+    work = replace(work, sequence_length=16, model=replace(work.model, sequence_length=16))
+    assert estimate(work, 0).activations == pytest.approx(simulate(work, 0).peak.activations, rel=TOLERANCE)
+
+
 @pytest.mark.parametrize("layers", [4, 6, 8, 10])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "zbv"])
 def test_the_fullest_rank_of_a_pipeline_is_found(schedule, layers):

@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from gptlite.commands.plan import planned_config
 from gptlite.config import load
 from gptlite.plan.capacity import rank_memory
 from gptlite.plan.planning import make_plan, space_of
@@ -16,9 +17,7 @@ GIVEN = ["model=gpt3-xl", "data=synthetic", "cluster=dgx-h100", "data.global_bat
 
 
 def planned(*more):
-    config = load(["parallelism=auto", *GIVEN, *more])
-    config.run.overrides = [*GIVEN, *more]
-    return make_plan(config, log=lambda text: None)
+    return make_plan(planned_config([*GIVEN, *more]), log=lambda text: None)
 
 
 @pytest.fixture(scope="module")
@@ -90,11 +89,19 @@ def test_a_tight_pick_is_joined_by_an_equal_one_with_memory_to_spare(plan):
 
 def test_the_files_have_the_uncertainty_too(plan, tmp_path):
     files = write(plan, tmp_path, 5)
+    assert [file.name for file in files] == ["plan.png", "plan.json"]  # the pick has no pipeline
     whole = json.loads(files[-1].read_text())
     assert whole["error"] == ERROR
     assert whole["equal"] == len(equals(plan.found))
     assert whole["memory_limit"] == rank_memory(plan.cluster, 8)
     assert whole["layouts"][0]["equal"] is True
+
+
+def test_a_picks_pipeline_is_drawn(tmp_path):
+    piped = planned("parallelism.pipeline=2", "parallelism.tensor=1", "parallelism.schedule=1f1b", "parallelism.zero=1",
+                    "parallelism.activation_checkpointing=none", "data.micro_batch_size=1")  # fmt: skip
+    assert [file.name for file in write(piped, tmp_path, 1)] == ["plan.png", "timeline.png", "plan.json"]
+    assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_eta_of_a_search_leaves_out_the_time_before_it(monkeypatch):

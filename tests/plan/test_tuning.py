@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from gptlite.commands.plan import planned_config
 from gptlite.config import load
 from gptlite.plan import tuning
 from gptlite.plan.planning import make_plan
@@ -14,9 +15,7 @@ GIVEN = ["data=synthetic", "data.vocab_size=300", "data.global_batch_size=16", "
 
 @pytest.fixture(scope="module")
 def plan():
-    config = load(["parallelism=auto", *GIVEN])
-    config.run.overrides = list(GIVEN)
-    return make_plan(config, log=lambda text: None)
+    return make_plan(planned_config(GIVEN), log=lambda text: None)
 
 
 def speeds(monkeypatch, answer):

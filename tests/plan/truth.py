@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gptlite.config import Config, with_vocabulary
+from gptlite.config import Config
 from gptlite.ops.select import select_ops
 from gptlite.parallelism import point_to_point
 from gptlite.parallelism.axes import EXPERT
@@ -33,9 +33,10 @@ from gptlite.parallelism.memory_watch import MemoryWatch, where_backward_begins
 from gptlite.parallelism.mesh import Mesh, build_mesh
 from gptlite.parallelism.pipeline import OnePart, Pipeline, _Stage
 from gptlite.parity.record import build
-from gptlite.plan.planning import planned_dtype, planned_sample
+from gptlite.plan.planning import workload_of
+from gptlite.plan.simulate import MESSAGE_METHODS, during
+from gptlite.plan.watch import KINDS
 from gptlite.plan.workload import RankBytes, Transfer, Workload
-from gptlite.precision import Reduce
 from gptlite.trainer.state import TrainState
 from gptlite.trainer.step import Step
 
@@ -55,25 +56,10 @@ class Counted:
 
 
 def workload(config: Config, world: int) -> Workload:
-    """The same step as the planner has it. The synthetic data's vocabulary is the configured one."""
+    """The same step as the planner has it."""
     ops = select_ops(config.ops, torch.device("cpu"), lambda _: None)
-    vocabulary = getattr(config.data, "vocab_size", None)
-    return Workload(
-        model=with_vocabulary(config, vocabulary).model if vocabulary else config.model,
-        parallelism=config.parallelism,
-        layout=resolve(config.parallelism, world),
-        optimizer=config.optimizer,
-        global_batch_size=config.data.global_batch_size,
-        micro_batch_size=config.data.micro_batch_size or 0,
-        sequence_length=config.data.sequence_length,
-        dtype=planned_dtype(config, config.cluster),
-        attention=ops.attention,
-        device="cpu",
-        master_weights=config.precision.master_weights,
-        amp=config.precision.dtype.value.partition("amp_")[2],
-        half_sums=config.precision.reduce is Reduce.compute,
-        sample=planned_sample(config.data) if config.data.unit == "samples" else None,
-    )
+    work = workload_of(config, resolve(config.parallelism, world), replace(config.cluster, device="cpu"))
+    return replace(work, attention=ops.attention)
 
 
 def counted(config: Config) -> Counted:
@@ -142,23 +128,8 @@ def count_transfers(state: TrainState, step: Step) -> list[Transfer]:
     return recorder.transfers()
 
 
-# What torch's stage calls to learn what it has to send and receive around a pass, and which pass that is.
-ASKED = {
-    "get_fwd_send_ops": "forward",
-    "get_fwd_recv_ops": "forward",
-    "get_bwd_send_ops": "backward",
-    "get_bwd_recv_ops": "backward",
-}
 WORLD_PHASE = "settle"
 BACKWARD = ("backward_one_chunk", "backward_weight_one_chunk")
-KINDS = {
-    "allreduce_": "all_reduce",
-    "_allgather_base_": "all_gather",
-    "_reduce_scatter_base_": "reduce_scatter",
-    "alltoall_base_": "all_to_all",
-    "send": "send",
-    "recv_": "recv",
-}
 
 
 class Recorder(TorchDispatchMode):
@@ -177,7 +148,7 @@ class Recorder(TorchDispatchMode):
         groups = reversed((mesh.groups() | mesh.expert_groups()).items())  # axes over the same ranks may share one
         self._axes = {group.group_name: axis for axis, group in groups}
         self._experts = mesh.folded_groups[EXPERT].group_name if mesh.size(EXPERT) > 1 else None
-        self._phase, self._inside = "step", False
+        self.phase, self._inside = "step", False
         self._open = ExitStack()
 
     def __enter__(self) -> Recorder:
@@ -204,15 +175,15 @@ class Recorder(TorchDispatchMode):
         kind = KINDS[name]
         group = next(group for arg in args if (group := _group(arg)) is not None)
         # An axis as long as the world shares its group: the step's own sum is known by where it is taken.
-        axis = "world" if self._phase == WORLD_PHASE else self._axes.get(group.group_name)
+        axis = "world" if self.phase == WORLD_PHASE else self._axes.get(group.group_name)
         if kind == "all_to_all" and group.group_name == self._experts:
             axis = EXPERT
         if group.size() == 1:  # of the experts' mesh, an axis of one rank
             return
         assert axis is not None
-        phase = "step" if self._phase == WORLD_PHASE else self._phase
+        phase = "step" if self.phase == WORLD_PHASE else self.phase
         whole = args[1] if kind in ("reduce_scatter", "all_to_all") else args[0]
-        payload = sum(_bytes(tensor) for tensor in (whole if isinstance(whole, list) else [whole]))
+        payload = sum(tensor.nbytes for tensor in (whole if isinstance(whole, list) else [whole]))
         if kind in ("send", "recv") and phase != "step":
             assert axis == "pp"
             self.sent[kind, payload] += 1
@@ -223,26 +194,26 @@ class Recorder(TorchDispatchMode):
     def _patches(self) -> Iterator[Any]:
         yield mock.patch.object(point_to_point.PairwiseAllGather, "__call__", self._pairwise("all_gather"))
         yield mock.patch.object(point_to_point.PairwiseReduceScatter, "__call__", self._pairwise("reduce_scatter"))
-        for name, phase in ASKED.items():
+        for name, phase in MESSAGE_METHODS.items():
             yield mock.patch.object(_Stage, name, self._asking(name, phase))
-        yield mock.patch.object(Step, "_settle", self._during(WORLD_PHASE, Step._settle))
+        yield mock.patch.object(Step, "_settle", during(self, WORLD_PHASE, Step._settle))
         for owner in (OnePart, Pipeline):
-            yield mock.patch.object(owner, "run", self._during("forward", owner.run))
+            yield mock.patch.object(owner, "run", during(self, "forward", owner.run))
         for owner, name in (
             (torch.autograd, "backward"),
             (torch.autograd, "grad"),
             *((_Stage, each) for each in BACKWARD),
         ):
-            yield mock.patch.object(owner, name, self._during("backward", getattr(owner, name)))
+            yield mock.patch.object(owner, name, during(self, "backward", getattr(owner, name)))
 
     def _pairwise(self, kind: str) -> Callable[..., None]:
         cls = {"all_gather": point_to_point.PairwiseAllGather, "reduce_scatter": point_to_point.PairwiseReduceScatter}
         call = cls[kind].__call__
 
         def counted(this: Any, **given: Any) -> None:
-            payload = _bytes(given["output_tensor" if kind == "all_gather" else "input_tensor"])
+            payload = given["output_tensor" if kind == "all_gather" else "input_tensor"].nbytes
             group = given["group"]
-            self.counts[self._axes[group.group_name], kind, group.size(), payload, self._phase] += 1
+            self.counts[self._axes[group.group_name], kind, group.size(), payload, self.phase] += 1
             before, self._inside = self._inside, True
             call(this, **given)
             self._inside = before
@@ -256,21 +227,11 @@ class Recorder(TorchDispatchMode):
             ops = call(stage, chunk)
             for op in ops:
                 kind = "send" if op.op is dist.isend else "recv"
-                self.asked[kind, _bytes(op.tensor)] += 1
-                self.counts["pp", kind, 2, _bytes(op.tensor), phase] += 1
+                self.asked[kind, op.tensor.nbytes] += 1
+                self.counts["pp", kind, 2, op.tensor.nbytes, phase] += 1
             return ops
 
         return counted
-
-    def _during(self, phase: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any, **options: Any) -> Any:
-            before, self._phase = self._phase, phase
-            try:
-                return call(*args, **options)
-            finally:
-                self._phase = before
-
-        return run
 
 
 def _group(value: Any) -> dist.ProcessGroup | None:
@@ -281,7 +242,3 @@ def _group(value: Any) -> dist.ProcessGroup | None:
         return dist.ProcessGroup.unbox(value)
     except RuntimeError:  # a reduction's kind, say
         return None
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
