@@ -117,7 +117,7 @@ def _product(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torc
     is only done in the forward pass, whose results are not summed again.
     """
     # torch 2.11 cannot trace F.scaled_mm, which calls the same kernel.
-    return torch._scaled_mm(a, b, a_scale, b_scale, out_dtype=dtype, use_fast_accum=fast)
+    return torch.ops.aten._scaled_mm(a, b, a_scale, b_scale, out_dtype=dtype, use_fast_accum=fast)
 
 
 def _filled(x: Tensor) -> Tensor:

@@ -1,6 +1,9 @@
 import errno
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,9 +15,14 @@ from gptlite.checkpoint.load import load_tensors
 
 
 class FakeTokenizer:
-    """Two files of a few hundred bytes, one in a folder of its own."""
+    """Two files of a few hundred bytes, one in a folder of its own. Fails if told to."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error
 
     def save(self, folder: Path) -> None:
+        if self.error:
+            raise self.error
         (folder / "vocab.txt").write_text("".join(f"token{number}\n" for number in range(50)))
         (folder / "extra").mkdir()
         (folder / "extra" / "merges.txt").write_text("a b\n" * 30)
@@ -23,6 +31,21 @@ class FakeTokenizer:
 def disk_full(*_: object, **__: object) -> None:
     """Stands in for a function that writes."""
     raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@contextmanager
+def failing_at(module: Any, name: str, call: int | None, error: BaseException) -> Iterator[list[int]]:
+    """Makes a function raise at its n-th call, from 0; None: never. Gives a list that grows by one with each call."""
+    original, calls = getattr(module, name), []
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        calls.append(len(calls))
+        if calls[-1] == call:
+            raise error
+        return original(*args, **kwargs)
+
+    with patch.object(module, name, wrapped):
+        yield calls
 
 
 def bits(tensor: Tensor) -> bytes:

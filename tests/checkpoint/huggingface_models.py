@@ -7,7 +7,7 @@ from typing import Any
 import safetensors.torch
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from gptlite.checkpoint.checkpointer import Checkpointer
@@ -59,12 +59,17 @@ def theirs(folder: Path, **changes: Any) -> Path:
     """A GPT-2 that transformers has saved in a new folder, of SIZES but for the changes; no bias is zero."""
     torch.manual_seed(0)
     model = GPT2LMHeadModel(GPT2Config(**SIZES | {"initializer_range": 0.3} | changes))
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("bias"):
-                parameter.normal_(std=0.3)  # they begin as zeros
+    redraw(model, "bias", 0.0)
     model.save_pretrained(folder)
     return folder
+
+
+@torch.no_grad()
+def redraw(model: nn.Module, suffix: str, mean: float) -> None:
+    """Draws parameters that all begin as `mean`."""
+    for name, parameter in model.named_parameters():
+        if name.endswith(suffix):
+            parameter.normal_(mean, 0.3)
 
 
 def restored(step: Path) -> GPT:

@@ -7,7 +7,7 @@ import time
 
 import pytest
 import torch
-from checkpoint.conftest import all_bits, disk_full, read_bits
+from checkpoint.conftest import FakeTokenizer, all_bits, disk_full, read_bits
 from checkpoint.destruction.wounds import flip
 
 from gptlite.checkpoint import store
@@ -121,12 +121,8 @@ def test_closing_waits_and_tells_of_a_failure(beside, tensors, monkeypatch, gate
     beside.close()
     assert folder.exists()
 
-    class Broken:
-        def save(self, folder):
-            raise RuntimeError("no vocabulary")
-
     lines: list[str] = []
-    beside.save(tensors, {"step": 2}, "", Broken(), print)
+    beside.save(tensors, {"step": 2}, "", FakeTokenizer(RuntimeError("no vocabulary")), print)
     beside.close(lines.append)
     assert lines == ["checkpoint: the last save failed: RuntimeError: no vocabulary"]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint.conftest import FakeTokenizer, disk_full
+from checkpoint.conftest import FakeTokenizer, disk_full, failing_at
 from run_files import snapshot
 
 from gptlite.checkpoint import store
@@ -22,28 +22,11 @@ class Killed(BaseException):
     """Stands for whatever ends a process in the middle of a save."""
 
 
-def count_calls(monkeypatch, name: str, fail_at: int | None, error: BaseException) -> list[int]:
-    """Makes the `fail_at`-th call of os.<name> raise; returns the list that grows by one with each call."""
-    calls, original = [], getattr(os, name)
-
-    def call(*args, **kwargs):
-        calls.append(len(calls))
-        if len(calls) - 1 == fail_at:
-            raise error
-        return original(*args, **kwargs)
-
-    monkeypatch.setattr(os, name, call)
-    return calls
-
-
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), Killed(), KeyboardInterrupt()])
-def test_a_failure_at_any_sync_or_rename_before_the_commit_leaves_the_previous_one(
-    save, checkpointer, monkeypatch, error
-):
+def test_a_failure_at_any_sync_or_rename_before_the_commit_leaves_the_previous_one(save, checkpointer, error):
     previous = save(100)
     before = snapshot(checkpointer.root)
-    with monkeypatch.context() as patch:
-        calls = count_calls(patch, "fsync", None, error)
+    with failing_at(os, "fsync", None, error) as calls:
         probe = save(101)
     store.remove(probe)
     (checkpointer.root / "latest").write_text(previous.name + "\n")
@@ -51,10 +34,8 @@ def test_a_failure_at_any_sync_or_rename_before_the_commit_leaves_the_previous_o
     points = [("fsync", index) for index in range(len(calls) - after_commit)] + [("rename", 0), ("rename", 1)]
     assert len(points) > 8
     for name, index in points:
-        with monkeypatch.context() as patch:
-            count_calls(patch, name, index, error)
-            with pytest.raises(type(error)):
-                save(200)
+        with failing_at(os, name, index, error), pytest.raises(type(error)):
+            save(200)
         assert snapshot(checkpointer.root) == before, (name, index)
         assert checkpointer.find("auto") == previous
 
@@ -115,12 +96,9 @@ def test_what_no_rank_writes_is_not_committed(save, checkpointer, monkeypatch):
 
 
 def test_a_failing_tokenizer_commits_nothing(checkpointer, tensors):
-    class Broken:
-        def save(self, folder: Path) -> None:
-            raise RuntimeError("no vocabulary")
-
+    broken = FakeTokenizer(RuntimeError("no vocabulary"))
     with pytest.raises(RuntimeError, match="no vocabulary"):
-        checkpointer.save(tensors, {"step": 1}, "", Broken(), print)
+        checkpointer.save(tensors, {"step": 1}, "", broken, print)
     assert sorted(path.name for path in checkpointer.root.iterdir()) == [".lock"]
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoint.conftest import FakeTokenizer
-from checkpoint.destruction.campaign import LIVE, differing, quiet, stored
+from checkpoint.destruction.campaign import Lives, differing, quiet, stored
 from checkpoint.destruction.forks import shared_server
 from checkpoint.destruction.lives import TINY
 from checkpoint.destruction.wounds import cuts, files_of, flip, flips, wounded
@@ -162,12 +162,11 @@ def test_what_is_no_file_is_noticed(pair, instead: Callable[[Path], None]):
 
 @pytest.mark.slow
 def test_a_run_goes_on_from_the_one_before_and_repeats_the_numbers(tmp_path):
-    overrides = [*TINY, f"run.dir={tmp_path / 'run'}", "checkpoint.interval=2"]
+    overrides, lives = [*TINY, f"run.dir={tmp_path / 'run'}", "checkpoint.interval=2"], Lives(shared_server(), tmp_path)
 
     def live(*more: str) -> str:
-        run = shared_server().start(LIVE, [*overrides, *more], str(tmp_path / "journal"), output=tmp_path / "output")
-        assert run.wait() == 0, run.text()
-        return run.text()
+        assert lives.live([*overrides, *more]) == [0], lives.said()
+        return lives.said()
 
     live("trainer.max_steps=4")
     damaged, older = step_folders(tmp_path / "run" / "checkpoints")

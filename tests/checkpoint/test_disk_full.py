@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from checkpoint.destruction import disks
-from checkpoint.destruction.campaign import LIVE, differing, start_ranks
+from checkpoint.destruction.campaign import Lives, differing
 from checkpoint.destruction.forks import ForkServer
 from checkpoint.destruction.lives import TINY
 from marking import combinations, marked
@@ -27,31 +27,24 @@ def server() -> Iterator[ForkServer]:
         yield server
 
 
-class Disk:
-    """A small disk with a run that has saved two steps, and files outside it for what the ranks say."""
+class Disk(Lives):
+    """A small disk with a run that has saved two steps."""
 
     def __init__(self, server: ForkServer, folder: Path, world: int, mode: str) -> None:
-        self.server, self.folder, self.world = server, folder, world
+        super().__init__(server, folder, world)
         self.disk = folder / "disk"
         self.disk.mkdir()
         server.call(f"{DISKS}:mount_small", str(self.disk), DISK_MB)
         self.run, self.ballast = self.disk / "run", self.disk / "ballast"
         self.overrides = [*TINY, *LAYOUTS[world], MODES[mode], "checkpoint.interval=1", "checkpoint.keep=2"]
-        self.lives = 0
-        assert self.live(2) == [0] * world, self.said()
+        assert self.train(2) == [0] * world, self.said()
 
-    def live(self, steps: int, *act: object, run: Path | None = None) -> list[int]:
+    def train(self, steps: int, *act: object, run: Path | None = None) -> list[int]:
         """Trains until a step. What happens meanwhile is by the last rank where it is amid the data, else by rank 0."""
-        self.lives += 1
         actor = self.world - 1 if act[:1] == ("data",) else 0
         overrides = [*self.overrides, f"run.dir={run or self.run}", f"trainer.max_steps={steps}"]
-        arguments = [
-            (overrides, str(self.folder / f"journal-{self.lives}-{rank}"), *(act if rank == actor else ()))
-            for rank in range(self.world)
-        ]
-        ranks = start_ranks(self.server, self.world, arguments, self.folder / f"said-{self.lives}")
         began = time.monotonic()
-        codes = [rank.wait(LIMIT) for rank in ranks]
+        codes = self.live(overrides, *act, rank=actor)
         assert time.monotonic() - began < LIMIT
         return codes
 
@@ -59,21 +52,15 @@ class Disk:
         """What to do to a run: take all space but so many bytes."""
         return f"fill:{left}:{self.ballast}"
 
-    def said(self) -> list[str]:
-        """All that each rank printed in its last life."""
-        name = f"said-{self.lives}"
-        paths = [self.folder / name] if self.world == 1 else [self.folder / f"{name}-{r}" for r in range(self.world)]
-        return [path.read_text() for path in paths]
-
     def look(self) -> dict:
         return self.server.call(f"{DISKS}:look", str(self.run))
 
     def check_goes_on(self, steps: int) -> None:
         """With space again the same command finishes, with the numbers of an undisturbed run."""
         self.server.call(f"{DISKS}:remove", str(self.ballast))
-        assert self.live(steps) == [0] * self.world, self.said()
+        assert self.train(steps) == [0] * self.world, self.said()
         assert self.look() == {"steps": [steps, steps - 1], "hidden": []}
-        assert self.live(steps, run=self.folder / "whole") == [0] * self.world, self.said()
+        assert self.train(steps, run=self.folder / "whole") == [0] * self.world, self.said()
         self.server.call(f"{DISKS}:copy", str(self.run), str(self.folder / "copy"))
         step = f"checkpoints/step-{steps:08d}"
         assert differing(self.folder / "copy" / step, self.folder / "whole" / step) == []
@@ -81,9 +68,9 @@ class Disk:
 
 def check_refusal(disk: Disk, words: str) -> None:
     """Rank 0 says in one line what happened, and no rank shows a traceback."""
-    said = disk.said()
-    lines = [line for line in said[0].splitlines() if line.startswith("error: ")]
-    assert len(lines) == 1, said[0][-3000:]
+    lines = [line for line in disk.said().splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1, disk.said()[-3000:]
+    assert not any("Traceback" in disk.said(rank) for rank in range(disk.world))
     assert re.search(words, lines[0]), lines[0]
     assert str(disk.run) in lines[0]
 
@@ -93,10 +80,10 @@ def check_refusal(disk: Disk, words: str) -> None:
 def test_too_little_space_for_the_next_one(server, tmp_path, mode):
     disk = Disk(server, tmp_path, 1, mode)
     # Some for the metrics and the log, and less than a checkpoint takes.
-    assert disk.live(6, "step", 0, disk.fill(200_000)) == [1]
+    assert disk.train(6, "step", 0, disk.fill(200_000)) == [1]
     check_refusal(disk, r"a checkpoint takes \d.\d MB, but only 0.\d MB are free")
     assert disk.look() == {"steps": [2, 1], "hidden": []}
-    assert disk.live(6) == [2], "refused before it trains"
+    assert disk.train(6) == [2], "refused before it trains"
     check_refusal(disk, r"a checkpoint takes \d.\d MB, but only 0.\d MB are free")
     disk.check_goes_on(6)
 
@@ -117,7 +104,7 @@ def test_too_little_space_for_the_next_one(server, tmp_path, mode):
 )  # fmt: skip
 def test_the_disk_fills_amid_a_save(server, tmp_path, mode, stage, index):
     disk = Disk(server, tmp_path, 1, mode)
-    (code,) = disk.live(6, stage, index, disk.fill())
+    (code,) = disk.train(6, stage, index, disk.fill())
     # Where nothing more is to be written for this one, the next one fails.
     assert code == 1, disk.said()
     check_refusal(disk, "No space left on device|MB are free")
@@ -136,7 +123,7 @@ def test_the_disk_fills_amid_a_save(server, tmp_path, mode, stage, index):
 )
 def test_every_rank_learns_of_a_full_disk(server, tmp_path, world, mode, stage):
     disk = Disk(server, tmp_path, world, mode)
-    assert disk.live(6, stage, 0, disk.fill(200_000 if stage == "step" else 0)) == [1] * world, disk.said()
+    assert disk.train(6, stage, 0, disk.fill(200_000 if stage == "step" else 0)) == [1] * world, disk.said()
     check_refusal(disk, "No space left on device|MB are free")
     left = disk.look()
     assert left["hidden"] == []
@@ -145,12 +132,11 @@ def test_every_rank_learns_of_a_full_disk(server, tmp_path, world, mode, stage):
 
 
 def test_what_cannot_be_written_can_be_read(server, tmp_path):
-    journal, output = str(tmp_path / "journal"), tmp_path / "output"
+    lives = Lives(server, tmp_path)
 
     def live(*more: str) -> tuple[int, str]:
-        output.unlink(missing_ok=True)
-        run = server.start(LIVE, [*TINY, "checkpoint.interval=2", *more], journal, output=output)
-        return run.wait(), output.read_text()
+        (code,) = lives.live([*TINY, "checkpoint.interval=2", *more])
+        return code, lives.said()
 
     assert live(f"run.dir={tmp_path / 'disk' / 'run'}", "trainer.max_steps=4")[0] == 0
     whole = tmp_path / "whole"

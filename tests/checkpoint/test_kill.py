@@ -7,7 +7,7 @@ from pathlib import Path
 from shutil import copytree
 
 import pytest
-from checkpoint.destruction.campaign import LIVE, Campaign, differing
+from checkpoint.destruction.campaign import Campaign, Lives, differing
 from checkpoint.destruction.forks import shared_server
 from checkpoint.destruction.lives import TINY, read_journal, wait_for
 from checkpoint.destruction.points import STAGES
@@ -93,25 +93,22 @@ def curve(run: Path) -> list[float]:
 
 
 def test_a_second_run_in_a_folder_is_refused_and_the_first_goes_on(tmp_path):
-    server = shared_server()
-    overrides = [*TINY, f"run.dir={tmp_path / 'run'}", "checkpoint.interval=1"]
-    first = server.start(LIVE, overrides, str(tmp_path / "first"), output=tmp_path / "out-first")
-    wait_for(tmp_path / "first", "saved 1")
-    second = server.start(LIVE, overrides, str(tmp_path / "second"), output=tmp_path / "out-second")
-    assert second.wait() == 2
-    (line,) = [line for line in second.text().splitlines() if line.startswith("error: ")]
+    lives, overrides = Lives(shared_server(), tmp_path), [*TINY, f"run.dir={tmp_path / 'run'}", "checkpoint.interval=1"]
+    (first,) = lives.begin(overrides)
+    wait_for(journal := lives.journal(), "saved 1")
+    assert lives.live(overrides) == [2]
+    (line,) = [line for line in lives.said().splitlines() if line.startswith("error: ")]
     assert f"run.dir={tmp_path / 'run'}" in line
     assert str(first.pid) in line
     assert platform.node() in line
-    assert "Traceback" not in second.text()
-    reached = len(read_journal(tmp_path / "first"))
+    assert "Traceback" not in lives.said()
+    reached = len(read_journal(journal))
     first.signal(signal.SIGTERM)
     assert first.wait() == 143
-    assert len(read_journal(tmp_path / "first")) > reached
-    third = server.start(LIVE, overrides, str(tmp_path / "third"), output=tmp_path / "out-third")
-    wait_for(tmp_path / "third", "saved")
+    assert len(read_journal(journal)) > reached
+    (third,) = lives.begin(overrides)
+    wait_for(lives.journal(), "saved")
     third.kill()
     assert third.wait() == -9
     (newest, *_) = step_folders(tmp_path / "run" / "checkpoints")
-    last = [*overrides, f"trainer.max_steps={(step_of(newest) or 0) + 1}"]
-    assert server.start(LIVE, last, str(tmp_path / "last"), output=tmp_path / "out-last").wait() == 0
+    assert lives.live([*overrides, f"trainer.max_steps={(step_of(newest) or 0) + 1}"]) == [0]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from checkpoint.huggingface_models import Save, committed, restored
+from checkpoint.huggingface_models import Save, committed, redraw, restored
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -59,10 +59,7 @@ def folder(request, tmp_path: Path) -> Path:
     kind, config, changes = MODELS[request.param]
     torch.manual_seed(0)
     model = kind(config(**SIZES | changes))
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("norm.weight"):
-                parameter.normal_(1.0, 0.3)  # they begin as ones
+    redraw(model, "norm.weight", 1.0)
     model.save_pretrained(tmp_path / "theirs")
     return tmp_path / "theirs"
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint.huggingface_models import restored
+from checkpoint.huggingface_models import redraw, restored
 from checkpoint.test_llama import logits, tokens_of
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -77,13 +77,9 @@ def made(tmp_path: Path) -> Callable[..., tuple[Path, LlamaForCausalLM]]:
         changes, params, shards = KINDS[kind]
         torch.manual_seed(0)
         model = LlamaForCausalLM(LlamaConfig(**SIZES | changes)).to(dtype)
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if name.endswith("norm.weight"):
-                    parameter.normal_(1.0, 0.3)  # they begin as ones
-        return write(
-            tmp_path / "theirs", model, PARAMS | params | more, shards, kind.startswith("llama_3")
-        ), model.eval()
+        redraw(model, "norm.weight", 1.0)
+        rows = kind.startswith("llama_3")
+        return write(tmp_path / "theirs", model, PARAMS | params | more, shards, rows), model.eval()
 
     return make
 

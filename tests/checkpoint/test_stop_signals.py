@@ -1,17 +1,13 @@
 """A signal at any moment of training: committed within 30 seconds, its exit code, and no number changed by it."""
 
-import json
-import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
-from checkpoint.destruction.campaign import LIVE, differing, quiet
-from checkpoint.destruction.forks import Forked, shared_server
+from checkpoint.destruction.campaign import Lives, differing, quiet
+from checkpoint.destruction.forks import shared_server
 from checkpoint.destruction.lives import TINY, read_journal, wait_for
 from marking import marked
 
@@ -19,33 +15,24 @@ from gptlite.checkpoint.checkpointer import Checkpointer
 from gptlite.checkpoint.config import CheckpointConfig
 from gptlite.checkpoint.store import step_folders, step_of
 
-ROOT = Path(__file__).parents[2]
 LIMIT = 30.0  # seconds from the signal to the end, the checkpoint committed
 CODES = {"SIGTERM": 143, "SIGINT": 130, "SIGUSR1": 138}
 MODES = {"sync": "checkpoint.async_save=false", "async": "checkpoint.async_save=true"}
 
 
-class Stopped:
-    """A run that is stopped again and again in `run`, with a journal and an output of its own each time."""
+class Stopped(Lives):
+    """A run that is stopped again and again in `run`."""
 
     def __init__(self, folder: Path, seed: int, mode: str, interval: int = 3) -> None:
-        self.folder, self.run = folder, folder / "run"
-        self.random = random.Random(seed)
+        super().__init__(shared_server(), folder)
+        self.run, self.random = folder / "run", random.Random(seed)
         self.overrides = [*TINY, MODES[mode], f"checkpoint.interval={interval}", "checkpoint.keep=2"]
-        self.times = 0
-
-    def start(self, name: str, *more: str) -> Forked:
-        """Begins to train."""
-        output, journal = (self.folder / f"{word}-{name}" for word in ("output", "journal"))
-        return shared_server().start(LIVE, [*self.overrides, *more], str(journal), output=output)
 
     def stop(self, name: str, times: int = 1) -> None:
         """Trains on, sends the signal at a random moment after the first step, so many times in a tenth of a second,
         and checks what is left."""
-        self.times += 1
-        journal = self.folder / f"journal-{self.times}"
-        process = self.start(str(self.times), f"run.dir={self.run}")
-        reached = int(wait_for(journal, "step "))
+        (process,) = self.begin([*self.overrides, f"run.dir={self.run}"])
+        reached = int(wait_for(self.journal(), "step "))
         time.sleep(self.random.uniform(0, 0.3))
         sent = time.monotonic()
         for _ in range(times):
@@ -56,7 +43,7 @@ class Stopped:
         (newest, *_) = step_folders(self.run / "checkpoints")
         found = Checkpointer(CheckpointConfig(keep=2), self.run).find("auto", quiet)
         assert found == newest
-        steps = [int(rest) for word, rest, _ in read_journal(journal) if word == "step"]
+        steps = [int(rest) for word, rest, _ in read_journal(self.journal()) if word == "step"]
         assert step_of(newest) == steps[-1] >= reached, "the last step taken is not the one saved"
         assert list((self.run / "checkpoints").glob(".t*-*")) == []
 
@@ -65,8 +52,7 @@ class Stopped:
         (newest, *_) = step_folders(self.run / "checkpoints")
         length = f"trainer.max_steps={(step_of(newest) or 0) + 3}"
         for name in ("run", "whole"):
-            process = self.start(name, length, f"run.dir={self.folder / name}")
-            assert process.wait(120) == 0, process.text()[-2000:]
+            assert self.live([*self.overrides, length, f"run.dir={self.folder / name}"]) == [0], self.said()[-2000:]
         ends = [step_folders(self.folder / name / "checkpoints")[0] for name in ("run", "whole")]
         assert differing(*ends) == []
 
@@ -84,7 +70,7 @@ def test_a_signal_that_comes_twice_saves(tmp_path):
     """As `timeout` sends it, to its command and then to the group, and launchers that pass on what all have had."""
     stopped = Stopped(tmp_path, 0, "sync", interval=1000)
     stopped.stop("SIGTERM", times=20)
-    assert (tmp_path / "output-1").read_text().count("saving after this step") == 1
+    assert stopped.said().count("saving after this step") == 1
 
 
 TEN = [*["SIGTERM"] * 9, "SIGUSR1"]
@@ -98,42 +84,3 @@ def test_every_one_of_many_signals_saves(tmp_path, mode, seed, names):
     for name in names:
         stopped.stop(name)
     stopped.check_numbers()
-
-
-@pytest.mark.parametrize("layout", marked(["parallelism=single", "parallelism=ddp parallelism.data=2"], slow=1))
-def test_the_real_command(tmp_path, layout):
-    """Its steps are read from metrics.jsonl, since nothing of ours runs inside."""
-    overrides = [*TINY, *layout.split(), f"run.dir={tmp_path / 'run'}", "checkpoint.interval=3"]
-    for seed in range(2):
-        with open(tmp_path / "output", "ab") as output:
-            process = subprocess.Popen(
-                [sys.executable, str(ROOT / "train.py"), *overrides],
-                env=os.environ | {"OMP_NUM_THREADS": "1"},
-                stdout=output,
-                stderr=output,
-            )
-        try:
-            before = len(rows(tmp_path / "run"))
-            deadline = time.monotonic() + 120
-            while len(rows(tmp_path / "run")) <= before + 1:
-                assert process.poll() is None
-                assert time.monotonic() < deadline
-                time.sleep(0.02)
-            time.sleep(random.Random(seed).uniform(0, 0.5))
-            sent = time.monotonic()
-            process.send_signal(signal.SIGTERM)
-            assert process.wait(LIMIT) == 143, (tmp_path / "output").read_text()[-2000:]
-            assert time.monotonic() - sent < LIMIT
-        finally:
-            process.kill()
-            process.wait()
-        (newest, *_) = step_folders(tmp_path / "run" / "checkpoints")
-        assert Checkpointer(CheckpointConfig(), tmp_path / "run").find("auto", quiet) == newest
-        assert step_of(newest) == rows(tmp_path / "run")[-1]
-
-
-def rows(run: Path) -> list[int]:
-    """The steps that a run has noted."""
-    path = run / "metrics.jsonl"
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    return [row["step"] for line in lines if line.endswith("\n") and "loss" in (row := json.loads(line))]

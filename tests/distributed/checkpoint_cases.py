@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from checkpoint.conftest import FakeTokenizer, bits, failing_at
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -36,20 +37,7 @@ LAYOUTS = {
     "pp2_fsdp2": {"pipeline": 2, "zero": 3, "data": 2},
     "pp2_tp2": {"pipeline": 2, "tensor": 2},
     "pp4": {"pipeline": 4},
-    "fsdp3_tp2": {"zero": 3, "data": 3, "tensor": 2},
 }
-
-
-class FakeTokenizer:
-    """Fails if told to."""
-
-    def __init__(self, error: Exception | None = None) -> None:
-        self.error = error
-
-    def save(self, folder: Path) -> None:
-        if self.error:
-            raise self.error
-        (folder / "vocab.txt").write_text("a\nb\n")
 
 
 class Unknown(OSError):
@@ -59,10 +47,10 @@ class Unknown(OSError):
         super().__init__(f"{a} {b}")
 
 
-def whole_tensors(rows: int, layers: int = 4) -> dict[str, Tensor]:
+def whole_tensors() -> dict[str, Tensor]:
     """The whole of every tensor of a model and its optimizer's state, by global name."""
-    shapes = {EMBEDDING: (rows, 5)}
-    shapes |= {f"layers.{i}.{name}": shape for i in range(layers) for name, (shape, _) in LAYERS.items()}
+    shapes = {EMBEDDING: (9, 5)}
+    shapes |= {f"layers.{i}.{name}": shape for i in range(4) for name, (shape, _) in LAYERS.items()}
     tensors: dict[str, Tensor] = {}
     for number, (name, shape) in enumerate(shapes.items()):
         weight = torch.randn(shape, generator=torch.Generator().manual_seed(number))
@@ -73,9 +61,9 @@ def whole_tensors(rows: int, layers: int = 4) -> dict[str, Tensor]:
     return tensors
 
 
-def cut_tensors(mesh: Mesh, config: ParallelismConfig, rows: int) -> dict[str, Tensor]:
+def cut_tensors(mesh: Mesh, config: ParallelismConfig) -> dict[str, Tensor]:
     """This rank's part of `whole_tensors`, cut as a model is: plain tensors, or FSDP2's DTensors."""
-    whole, stage = whole_tensors(rows), mesh.coordinate("pp")
+    whole, stage = whole_tensors(), mesh.coordinate("pp")
     per_stage = 4 // mesh.size("pp")
     names = [f"layers.{i}.{name}" for i in range(stage * per_stage, (stage + 1) * per_stage) for name in LAYERS]
     if stage in (0, mesh.size("pp") - 1):
@@ -102,10 +90,10 @@ def cut_tensors(mesh: Mesh, config: ParallelismConfig, rows: int) -> dict[str, T
 class Case:
     """A layout, its tensors and a checkpointer; a context that gives all of it back. `beside`: asynchronous saves."""
 
-    def __init__(self, run: Path, layout: str, rows: int = 9, beside: bool = False) -> None:
+    def __init__(self, run: Path, layout: str, beside: bool = False) -> None:
         self.config = ParallelismConfig(**LAYOUTS[layout])
         self.mesh = build_mesh(self.config)
-        self.tensors = cut_tensors(self.mesh, self.config, rows)
+        self.tensors = cut_tensors(self.mesh, self.config)
         self.checkpointer = Checkpointer(CheckpointConfig(keep=0, async_save=beside), run, self.mesh, layout)
 
     def __enter__(self) -> Case:
@@ -128,18 +116,14 @@ class Case:
         return folder
 
 
-def bits(tensor: Tensor) -> bytes:
-    return local_part(tensor).contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-
-
-def save_and_read_back(run: Path, layout: str, rows: int, beside: bool = False) -> tuple[Path, list[str]]:
+def save_and_read_back(run: Path, layout: str, beside: bool = False) -> tuple[Path, list[str]]:
     """The folder, and the keys that did not come back bit for bit and in place."""
-    with Case(run, layout, rows, beside) as case:
+    with Case(run, layout, beside) as case:
         folder = case.save(100)
         into = {key: torch.zeros_like(tensor) for key, tensor in case.tensors.items()}
         addresses = {key: local_part(tensor).data_ptr() for key, tensor in into.items()}
         load_tensors(folder, into, mesh=case.mesh)
-        wrong = [key for key in into if bits(into[key]) != bits(case.tensors[key])]
+        wrong = [key for key in into if bits(local_part(into[key])) != bits(local_part(case.tensors[key]))]
         return folder, wrong + [key for key in into if local_part(into[key]).data_ptr() != addresses[key]]
 
 
@@ -155,7 +139,7 @@ def fails(action: Callable[[], Any]) -> str:
 def fail_to_save(run: Path, layout: str, beside: bool = False) -> dict[str, str]:
     """What each way of failing raises here."""
     raised: dict[str, str] = {}
-    with Case(run, layout, beside=beside) as case:
+    with Case(run, layout, beside) as case:
         rank, case_tensors = case.mesh.rank, case.tensors
         case.save(100)
         for name, where, error in (
@@ -180,26 +164,6 @@ def fail_to_save(run: Path, layout: str, beside: bool = False) -> dict[str, str]
         case.checkpointer.root = run / "file" / "checkpoints"
         raised["unwritable"] = fails(lambda: case.save(200))
     return raised
-
-
-class failing_at:
-    """Makes a function raise at its n-th call; None: never."""
-
-    def __init__(self, module: Any, name: str, call: int | None, error: BaseException) -> None:
-        self.module, self.name, self.call, self.error = module, name, call, error
-
-    def __enter__(self) -> None:
-        self.original, count = getattr(self.module, self.name), iter(range(10**9))
-
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            if next(count) == self.call:
-                raise self.error
-            return self.original(*args, **kwargs)
-
-        setattr(self.module, self.name, wrapped)
-
-    def __exit__(self, *_: object) -> None:
-        setattr(self.module, self.name, self.original)
 
 
 def fail_to_load(run: Path, layout: str) -> dict[str, str]:

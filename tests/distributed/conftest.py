@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from distributed.launch_command import RANKS, Run, Start, losses
+from distributed.launch_command import RANK, Run, Start, losses
 from distributed.parity_cells import Pool, References
 from distributed.ranks import GrowingRanks, Ranks
 
@@ -15,6 +15,12 @@ from distributed.ranks import GrowingRanks, Ranks
 @pytest.fixture(scope="module")
 def two() -> Iterator[Ranks]:
     with Ranks(2) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[Ranks]:
+    with Ranks(4) as ranks:
         yield ranks
 
 
@@ -58,7 +64,7 @@ def ranks(start: Start, tmp_path: Path) -> Start:
 
     def run(behaviour: str, *overrides: str, **options: int) -> Run:
         common = ["data=synthetic", f"run.dir={tmp_path / 'run'}", "run.name=x", "trainer.max_steps=1000"]
-        return start(RANKS, "2", behaviour, *common, *overrides, **options)
+        return start(RANK, behaviour, *common, *overrides, **options)
 
     return run
 

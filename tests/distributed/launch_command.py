@@ -3,17 +3,19 @@
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
+from subprocess import PIPE
 
 from run_files import read_metrics
 
 HERE = Path(__file__).parent
 TRAIN = str(HERE.parents[1] / "train.py")
-RANK, RANKS = str(HERE / "launch_rank.py"), str(HERE / "launch_ranks.py")
+RANK = str(HERE / "launch_rank.py")
 OUTER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 Start = Callable[..., "Run"]
 
@@ -21,7 +23,9 @@ Start = Callable[..., "Run"]
 class Run:
     """A command in a session of its own, whose processes can be found by a mark in their environment."""
 
-    def __init__(self, command: list[str], folder: Path, env: dict[str, str], stdout: int = subprocess.PIPE) -> None:
+    def __init__(
+        self, command: list[str], folder: Path, env: dict[str, str], stdout: int = PIPE, stderr: int = PIPE
+    ) -> None:
         self.mark = f"LAUNCH_TEST={uuid.uuid4()}"
         name, value = self.mark.split("=")
         clean = {key: text for key, text in os.environ.items() if key not in OUTER and not key.startswith("SLURM_")}
@@ -31,7 +35,7 @@ class Run:
             cwd=folder,
             stdin=subprocess.DEVNULL,
             stdout=stdout,
-            stderr=subprocess.PIPE,
+            stderr=stderr,
             text=True,
             start_new_session=True,
         )
@@ -62,8 +66,12 @@ class Run:
 
     def until(self, *paths: Path, timeout: float = 90) -> None:
         """Waits for files."""
+        self.wait_for(lambda: all(path.exists() for path in paths), timeout)
+
+    def wait_for(self, done: Callable[[], bool], timeout: float = 90) -> None:
+        """Waits until something is so, while the command runs."""
         deadline = time.monotonic() + timeout
-        while not all(path.exists() for path in paths):
+        while not done():
             assert self.process.poll() is None, self.process.communicate()
             assert time.monotonic() < deadline
             time.sleep(0.02)
@@ -80,6 +88,13 @@ class Run:
 
 def training(folder: Path) -> list[Path]:
     return [folder / "run" / f"training-{rank}" for rank in (0, 1)]
+
+
+def free_port() -> str:
+    """One that nobody listens at."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        return str(free.getsockname()[1])
 
 
 def seconds_since(path: Path) -> float:

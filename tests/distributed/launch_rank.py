@@ -1,6 +1,7 @@
 """A rank of test_launch.py: gptlite.launch.worker with a stand-in for training, which does what the test needs.
 
-    python launch_rank.py BEHAVIOUR FOLDER STARTED LAUNCHER        as train.py starts its ranks
+    python launch_rank.py BEHAVIOUR KEY=VALUE...                   as train.py, which starts two ranks:
+    python launch_rank.py BEHAVIOUR FOLDER STARTED LAUNCHER        one of them
     torchrun ... launch_rank.py BEHAVIOUR KEY=VALUE...             as torchrun and srun start train.py
 
 A behaviour that ends in a number is that rank's alone.
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from gptlite.commands.train import guarded
 from gptlite.config import Config, load
 from gptlite.errors import ConfigError
+from gptlite.launch.elastic import run_ranks
 from gptlite.launch.starter import starter
 from gptlite.launch.worker import main, under
 from gptlite.trainer.signals import StopSignal
@@ -91,6 +93,7 @@ def wait_for_ever() -> None:
 if __name__ == "__main__":
     if "=" not in sys.argv[2]:
         main(sys.argv[2:], stand_in)
-    outer = starter()
-    assert outer is not None
-    sys.exit(guarded(lambda: under(outer, load([*sys.argv[2:], f"seed={outer.rank}"]), time.monotonic(), stand_in)))
+    started, outer = time.monotonic(), starter()
+    if outer is None:
+        sys.exit(guarded(lambda: run_ranks(load(sys.argv[2:]), 2, started, (__file__, sys.argv[1]))))
+    sys.exit(guarded(lambda: under(outer, load([*sys.argv[2:], f"seed={outer.rank}"]), started, stand_in)))

@@ -169,9 +169,7 @@ MODERN += [
     Cell(tensor=4, context=2, zero=2, accumulation=3, sequence=True, checkpointing="selective", shared=COPIED),
     Cell(tensor=4, data=2, zero=1, accumulation=3, precision="bf16", shared=COPIED),
     Cell(tensor=4, data=2, zero=3, shared=(*COPIED, "optimizer=muon"), vocabulary="uneven"),
-    Cell(
-        tensor=4, pipeline=2, schedule="1f1b", accumulation=4, shared=(*COPIED, "model.kv_heads=1", "model.head_dim=8")
-    ),
+    Cell(tensor=4, pipeline=2, schedule="1f1b", accumulation=4, shared=ONE_KEY),
 ]
 COMPILED += [Cell(tensor=4, sequence=True, shared=COPIED, more=("trainer.compile=true",))]
 # Values that stages pass on, and tables that all of them look up.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from unittest import mock
@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from distributed.building import built, planned_work
 from gptlite.config import Config, load
 from gptlite.models.parallelize import finish_gradients
 from gptlite.ops.select import select_ops
@@ -19,13 +20,9 @@ from gptlite.parallelism import pipeline
 from gptlite.parallelism.config import ParallelismConfig
 from gptlite.parallelism.memory import StateBytes
 from gptlite.parallelism.memory_watch import MemoryWatch, StepBytes
-from gptlite.parallelism.mesh import build_mesh
 from gptlite.parallelism.pipeline import MicroBatches
 from gptlite.parallelism.zero import before_backward
-from gptlite.parity.record import build
-from gptlite.plan.config import ClusterConfig
 from gptlite.plan.memory import estimate
-from gptlite.plan.planning import workload_of
 from gptlite.precision import Precision, PrecisionConfig
 from gptlite.run import build as run_build
 from gptlite.trainer.state import TrainState
@@ -97,21 +94,17 @@ class Measured:
 
 def measure(case: Case, real: bool = True) -> Measured:
     """On this rank of the ranks there are, or of those imagined."""
-    mesh = build_mesh(case.config().parallelism)
-    state, step = build(case.config(), mesh)
-    state.num_bytes()  # creates the optimizer's state
-    config = replace(case.config(), model=state.model.config)
-    plan = estimate(workload_of(config, mesh.layout, ClusterConfig(device="cpu")), mesh.coordinate("pp"))
-    predicted = StateBytes(plan.parameters, plan.gradients, plan.optimizer)
-    parameters = sum(parameter.numel() for part in state.parts for parameter in part.parameters())
-    with closing(state.loader):
+    with built(case.config()) as (mesh, state, step):
+        state.num_bytes()  # creates the optimizer's state
+        plan = estimate(planned_work(case.config(), mesh, state), mesh.coordinate("pp"))
+        predicted = StateBytes(plan.parameters, plan.gradients, plan.optimizer)
+        parameters = sum(parameter.numel() for part in state.parts for parameter in part.parameters())
         with MemoryWatch(state.parts, state.optimizer, mesh.device, state.loader.num_micro_batches) as watch:
             if real:
                 step(state)
             else:
                 run_passes(state, step)
                 watch.sample()  # what the optimizer's step would find; its first one takes a second on DTensors
-        mesh.close()
     return Measured(watch.found(), predicted, parameters)
 
 

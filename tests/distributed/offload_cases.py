@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import closing
 from dataclasses import dataclass, replace
 from math import prod
 
 import torch
 
+from distributed.building import built, planned_work
 from distributed.cell import BASE, GLOBAL_BATCH
 from gptlite.config import Config, load
 from gptlite.optimizer.streamed import Stream
@@ -15,12 +15,8 @@ from gptlite.parallelism.boxes import local_part
 from gptlite.parallelism.config import Offload
 from gptlite.parallelism.memory import StateBytes
 from gptlite.parallelism.memory_watch import MemoryWatch
-from gptlite.parallelism.mesh import build_mesh
 from gptlite.parallelism.torch_private import watched_shards
-from gptlite.parity.record import build
-from gptlite.plan.config import ClusterConfig
 from gptlite.plan.memory import estimate
-from gptlite.plan.planning import workload_of
 from gptlite.plan.traffic import Moved, moved
 from gptlite.plan.workload import RankBytes
 from gptlite.trainer.state import TrainState
@@ -73,9 +69,7 @@ def differing(case: Case, offload: str, path: str | None = None) -> list[str]:
 
 def take(config: Config) -> list[Bits]:
     """The losses, norms, gradients, values and optimizer state of the steps, this rank's parts."""
-    mesh = build_mesh(config.parallelism)
-    try:
-        state, step = build(config, mesh)
+    with built(config) as (_, state, step):
         gradients: Bits = {}
 
         def inspect(state: TrainState) -> None:
@@ -84,14 +78,11 @@ def take(config: Config) -> list[Bits]:
                     gradients[f"gradient {name}"] = local_part(parameter.grad).clone()
 
         found = []
-        with closing(state.loader):
-            for _ in range(STEPS):
-                result = step(state, inspect)
-                tensors = {key: local_part(tensor).clone() for key, tensor in state.tensors().items()}
-                found.append({"loss": result.loss, "norm": result.grad_norm} | gradients | tensors)
+        for _ in range(STEPS):
+            result = step(state, inspect)
+            tensors = {key: local_part(tensor).clone() for key, tensor in state.tensors().items()}
+            found.append({"loss": result.loss, "norm": result.grad_norm} | gradients | tensors)
         return found
-    finally:
-        mesh.close()
 
 
 def _same(a: object, b: object) -> bool:
@@ -105,24 +96,17 @@ def _same(a: object, b: object) -> bool:
 def counted(case: Case, offload: str, path: str | None = None) -> tuple[Moved, Moved]:
     """On every rank: what a step of a run has moved, the second one, and what the plan says that one moves."""
     config = config_of(case, offload, path)
-    mesh = build_mesh(config.parallelism)
-    try:
-        state, step = build(config, mesh)
+    with built(config) as (mesh, state, step):
         stream = getattr(state.optimizer, "stream", None)
-        with closing(state.loader):
+        step(state)
+        there: list[int] = []
+        back: list[int] = []
+        before = _through(stream)
+        with watched_shards(state.parts, there.append, back.append):
             step(state)
-            there: list[int] = []
-            back: list[int] = []
-            before = _through(stream)
-            with watched_shards(state.parts, there.append, back.append):
-                step(state)
-            after = _through(stream)
-        model = replace(config.model, vocab_size=state.parts[0].config.vocab_size)
-        work = workload_of(replace(config, model=model), mesh.layout, ClusterConfig(device="cpu"))
-        planned = moved(work, mesh.coordinate("pp"), mesh.coordinate("tp"))
+        after = _through(stream)
+        planned = moved(planned_work(config, mesh, state), mesh.coordinate("pp"), mesh.coordinate("tp"))
         return Moved(sum(there), sum(back), after[0] - before[0], after[1] - before[1]), planned
-    finally:
-        mesh.close()
 
 
 def _through(stream: Stream | None) -> tuple[int, int]:
@@ -135,28 +119,16 @@ def _through(stream: Stream | None) -> tuple[int, int]:
 
 def file_size(config: Config) -> int:
     """The size of this rank's state file."""
-    mesh = build_mesh(config.parallelism)
-    try:
-        state, _ = build(config, mesh)
-        state.loader.close()
+    with built(config) as (_, state, _):
         return state.optimizer.stream.file.size  # type: ignore[attr-defined]
-    finally:
-        mesh.close()
 
 
 def memory(case: Case, offload: str, path: str | None = None) -> tuple[StateBytes, RankBytes, int]:
     """On every rank: the model state found in a step, the planned memory, and the activations found."""
     config = config_of(case, offload, path)
-    mesh = build_mesh(config.parallelism)
-    try:
-        state, step = build(config, mesh)
-        with closing(state.loader):
+    with built(config) as (mesh, state, step):
+        step(state)
+        with MemoryWatch(state.parts, state.optimizer, mesh.device, state.loader.num_micro_batches) as watch:
             step(state)
-            with MemoryWatch(state.parts, state.optimizer, mesh.device, state.loader.num_micro_batches) as watch:
-                step(state)
-        found = watch.found()
-        model = replace(config.model, vocab_size=state.parts[0].config.vocab_size)
-        work = workload_of(replace(config, model=model), mesh.layout, ClusterConfig(device="cpu"))
+        found, work = watch.found(), planned_work(config, mesh, state)
         return found.state, estimate(work, mesh.coordinate("pp"), mesh.coordinate("tp")), found.activations
-    finally:
-        mesh.close()

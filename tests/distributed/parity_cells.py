@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -20,7 +21,7 @@ from gptlite.parallelism.config import Offload
 from gptlite.parallelism.mesh import Mesh, build_mesh
 from gptlite.parity.compare import Distances, StepComparison, compare, distances
 from gptlite.parity.record import StepRecord, record, recorded
-from gptlite.parity.report import verdict
+from gptlite.parity.report import row, verdict
 
 
 @dataclass(frozen=True)
@@ -123,6 +124,12 @@ class Pool:
         reference, apart = self.references.of(cell)
         arguments = (load(cell.overrides()), reference, apart, bug, cell.has_twin)
         return self._ranks.run(runner, *arguments, timeout=timeout)[0]
+
+    def check(self, cell: Cell, **options: Any) -> None:
+        """Fails with what differs if the cell is not the same as one process."""
+        result = self.run(cell, **options)
+        same, words = judge(self.references, cell, result)
+        assert same, "\n".join([words, *map(row, result.comparisons)])
 
     def close(self) -> None:
         """Ends the ranks."""

@@ -191,6 +191,7 @@ EXPERTS = [
     Pair(Layout(pipeline=2, context=2, data=2, expert=2), Layout(data=8, zero=3, replicate=2, expert=2), "experts"),
 ]
 
-ALL = [*SMALL, *_far_apart(), *CONTEXT, *EXPERTS]
+VALUES = Pair(Layout(tensor=2, pipeline=2, schedule="zbv"), Layout(data=3, zero=3), "values")
+ALL = [*SMALL, *_far_apart(), *CONTEXT, *EXPERTS, VALUES]
 QUICK = [*SMALL[:3], *CONTEXT[:1], *EXPERTS[:1]]
-SLOW = [*SMALL[3:], *_far_apart()[::10], *CONTEXT[1:4], *EXPERTS[1:3]]  # the rest are long
+SLOW = [*SMALL[3:], *_far_apart()[::10], _far_apart()[15], *CONTEXT[1:4], *EXPERTS[1:3], VALUES]  # the rest are long

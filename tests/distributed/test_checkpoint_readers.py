@@ -1,19 +1,17 @@
 """A training state saved on any layout is read by others: plain torch.distributed.checkpoint, and transformers."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from checkpoint.conftest import bits
 from marking import marked
 from run_files import read_metrics
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict_loader import load as load_with_torch
 from transformers import GPT2LMHeadModel
 
-from distributed.ranks import Ranks
 from gptlite.checkpoint.load import load_tensors, read_config
 from gptlite.checkpoint.manifest import read_manifest
 from gptlite.checkpoint_tool.huggingface import export
@@ -37,44 +35,25 @@ trainer.eval_samples=8 trainer.sample_tokens=0 precision=fp32 run.name=readers
 """.split()
 
 
-@dataclass(frozen=True)
-class Layout:
-    """Overrides below `parallelism`, and the ranks they take."""
-
-    keys: str
-    world: int = 2
-
-    @property
-    def overrides(self) -> list[str]:
-        return [f"parallelism.{key}" for key in self.keys.split()]
-
-
+# By name: the ranks, and what is below `parallelism`.
 LAYOUTS = {
-    "pp2_zero2_zbv": Layout("pipeline=2 schedule=zbv zero=2", 4),
-    "tp2_zero3": Layout("tensor=2 zero=3", 4),
-    "hsdp": Layout("zero=2 dp_replicate=2", 4),
-    "tp2": Layout("tensor=2 sequence=true"),
-    "pp2": Layout("pipeline=2 schedule=1f1b"),
-    "zero1": Layout("zero=1"),
-    "zero3": Layout("zero=3"),
-    "tp2_pp2": Layout("tensor=2 pipeline=2 schedule=interleaved_1f1b", 4),
+    "pp2_zero2_zbv": (4, "pipeline=2 schedule=zbv zero=2"),
+    "tp2_zero3": (4, "tensor=2 zero=3"),
+    "hsdp": (4, "zero=2 dp_replicate=2"),
+    "tp2": (2, "tensor=2 sequence=true"),
+    "pp2": (2, "pipeline=2 schedule=1f1b"),
+    "zero1": (2, "zero=1"),
+    "zero3": (2, "zero=3"),
+    "tp2_pp2": (4, "tensor=2 pipeline=2 schedule=interleaved_1f1b"),
 }
-
-
-@pytest.fixture(scope="module")
-def pools() -> Iterator[dict[int, Ranks]]:
-    """Ranks by their number, which start when they are first needed."""
-    with Ranks(2) as two, Ranks(4) as four:
-        yield {2: two, 4: four}
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("name", marked(list(LAYOUTS), slow=3))
-def test_others_read_what_a_layout_saved(pools, tmp_path, name):
-    layout = LAYOUTS[name]
-    overrides = [*RUN, *layout.overrides, f"run.dir={tmp_path / 'run'}"]
-    ranks = pools[layout.world]
-    assert ranks.run("distributed.run_cases:train", overrides, timeout=120) == [0] * layout.world
+def test_others_read_what_a_layout_saved(two, four, tmp_path, name):
+    world, words = LAYOUTS[name]
+    overrides = [*RUN, *(f"parallelism.{key}" for key in words.split()), f"run.dir={tmp_path / 'run'}"]
+    assert {2: two, 4: four}[world].run("distributed.run_cases:train", overrides, timeout=120) == [0] * world
     step = tmp_path / "run" / "checkpoints" / f"step-{STEPS:08d}"
     assert len(list((step / "data").glob("*.distcp"))) > 1
 
@@ -104,10 +83,6 @@ def empty(step: Path) -> dict[str, Tensor]:
     """Tensors to read into, of the shapes the manifest has."""
     entries = read_manifest(step).tensors.items()
     return {key: torch.full(entry["shape"], 3, dtype=getattr(torch, entry["dtype"])) for key, entry in entries}
-
-
-def bits(tensor: Tensor) -> bytes:
-    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def held_out(config: Config) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,6 @@
 """The time that ranks spend on communication, and which of them the others wait for."""
 
 import time
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -19,12 +18,6 @@ from gptlite.parallelism.watchdog import Watch
 
 THIS = "distributed.test_comm_time"
 FOUR = Mesh(torch.device("cpu"), Layout((2, 1, 1, 2)))  # pipeline 2 x tensor 2
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        yield ranks
 
 
 def lag(axis: str) -> dict:

@@ -2,7 +2,6 @@
 
 import json
 import random
-import time
 from pathlib import Path
 
 import pytest
@@ -43,11 +42,8 @@ def fed(logs: Path, world: int) -> dict[int, list[Sample]]:
 def kill_at(command: Run, logs: Path, world: int, checkpoint: Path, step: int) -> None:
     """SIGKILL to every process once the checkpoint is there and each rank has been fed something of the step."""
     command.until(checkpoint, timeout=SECONDS)
-    deadline = time.monotonic() + SECONDS
-    while not all((lines := read(logs / f"{rank}.jsonl")) and lines[-1][0] >= step * BATCH for rank in range(world)):
-        assert command.process.poll() is None, command.process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    paths = [logs / f"{rank}.jsonl" for rank in range(world)]
+    command.wait_for(lambda: all((lines := read(path)) and lines[-1][0] >= step * BATCH for path in paths), SECONDS)
     assert command.process.poll() is None, command.process.communicate()
     command.kill()
 

@@ -10,11 +10,10 @@ import pytest
 from marking import marked
 
 from distributed.parity_bugs import CONTEXT, PIPELINE, SEQUENCE, SHARDED, SPLIT, TENSOR, ZERO
-from distributed.parity_cells import Pool, Result, judge, run_cell
+from distributed.parity_cells import Pool, Result, run_cell
 from gptlite.models.gpt.model import Stream
 from gptlite.ops import select
 from gptlite.ops.select import Ops
-from gptlite.parity.report import row
 
 DEEP = replace(SPLIT, shared=("model.num_layers=8",))  # two blocks to each of four parts
 CELLS = [
@@ -42,6 +41,4 @@ def run_deferred(*arguments: Any) -> Result | None:
 
 @pytest.mark.parametrize("cell", marked(CELLS, slow=5, name=lambda cell: cell.id))
 def test_sums_left_to_the_next_norm_train_as_one_process_does(cell, pool: Pool):
-    result = pool.run(cell, runner="distributed.test_deferred_add:run_deferred")
-    same, words = judge(pool.references, cell, result)
-    assert same, "\n".join([words, *map(row, result.comparisons)])
+    pool.check(cell, runner="distributed.test_deferred_add:run_deferred")

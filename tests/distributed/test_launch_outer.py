@@ -4,14 +4,14 @@ import os
 import re
 import shutil
 import signal
-import socket
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 import pytest
 from marking import marked
 
-from distributed.launch_command import HERE, OUTER, RANK, TRAIN, Start, losses, training
+from distributed.launch_command import HERE, OUTER, RANK, TRAIN, Run, Start, free_port, losses, training
 from gptlite.errors import ConfigError
 from gptlite.launch import starter
 from gptlite.launch.starter import first_host
@@ -87,30 +87,35 @@ def test_srun_is_seen_by_its_variables(monkeypatch: pytest.MonkeyPatch) -> None:
         starter.starter()
 
 
-def free_port() -> str:
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        return str(free.getsockname()[1])
-
-
-def outer_command(kind: str, folder: Path, behaviour: str, *overrides: str) -> tuple[list[list[str]], list[dict]]:
-    """What starts two ranks: torchrun, or two processes as srun starts them."""
-    common = [behaviour, "data=synthetic", f"run.dir={folder / 'run'}", "run.name=x", *overrides]
-    if kind == "torchrun":
-        return [["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", RANK, *common]], [{}]
+def srun_env() -> list[dict[str, str]]:
+    """What srun sets for two ranks, and a port of theirs."""
     port = free_port()
-    env = [slurm(PROCID=str(i), LOCALID=str(i), NTASKS="2", TASKS_PER_NODE="2") | {"MASTER_PORT": port} for i in (0, 1)]
-    return [[RANK, *common]] * 2, env
+    return [slurm(PROCID=i, LOCALID=i, NTASKS="2", TASKS_PER_NODE="2") | {"MASTER_PORT": port} for i in ("0", "1")]
+
+
+@pytest.fixture(params=["torchrun", "srun"])
+def outer(request: pytest.FixtureRequest, start: Start, tmp_path: Path) -> Callable[..., list[Run]]:
+    """Starts two ranks with a behaviour: by torchrun, or two processes as srun starts them."""
+
+    def run(behaviour: str, *overrides: str) -> list[Run]:
+        common = [RANK, behaviour, "data=synthetic", f"run.dir={tmp_path / 'run'}", "run.name=x", *overrides]
+        if request.param == "torchrun":
+            return [start(*TORCHRUN, "--nproc-per-node=2", *common)]
+        return [start(*common, env=env) for env in srun_env()]
+
+    return run
+
+
+def ends(runs: list[Run]) -> tuple[list[int], str, str]:
+    """The exit codes, and all that was printed on standard output and standard error."""
+    codes, output, errors = zip(*(run.end() for run in runs), strict=True)
+    return list(codes), "".join(output), "".join(errors)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["torchrun", "srun"])
-def test_ranks_of_another_launcher_have_one_configuration(start: Start, tmp_path: Path, kind: str) -> None:
-    commands, env = outer_command(kind, tmp_path, "fine", "trainer.max_steps=5")
-    runs = [start(*command, env=more) for command, more in zip(commands, env, strict=True)]
-    ends = [run.end() for run in runs]
-    assert [code for code, _, _ in ends] == [0] * len(runs)
-    assert "".join(output for _, output, _ in ends) == "rank 0 prints, tty False, seed 0\n"
+def test_ranks_of_another_launcher_have_one_configuration(outer: Callable, tmp_path: Path) -> None:
+    codes, output, _ = ends(outer("fine", "trainer.max_steps=5"))
+    assert (set(codes), output) == ({0}, "rank 0 prints, tty False, seed 0\n")
     log = (tmp_path / "run" / "ranks" / "rank-1.log").read_text()
     assert log == "rank 1 prints, tty False, seed 0\nrank 1 warns\n"
 
@@ -122,8 +127,8 @@ def test_the_second_machines_terminal_shows_where_output_is(start: Start, tmp_pa
     overrides = ["fine", "data=synthetic", f"run.dir={tmp_path / 'run'}", "trainer.max_steps=5"]
     machines.append(f"--master-port={free_port()}")
     runs = [start(*machines, f"--node-rank={number}", RANK, *overrides) for number in (0, 1)]
-    (_, _, first), (_, output, second) = ends = [run.end() for run in runs]
-    assert [code for code, _, _ in ends] == [0, 0], ends
+    (code, _, first), (other, output, second) = (run.end() for run in runs)
+    assert (code, other) == (0, 0), (first, second)
     line = f"ranks 2 to 3 of 4 train here; their output is in {tmp_path / 'run' / 'ranks'}\n"
     assert (output, second.count(line)) == ("", 1), second
     assert "train here" not in first
@@ -131,33 +136,25 @@ def test_the_second_machines_terminal_shows_where_output_is(start: Start, tmp_pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["torchrun", "srun"])
-def test_another_launchers_rank_says_why_it_failed(start: Start, tmp_path: Path, kind: str) -> None:
-    commands, env = outer_command(kind, tmp_path, "raise1")
-    runs = [start(*command, env=more) for command, more in zip(commands, env, strict=True)]
-    ends = [run.end() for run in runs]
-    assert [code for code, _, _ in ends] == [1] * len(runs)
+def test_another_launchers_rank_says_why_it_failed(outer: Callable, tmp_path: Path) -> None:
+    codes, _, errors = ends(outer("raise1"))
+    assert set(codes) == {1}
     log = tmp_path / "run" / "ranks" / "rank-1.log"
-    errors = "".join(errors for _, _, errors in ends)
     assert f"rank 1 failed: ValueError: the weights are upside down; its output is in {log}\n" in errors
     assert "ValueError: the weights are upside down" in log.read_text()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["torchrun", "srun"])
-def test_another_launchers_request_to_stop_saves_once(start: Start, tmp_path: Path, kind: str) -> None:
-    commands, env = outer_command(kind, tmp_path, "fine", "trainer.max_steps=1000")
-    runs = [start(*command, env=more) for command, more in zip(commands, env, strict=True)]
+def test_another_launchers_request_to_stop_saves_once(outer: Callable, tmp_path: Path) -> None:
+    runs = outer("fine", "trainer.max_steps=1000")
     for run in runs:
         run.until(*training(tmp_path))
-    for run in runs:
-        for pid in (*run.left(), run.process.pid):
-            os.kill(pid, signal.SIGTERM)
-    ends = [run.end() for run in runs]
-    assert "".join(errors for _, _, errors in ends).count("SIGTERM: saving after this step") == 1
+    for pid in [pid for run in runs for pid in (*run.left(), run.process.pid)]:  # all found before the first is told
+        os.kill(pid, signal.SIGTERM)
+    codes, _, errors = ends(runs)
+    assert errors.count("SIGTERM: saving after this step") == 1
     assert list((tmp_path / "run" / "checkpoints").glob("step-*"))
-    if kind == "srun":  # torchrun has an exit code of its own
-        assert [code for code, _, _ in ends] == [143, 143]
+    assert len(runs) == 1 or codes == [143, 143]  # torchrun has an exit code of its own
 
 
 @pytest.mark.slow
@@ -205,10 +202,8 @@ def test_torchrun_with_wrong_input(start: Start, tiny: list[str], overrides: lis
 
 @pytest.mark.slow
 def test_srun_trains(start: Start, tiny: list[str], tmp_path: Path, whole: Callable) -> None:
-    _, env = outer_command("srun", tmp_path, "")
-    runs = [start(TRAIN, *tiny, "parallelism.pipeline=2", env=more) for more in env]
-    ends = [run.end() for run in runs]
-    assert [code for code, _, _ in ends] == [0, 0], ends
+    codes, _, errors = ends([start(TRAIN, *tiny, "parallelism.pipeline=2", env=env) for env in srun_env()])
+    assert codes == [0, 0], errors
     (folder,) = (tmp_path / "outputs").iterdir()
     assert losses(folder) == pytest.approx(whole(), rel=1e-5)
 
@@ -219,29 +214,23 @@ MACHINES = {
     "tp2-dp2": ["parallelism.tensor=2", "parallelism.zero=3"],
     "hsdp": ["parallelism.zero=2", "parallelism.dp_replicate=2"],
 }
+ON_MACHINES = [("pp2-dp2", False), ("tp2-dp2", True), *product([*MACHINES][1:], [False])]
 
 
 @pytest.mark.skipif(os.name != "posix" or os.geteuid() != 0 or not shutil.which("ip"), reason="needs root and ip")
-@pytest.mark.parametrize("layout", marked(list(MACHINES), slow=1))
-def test_two_machines(start: Start, tiny: list[str], tmp_path: Path, whole: Callable, layout: str) -> None:
-    script, folder = str(HERE / "two_machines.py"), tmp_path / "a"
+@pytest.mark.parametrize(("layout", "in_a_file"), marked(ON_MACHINES, slow=2))
+def test_two_machines(
+    start: Start, tiny: list[str], tmp_path: Path, whole: Callable, layout: str, in_a_file: bool
+) -> None:
+    """With torchrun on both, or one command on both, which find themselves in a file by their addresses."""
+    folder, hosts = tmp_path / "a", tmp_path / "hosts"
+    hosts.write_text("10.77.0.1 slots=2\n10.77.0.2 slots=2\n")
+    given = ["--hostfile", str(hosts)] if in_a_file else []
     batch = ["data.micro_batch_size=1", "data.global_batch_size=8"]
-    code, output, errors = start(script, *tiny, *batch, *MACHINES[layout], f"run.dir={folder}").end()
+    command = [*given, *tiny, *batch, *MACHINES[layout], f"run.dir={folder}"]
+    code, output, errors = start(str(HERE / "two_machines.py"), *command).end()
     assert code == 0, errors
     assert output.count("step 8/8") == 1
+    assert output.count("on 10.77.0.2:  cd ") == in_a_file
     assert losses(folder) == pytest.approx(whole(*batch), rel=1e-5)
     assert len(list((folder / "ranks").iterdir())) == 3
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(os.name != "posix" or os.geteuid() != 0 or not shutil.which("ip"), reason="needs root and ip")
-def test_two_machines_of_a_host_file(start: Start, tiny: list[str], tmp_path: Path, whole: Callable) -> None:
-    """One command on both, which find themselves in the file by their addresses."""
-    script, folder, hosts = str(HERE / "two_machines.py"), tmp_path / "a", tmp_path / "hosts"
-    hosts.write_text("10.77.0.1 slots=2\n10.77.0.2 slots=2\n")
-    words = ["data.micro_batch_size=1", "data.global_batch_size=8", *MACHINES["tp2-dp2"]]
-    code, output, errors = start(script, "--hostfile", str(hosts), *tiny, *words, f"run.dir={folder}").end()
-    assert code == 0, errors
-    assert output.count("step 8/8") == 1
-    assert output.count("on 10.77.0.2:  cd ") == 1
-    assert losses(folder) == pytest.approx(whole(*words[:2]), rel=1e-5)

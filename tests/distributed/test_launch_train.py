@@ -1,6 +1,7 @@
 """Several ranks from the command line, with real training: killed, stopped, going on, in a sweep."""
 
 import os
+import random
 import shutil
 import signal
 import time
@@ -8,10 +9,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from checkpoint.destruction.lives import TINY as LITTLE
 from marking import marked
 from run_files import read_metrics
 
 from distributed.launch_command import TRAIN, Start, losses
+from gptlite.checkpoint.checkpointer import Checkpointer
+from gptlite.checkpoint.config import CheckpointConfig
+from gptlite.checkpoint.store import step_folders, step_of
 
 
 def test_two_ranks_from_the_command_line(start: Start, tiny: list[str], tmp_path: Path, whole: Callable) -> None:
@@ -38,10 +43,7 @@ def test_a_killed_rank_trains_on_within_a_minute(
     command.until(folder / "checkpoints" / "step-00000025")
     os.kill(command.rank(victim), signal.SIGKILL)
     killed, rows = time.monotonic(), len(read_metrics(folder))
-    while len(read_metrics(folder)) < rows + 2:
-        assert command.process.poll() is None, command.process.communicate()
-        assert time.monotonic() - killed < 60
-        time.sleep(0.05)
+    command.wait_for(lambda: len(read_metrics(folder)) >= rows + 2, 60 - (time.monotonic() - killed))
     code, output, errors = command.end()
     assert code == 0, errors
     assert f"rank {victim} was killed by SIGKILL" in errors
@@ -65,6 +67,25 @@ def test_a_signal_saves_and_the_run_goes_on(start: Start, tiny: list[str], tmp_p
     code, _, errors = start(TRAIN, f"run.dir={folder}").end()
     assert code == 0, errors
     assert losses(folder) == losses(uninterrupted)
+
+
+@pytest.mark.parametrize("layout", marked(["parallelism=single", "parallelism=ddp parallelism.data=2"], slow=1))
+def test_a_signal_at_any_moment_is_answered_in_30_seconds(start: Start, tmp_path: Path, layout: str) -> None:
+    run, limit = tmp_path / "run", 30.0
+    for seed in range(2):
+        before = max(losses(run)) if run.exists() else 0
+        command = start(TRAIN, *LITTLE, *layout.split(), f"run.dir={run}", "checkpoint.interval=3")
+        command.until(run / "metrics.jsonl")
+        command.wait_for(lambda before=before: max(losses(run), default=0) > before + 1, 120)
+        time.sleep(random.Random(seed).uniform(0, 0.5))
+        sent = time.monotonic()
+        command.process.send_signal(signal.SIGTERM)
+        code, _, errors = command.end(limit)
+        assert code == 143, errors
+        assert time.monotonic() - sent < limit
+        (newest, *_) = step_folders(run / "checkpoints")
+        assert Checkpointer(CheckpointConfig(), run).find("auto") == newest
+        assert step_of(newest) == max(losses(run))
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from checkpoint.destruction import disks
-from checkpoint.destruction.campaign import LIVE, differing, start_ranks
+from checkpoint.destruction.campaign import LIVE, Lives, differing
 from checkpoint.destruction.forks import ForkServer
 from checkpoint.destruction.lives import TINY
 
@@ -31,45 +31,33 @@ def server() -> Iterator[ForkServer]:
         yield server
 
 
-class Run:
-    """A run in `folder` whose state is in files beside it, in `good` or `bad`. `said`: by rank 0 in its last life."""
+class Run(Lives):
+    """A run in `folder` whose state is in files beside it, in `good` or `bad`."""
 
     def __init__(self, server: ForkServer, folder: Path, world: int) -> None:
-        self.server, self.folder, self.world = server, folder, world
+        super().__init__(server, folder, world)
         self.good, self.bad = folder / "good", folder / "bad"
         for each in (self.good, self.bad):
             each.mkdir()
-        self.said, self.lives = "", 0
 
     def overrides(self, steps: int, path: Path) -> list[str]:
         offload = [f"{P}offload=nvme", f"{P}offload_path={path}", f"{P}offload_buffer_mib=1"]
         saving = ["checkpoint.interval=1", "checkpoint.keep=2", f"run.dir={self.folder / 'run'}"]
         return [*TINY, *LAYOUTS[self.world], *offload, *saving, f"trainer.max_steps={steps}"]
 
-    def live(self, steps: int, path: Path, function: str = LIVE, *act: object) -> list[int]:
+    def train(self, steps: int, path: Path, function: str = LIVE, *act: object) -> list[int]:
         """Trains until a step and gives the ranks' exit codes; `act` is what happens to each of them."""
-        self.lives += 1
-        overrides = self.overrides(steps, path)
-        journals = [str(self.folder / f"journal-{self.lives}-{rank}") for rank in range(self.world)]
-        arguments = [(overrides, journal, *act) for journal in journals]
-        output = self.folder / f"said-{self.lives}"
-        ranks = start_ranks(self.server, self.world, arguments, output, function)
-        codes = [rank.wait() for rank in ranks]
-        self.said = Path(f"{output}-0" if self.world > 1 else output).read_text()
-        return codes
+        return self.live(self.overrides(steps, path), *act, rank=None, function=function)
 
     def command(self, path: Path) -> int:
         """`python train.py` with its files in a folder: it starts its own ranks."""
-        output = self.folder / "command"
-        output.unlink(missing_ok=True)
-        code = self.server.start(CASES + "command", self.overrides(6, path), output=output).wait()
-        self.said = output.read_text()
-        return code
+        self.lives += 1
+        return self.server.start(CASES + "command", self.overrides(6, path), output=self.output()).wait()
 
     def error(self) -> str:
         """The one line in which rank 0 said what was wrong."""
-        (line,) = [line for line in self.said.splitlines() if line.startswith("error: ")]
-        assert "Traceback" not in self.said
+        (line,) = [line for line in self.said().splitlines() if line.startswith("error: ")]
+        assert "Traceback" not in self.said()
         return line
 
 
@@ -80,7 +68,7 @@ def undisturbed(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) ->
     @cache
     def of(world: int, steps: int) -> Path:
         run = Run(server, tmp_path_factory.mktemp("undisturbed"), world)
-        assert run.live(steps, run.good) == [0] * world, run.said
+        assert run.train(steps, run.good) == [0] * world, run.said()
         return run.folder / "run"
 
     return of
@@ -103,8 +91,8 @@ def check_goes_on(undisturbed: Callable[[int, int], Path]) -> Callable[[Run], No
     """Sees that on a good disk the same command finishes, from its last checkpoint, as a run without trouble does."""
 
     def check(run: Run) -> None:
-        assert run.live(6, run.good) == [0] * run.world, run.said
-        assert f"resuming from {run.folder / 'run' / 'checkpoints' / 'step-'}" in run.said
+        assert run.train(6, run.good) == [0] * run.world, run.said()
+        assert f"resuming from {run.folder / 'run' / 'checkpoints' / 'step-'}" in run.said()
         assert differing(run.folder / "run" / LAST, undisturbed(run.world, 6) / LAST) == []
         assert list(run.good.iterdir()) == []
 
@@ -135,7 +123,7 @@ def test_a_disk_that_fills_after_it_was_looked_at_is_refused_in_one_line(
     """Here nobody looks: the ranks make their files at once. One has room for its own, two have not."""
     run = begun(world)
     server.call(DISKS + "mount_small", str(run.bad), FULL_MB)
-    assert run.live(6, run.bad) == [2] * world
+    assert run.train(6, run.bad) == [2] * world
     words = "cannot keep its optimizer state there: no space left on device; free some space, or give another folder"
     assert run.error().startswith(f"error: parallelism.offload_path={run.bad}: rank ")
     assert run.error().endswith(words)
@@ -147,7 +135,7 @@ def test_a_disk_that_others_fill_later_does_not_touch_the_file(server: ForkServe
     """Its blocks are its own from the beginning."""
     run = begun(1)
     server.call(DISKS + "mount_small", str(run.bad), 2)
-    assert run.live(6, run.bad, LIVE, "step", 0, f"fill:0:{run.bad / 'ballast'}") == [0], run.said
+    assert run.train(6, run.bad, LIVE, "step", 0, f"fill:0:{run.bad / 'ballast'}") == [0], run.said()
     assert differing(run.folder / "run" / LAST, undisturbed(1, 6) / LAST) == []
     server.call(DISKS + "remove", str(run.bad / "ballast"))  # fails if nobody has filled it
 
@@ -155,7 +143,7 @@ def test_a_disk_that_others_fill_later_does_not_touch_the_file(server: ForkServe
 @pytest.mark.slow
 def test_a_file_that_is_refused_its_size_is_an_error_in_one_line(server: ForkServer, begun, check_goes_on):
     run = begun(1)
-    assert run.live(6, run.good, CASES + "limited") == [2]
+    assert run.train(6, run.good, CASES + "limited") == [2]
     assert "rank 0 cannot keep its optimizer state there: file too large; " in run.error()
     check_goes_on(run)
 
@@ -181,7 +169,7 @@ def test_a_disk_that_cannot_be_written_is_refused_before_any_rank_starts(server:
 )
 def test_a_kill_amid_a_write_leaves_nothing_and_the_last_checkpoint_resumes(begun, check_goes_on, world: int, at: int):
     run = begun(world)
-    codes = run.live(6, run.good, CASES + "disturbed", "kill", at)
+    codes = run.train(6, run.good, CASES + "disturbed", "kill", at)
     assert codes == [-signal.SIGKILL] * world
     assert list(run.good.iterdir()) == []
     check_goes_on(run)
@@ -191,7 +179,7 @@ def test_a_kill_amid_a_write_leaves_nothing_and_the_last_checkpoint_resumes(begu
 def test_a_disk_that_fails_later_ends_the_run_and_the_last_checkpoint_resumes(begun, check_goes_on, at: int):
     """What the kernel refuses is beyond the limit on the size of files; a broken disk answers otherwise, no later."""
     run = begun(1)
-    assert run.live(6, run.good, CASES + "disturbed", "refuse", at) == [1]
+    assert run.train(6, run.good, CASES + "disturbed", "refuse", at) == [1]
     words = "the optimizer state in parallelism.offload_path cannot be read or written: File too large"
     assert run.error() == f"error: {words}; once that is fixed, the same command resumes from the last checkpoint"
     check_goes_on(run)

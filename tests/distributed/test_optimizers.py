@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from contextlib import closing
 from functools import lru_cache
 from pathlib import Path
@@ -164,25 +165,29 @@ def name(case: tuple[Layout, str] | tuple[Layout, Layout, str]) -> str:
     return "-to-".join(layout.id for layout in layouts) + f"-{optimizer}"  # type: ignore[union-attr]
 
 
+@pytest.fixture
+def off(growing: GrowingRanks, tmp_path: Path) -> Callable[..., dict[str, float]]:
+    """The weights and states of a layout that are further than allowed from one process's after the steps."""
+
+    def run(allowed: float, layout: Layout, optimizer: str, *overrides: str) -> dict[str, float]:
+        torch.save(alone(optimizer, *overrides), tmp_path / "reference")
+        config = config_of(layout, SINGLE, optimizer, "run.dir=unused", *overrides)
+        found = growing.run(layout.world, CASES + "test_optimizers:distances", config, str(tmp_path / "reference"))[0]
+        return {key: distance for key, distance in found.items() if distance > allowed}
+
+    return run
+
+
 @pytest.mark.parametrize(("layout", "optimizer"), marked(STEPPED, quick=5, slow=15, name=name))
-def test_the_steps_are_those_of_one_process(layout: Layout, optimizer: str, growing: GrowingRanks, tmp_path: Path):
+def test_the_steps_are_those_of_one_process(layout: Layout, optimizer: str, off: Callable):
     """Copies of a parameter, those of a tied embedding too, are bit by bit the same."""
-    reference = str(tmp_path / "reference")
-    torch.save(alone(optimizer), reference)
-    config = config_of(layout, SINGLE, optimizer, "run.dir=unused")
-    found = growing.run(layout.world, CASES + "test_optimizers:distances", config, reference)[0]
-    assert {key: distance for key, distance in found.items() if distance > 1e-5} == {}
+    assert off(1e-5, layout, optimizer) == {}
 
 
 @pytest.mark.parametrize(("layout", "optimizer"), marked(ROUNDED, quick=2, slow=6, name=name))
-def test_bf16_parameters_are_rounded_as_in_one_process(
-    layout: Layout, optimizer: str, growing: GrowingRanks, tmp_path: Path
-):
+def test_bf16_parameters_are_rounded_as_in_one_process(layout: Layout, optimizer: str, off: Callable):
     """To the bit: each element's update is its own, and so is its chance."""
-    torch.save(alone(optimizer, HALF), tmp_path / "reference")
-    config = config_of(layout, SINGLE, optimizer, "run.dir=unused", HALF)
-    found = growing.run(layout.world, CASES + "test_optimizers:distances", config, str(tmp_path / "reference"))[0]
-    assert {key: distance for key, distance in found.items() if distance > 0} == {}
+    assert off(0, layout, optimizer, HALF) == {}
 
 
 def test_rounding_is_by_chance_and_by_the_seed():
@@ -196,28 +201,12 @@ def test_rounding_is_by_chance_and_by_the_seed():
         assert (found[key] - wide[key]).abs().max() < 0.05
 
 
-@pytest.mark.parametrize(("source", "target", "optimizer"), marked(RESHARDED_HALF, quick=1, slow=1, name=name))
-def test_a_checkpoint_of_bf16_parameters_is_resharded(
-    source: Layout, target: Layout, optimizer: str, growing: GrowingRanks, tmp_path: Path
-):
-    config = config_of(source, target, optimizer, f"run.dir={tmp_path / 'a'}", HALF)
-    folder = growing.run(source.world, CASES + "reshard_cases:save", config)[0]
-    config = config_of(target, source, optimizer, f"run.dir={tmp_path / 'b'}", f"checkpoint.resume={folder}", HALF)
-    resumed = growing.run(target.world, CASES + "reshard_cases:resume", config)
-    assert resumed[0].wrong == []
-
-
 WIDE = ("model.d_model=128", "model.num_heads=2", "model.sequence_length=64", "data.sequence_length=64")
 
 
 @pytest.mark.parametrize("layout", [Layout(data=2, zero=3), Layout(data=2, zero=1)], ids=lambda layout: layout.id)
-def test_8_bit_steps_are_those_of_one_process_where_shards_are_of_whole_blocks(
-    layout: Layout, growing: GrowingRanks, tmp_path: Path
-):
-    torch.save(alone("adamw_8bit", *WIDE), tmp_path / "reference")
-    config = config_of(layout, SINGLE, "adamw_8bit", "run.dir=unused", *WIDE)
-    found = growing.run(layout.world, CASES + "test_optimizers:distances", config, str(tmp_path / "reference"))[0]
-    assert {key: distance for key, distance in found.items() if distance > 0} == {}
+def test_8_bit_steps_are_those_of_one_process_where_shards_are_of_whole_blocks(layout: Layout, off: Callable):
+    assert off(0, layout, "adamw_8bit", *WIDE) == {}
 
 
 @pytest.mark.parametrize(
@@ -254,13 +243,18 @@ def test_the_steps_go_somewhere(optimizer: str):
         assert value.any(), key
 
 
-@pytest.mark.parametrize(("source", "target", "optimizer"), marked(RESHARDED, quick=3, slow=6, name=name))
+@pytest.mark.parametrize(
+    ("source", "target", "optimizer"),
+    [*marked(RESHARDED, quick=3, slow=6, name=name), *marked(RESHARDED_HALF, quick=1, slow=1, name=name)],
+)
 def test_a_checkpoint_is_resharded(
     source: Layout, target: Layout, optimizer: str, growing: GrowingRanks, tmp_path: Path
 ):
-    config = config_of(source, target, optimizer, f"run.dir={tmp_path / 'a'}")
+    """Of bf16 parameters too, with optimizers that RESHARDED has not."""
+    half = [] if optimizer in OPTIMIZERS else [HALF]
+    config = config_of(source, target, optimizer, f"run.dir={tmp_path / 'a'}", *half)
     folder = growing.run(source.world, CASES + "reshard_cases:save", config)[0]
-    config = config_of(target, source, optimizer, f"run.dir={tmp_path / 'b'}", f"checkpoint.resume={folder}")
+    config = config_of(target, source, optimizer, f"run.dir={tmp_path / 'b'}", f"checkpoint.resume={folder}", *half)
     resumed = growing.run(target.world, CASES + "reshard_cases:resume", config)
     assert resumed[0].wrong == []
     assert all(each.counters == COUNTERS for each in resumed)

@@ -5,30 +5,26 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
+from marking import marked
 
 from distributed.cell import Cell
 from distributed.cover import AXES, CROSSED_AXES, FIRST_MATRIX, crossings, legal_cells, met, pairs
 from distributed.matrix import CELLS, CHOSEN, CROSSED, OFFLOADED, QUICK, SLOW
-from distributed.parity_cells import Pool, judge
+from distributed.parity_cells import Pool
 from distributed.refused import REFUSED, Refused
-from gptlite.parity.report import row
 
 # Values of the axes that are not crossed, so that layouts which differ in them alone count once.
 NO_CROSSED = {axis: values[0] for axis, values in AXES.items() if axis not in CROSSED_AXES}
 
 
-def marked(cell: Cell) -> object:
-    marks = [] if cell.id in QUICK else [pytest.mark.slow if cell.id in SLOW else pytest.mark.long]
-    return pytest.param(cell, id=cell.id, marks=marks)
-
-
 # By world size, so that each world's ranks are started once.
-@pytest.mark.parametrize("cell", [marked(cell) for cell in sorted(CELLS, key=lambda cell: -cell.world)])
+ORDERED = sorted(CELLS, key=lambda cell: (cell.id not in QUICK, cell.id not in SLOW, -cell.world))
+
+
+@pytest.mark.parametrize("cell", marked(ORDERED, len(QUICK), len(SLOW), lambda cell: cell.id))
 def test_a_layout_trains_as_one_process_does(cell: Cell, pool: Pool):
     """One that offloads, besides, to the bit as without: `run_cell` takes the steps of both."""
-    result = pool.run(cell, timeout=240)
-    same, words = judge(pool.references, cell, result)
-    assert same, "\n".join([words, *map(row, result.comparisons)])
+    pool.check(cell, timeout=240)
 
 
 def test_offload_meets_every_stage_and_axis():

@@ -1,16 +1,14 @@
 """`precision.reduce=compute`: gradients are summed over data ranks in the compute dtype, by default in fp32."""
 
-from contextlib import closing
 from unittest import mock
 
 import pytest
 
+from distributed.building import built
 from distributed.cell import BASE
 from distributed.ranks import Ranks
 from gptlite.config import Config, load
-from gptlite.parallelism.mesh import build_mesh
 from gptlite.parallelism.point_to_point import PairwiseReduceScatter
-from gptlite.parity.record import build
 
 STEPS = 3
 
@@ -25,17 +23,12 @@ def steps(config: Config) -> tuple[list[float], list[float], set[str], set[str]]
         reduced.add(str(given["input_tensor"].dtype))  # type: ignore[attr-defined]
         call(this, **given)  # type: ignore[arg-type]
 
-    mesh = build_mesh(config.parallelism)
-    try:
-        state, step = build(config, mesh)
-        with closing(state.loader), mock.patch.object(PairwiseReduceScatter, "__call__", seen):
-            results = [
-                step(state, lambda its: kept.update(str(p.grad.dtype) for p in its.weights() if p.grad is not None))
-                for _ in range(STEPS)
-            ]
-        return [each.loss for each in results], [each.grad_norm for each in results], reduced, kept
-    finally:
-        mesh.close()
+    with built(config) as (_, state, step), mock.patch.object(PairwiseReduceScatter, "__call__", seen):
+        results = [
+            step(state, lambda its: kept.update(str(p.grad.dtype) for p in its.weights() if p.grad is not None))
+            for _ in range(STEPS)
+        ]
+    return [each.loss for each in results], [each.grad_norm for each in results], reduced, kept
 
 
 @pytest.mark.slow

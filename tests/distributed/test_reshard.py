@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from marking import marked
 from torch import Tensor
 
 from distributed.ranks import GrowingRanks
@@ -46,12 +47,10 @@ def check_stored(folder: Path, expected: dict[str, Tensor]) -> None:
     assert [key for key in into if not torch.equal(bits(into[key]), bits(expected[key]))] == []
 
 
-def marked(pair: Pair) -> object:
-    marks = [] if pair in QUICK else [pytest.mark.slow if pair in SLOW else pytest.mark.long]
-    return pytest.param(pair, id=pair.id, marks=marks)
+REST = [pair for pair in ALL if pair not in QUICK + SLOW]
 
 
-@pytest.mark.parametrize("pair", [marked(pair) for pair in ALL])
+@pytest.mark.parametrize("pair", marked([*QUICK, *SLOW, *REST], len(QUICK), len(SLOW), lambda pair: pair.id))
 def test_a_checkpoint_is_loaded_by_another_layout_and_saved_again(pair: Pair, growing: GrowingRanks, tmp_path: Path):
     expected, loss = whole(pair)
     source, target = pair.source, pair.target

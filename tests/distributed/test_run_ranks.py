@@ -5,15 +5,7 @@ import json
 import pytest
 from run_files import checkpoint, differing, read_metrics
 
-from distributed.ranks import Ranks
-
 LAYOUT = ["parallelism.pipeline=2", "parallelism.zero=3", "data.micro_batch_size=1", "checkpoint.interval=0"]
-
-
-@pytest.fixture(scope="module")
-def four():
-    with Ranks(4) as ranks:
-        yield ranks
 
 
 def train(four, overrides):

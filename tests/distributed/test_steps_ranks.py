@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import signal
-from contextlib import closing
 from functools import partial
 from pathlib import Path
 from unittest.mock import patch
@@ -14,12 +13,11 @@ import pytest
 import torch.distributed as dist
 from torch import Tensor
 
+from distributed.building import built
 from distributed.cell import Cell
 from distributed.ranks import Ranks
 from gptlite.config import Config, load
-from gptlite.parallelism.mesh import build_mesh
 from gptlite.parallelism.zero import local_tensor
-from gptlite.parity.record import build
 from gptlite.pretrain import pretrain
 from gptlite.trainer.loop import train
 from gptlite.trainer.signals import Stopping, StopSignal
@@ -29,21 +27,16 @@ from gptlite.trainer.steps import Steps
 
 def taken(config: Config, count: int, lag: int) -> tuple[list[StepResult], str]:
     """The results of the first steps, and a hash of this rank's parameters after them."""
-    mesh = build_mesh(config.parallelism)
-    try:
-        state, step = build(config, mesh)
+    with built(config) as (_, state, step):
         steps, results = Steps(step, lag), []
-        with closing(state.loader):
-            for number in range(count):
-                steps.begin(state)
-                while steps.ready(everything=number == count - 1):
-                    results.append(steps.take())
+        for number in range(count):
+            steps.begin(state)
+            while steps.ready(everything=number == count - 1):
+                results.append(steps.take())
         digest = hashlib.sha256()
         for parameter in state.weights():
             digest.update(local_tensor(parameter).detach().contiguous().numpy().tobytes())
         return results, digest.hexdigest()
-    finally:
-        mesh.close()
 
 
 def stopped(overrides: list[str], lag: int, rank: int, at: int) -> tuple[int, int]:

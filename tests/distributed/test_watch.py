@@ -3,9 +3,6 @@
 import json
 import os
 import signal
-import socket
-import subprocess
-import sys
 import threading
 import time
 from dataclasses import replace
@@ -17,8 +14,8 @@ import torch
 import torch.distributed as dist
 from marking import marked
 
+from distributed.launch_command import TRAIN, Start, free_port
 from distributed.ranks import RankFailed, run_ranks
-from gptlite.config import CONF_DIR
 from gptlite.parallelism import stack_sampling, watchdog
 from gptlite.parallelism.collectives import all_reduce
 from gptlite.parallelism.config import ParallelismConfig
@@ -79,18 +76,11 @@ def test_a_rank_that_stops_or_hangs_is_named(how: str, axis: str, words: str) ->
 
 @pytest.mark.slow
 def test_rank_0_is_named_though_it_holds_the_store() -> None:
-    port = str(free_port())
-    env = {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": port}
+    env = {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": free_port()}
     with pytest.raises(
         RankFailed, match=r"error: rank 0 \(.* has not answered for .* rank 1 waits in all_reduce over world"
     ):
         run_ranks(2, f"{THIS}:wait_for_rank_0", env=env, timeout=150)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return probe.getsockname()[1]
 
 
 def wait_for_rank_0() -> None:
@@ -104,57 +94,28 @@ def wait_for_rank_0() -> None:
 
 
 @pytest.mark.parametrize(("layout", "victim"), marked([("tp2", 1), ("tp2", 0), ("tp2_pp2", 2)], slow=1))
-def test_a_stopped_rank_of_a_run_is_named_and_nothing_is_left(tiny: list[str], tmp_path, layout: str, victim: int):
-    limit, run_dir = 10, tmp_path / "run"
-    options = [f"parallelism={layout}", f"parallelism.timeout_seconds={limit}", f"run.dir={run_dir}", "run.name=x"]
-    command = [sys.executable, str(CONF_DIR.parent / "train.py"), *tiny, *options, "trainer.max_steps=100000"]
-    env = os.environ | {"OMP_NUM_THREADS": "1", "WATCH_TEST": str(tmp_path)}
+def test_a_stopped_rank_of_a_run_is_named_and_nothing_is_left(
+    start: Start, tiny: list[str], tmp_path: Path, layout: str, victim: int
+):
+    limit, folder, rows = 10, tmp_path / "run", tmp_path / "run" / "metrics.jsonl"
+    options = [f"parallelism={layout}", f"parallelism.timeout_seconds={limit}", f"run.dir={folder}", "run.name=x"]
     with (tmp_path / "said").open("wb") as said:
-        run = subprocess.Popen(command, env=env, cwd=tmp_path, stdout=said, stderr=said, start_new_session=True)
-    try:
-        rows = run_dir / "metrics.jsonl"
-        wait_until(lambda: rows.exists() and rows.read_text().count("\n") > 3, 120, run)
-        before = sorted(run_dir.glob("checkpoints/*"))
-        os.kill(ranks_of(tmp_path)[victim], signal.SIGSTOP)
-        stopped = time.monotonic()
-        logs = [tmp_path / "said", *run_dir.glob("ranks/*.log")]
-        wait_until(lambda: any(f"error: rank {victim} (" in log.read_text() for log in logs), 60, run)
-        assert time.monotonic() - stopped < limit
-        assert run.wait(60) == 1
-        assert ranks_of(tmp_path) == {}
-    finally:
-        for pid in (*ranks_of(tmp_path).values(), run.pid):
-            if run.poll() is None or pid != run.pid:
-                os.kill(pid, signal.SIGKILL)
-        run.wait()
+        printed = {"stdout": said.fileno(), "stderr": said.fileno()}
+        run = start(TRAIN, *tiny, *options, "trainer.max_steps=100000", **printed)
+    run.wait_for(lambda: rows.exists() and rows.read_text().count("\n") > 3, 120)
+    before = sorted(folder.glob("checkpoints/*"))
+    os.kill(run.rank(victim), signal.SIGSTOP)
+    stopped = time.monotonic()
+    logs = [tmp_path / "said", *folder.glob("ranks/*.log")]
+    run.wait_for(lambda: any(f"error: rank {victim} (" in log.read_text() for log in logs), 60)
+    assert time.monotonic() - stopped < limit
+    assert run.end(60)[0] == 1
     text = (tmp_path / "said").read_text()
     assert "has sent no heartbeat for" in text
     assert "wait" in text.partition("has sent no heartbeat for")[2]
-    assert sorted(run_dir.glob("checkpoints/*")) == before
+    assert sorted(folder.glob("checkpoints/*")) == before
     if victim:
-        assert json.loads((run_dir / "result.json").read_text())["status"].startswith(f"failed: rank {victim} (")
-
-
-def wait_until(done, seconds: float, run: subprocess.Popen) -> None:
-    deadline = time.monotonic() + seconds
-    while not done():
-        assert run.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
-def ranks_of(folder: Path) -> dict[int, int]:
-    """The processes of a run that are ranks, by rank."""
-    found = {}
-    for process in Path("/proc").iterdir():
-        if process.name.isdigit():
-            try:
-                env = dict(e.partition("=")[::2] for e in (process / "environ").read_bytes().decode().split("\0"))
-                if env.get("WATCH_TEST") == str(folder) and "\nState:\tZ" not in (process / "status").read_text():
-                    found[int(env["RANK"])] = int(process.name)
-            except (OSError, KeyError):
-                pass
-    return found
+        assert json.loads((folder / "result.json").read_text())["status"].startswith(f"failed: rank {victim} (")
 
 
 # Who is to blame, from the ranks' heartbeats.

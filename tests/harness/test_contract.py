@@ -14,6 +14,7 @@ from gptlite.config import CONF_DIR
 from gptlite.errors import ConfigError
 from gptlite.harness.scorer import Prompt, Scored, Scorer
 from gptlite.models.model import Model
+from gptlite.models.plain import keep_blocks
 from gptlite.models.sampling import Sampling
 from gptlite.models.spec import ModelSpec
 from gptlite.ops.cross_entropy import IGNORE
@@ -80,6 +81,14 @@ def test_a_model_without_logits_is_refused_by_name():
         model.scores(nn.Identity(), torch.zeros(1, 2), Inputs(torch.zeros(1, 2, dtype=torch.int64)))
     with pytest.raises(ConfigError, match=r"the bigram model returns no token logits.* its output is \(2, 5\)"):
         Bigram().scores(nn.Embedding(7, 5), torch.tensor([1, 2]), Inputs(torch.zeros(1, 2, dtype=torch.int64)))
+
+
+def test_scores_are_fp32_under_autocast_and_activations_are_not():
+    model, tokens = Model(Bigram(), None, torch.bfloat16, torch.bfloat16), torch.tensor([[1, 2, 3]])
+    part = nn.Sequential(nn.Embedding(7, 5), nn.Linear(5, 7))
+    assert model.scores(part, tokens, Inputs(tokens)).dtype == torch.float32
+    keep_blocks(part, range(1))
+    assert model.scores(part, tokens, Inputs(tokens)).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,9 @@
 """Short runs of the examples of models and data of one's own, by name."""
 
+from pathlib import Path
+
 from models.resnet import RUN as RESNET
+from run_files import read_metrics
 
 from gptlite.config import load
 
@@ -29,3 +32,16 @@ def train(name: str, folder: str, *overrides: str) -> int:
     from gptlite.pretrain import pretrain
 
     return pretrain(config_of(name, f"run.dir={folder}", *overrides)).exit_code
+
+
+def curve(folder: Path) -> list[float]:
+    """What a run's steps and evaluations came to."""
+    rows = read_metrics(folder)
+    return [row[key] for row in rows for key in ("loss", "grad_norm", "val_loss", "val_accuracy") if key in row]
+
+
+def correct(folder: Path) -> list[int]:
+    """Correct answers in each step's batch of 16."""
+    counts = [16 * row["train_accuracy"] for row in read_metrics(folder) if "loss" in row]
+    assert all(count == int(count) for count in counts)
+    return [int(count) for count in counts]

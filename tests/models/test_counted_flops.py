@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from models.conftest import VALUES
 from models.toy import ConvConfig, ConvSpec, config_of
 from run_files import read_metrics
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from gptlite.models.spec import ModelSpec
 from gptlite.ops.config import Attention
 from gptlite.ops.inputs import Inputs
 from gptlite.ops.select import Ops
+from gptlite.plan.parameters import num_parameters as planned_parameters
 from gptlite.pretrain import pretrain
 from gptlite.run import banner
 
@@ -91,13 +93,17 @@ def test_gpt3_175b():
     assert attention == 6 * 96 * 12288 * 2048
 
 
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
-def test_the_parameters_are_those_of_the_model(tied, bias):
-    config = GPTConfig(vocab_size=1000, tied_embeddings=tied, bias=bias, d_ff=777)
+COUNTED = [{"tied_embeddings": tied, "bias": bias, "d_ff": 777} for tied in (True, False) for bias in (True, False)]
+COUNTED += [{"num_layers": 5, **more} for more in ({"value_residual": True}, {"value_embeddings": 2}, VALUES)]
+
+
+@pytest.mark.parametrize("keys", [*COUNTED, COUNTED[-1] | {"kv_heads": 2}], ids=str)
+def test_the_parameters_are_those_of_the_model(keys):
+    config = GPTConfig(vocab_size=1000, **keys)
     with torch.device("meta"):
         model = GPT(config)
-    assert num_parameters(config) == sum(parameter.numel() for parameter in model.parameters())
+    count = sum(parameter.numel() for parameter in model.parameters())
+    assert num_parameters(config) == planned_parameters(config) == count
 
 
 def test_attention_of_torch_is_its_products():

@@ -7,41 +7,25 @@ from typing import Any
 import pytest
 import torch
 from dispatched import Dispatched
-from models.conftest import TINY, randomized
+from models.conftest import TINY, build, differentiated, distances, planned, policy
 from torch import Tensor
 
-from gptlite.models.gpt.cache import LayerCache
 from gptlite.models.gpt.config import GPTConfig, MLPKind, Norm, Position
 from gptlite.models.gpt.model import GPT
 from gptlite.models.model import Model
-from gptlite.models.parallelize import parallelize, set_dtypes
+from gptlite.models.parallelize import set_dtypes
 from gptlite.ops.config import Attention
 from gptlite.ops.select import Ops
-from gptlite.parallelism.config import ActivationCheckpointing, ParallelismConfig
-from gptlite.parallelism.mesh import Mesh
+from gptlite.parallelism.config import ActivationCheckpointing
 from gptlite.parallelism.torch_private import compile_block
-from gptlite.precision import Policy, Precision
+from gptlite.precision import Precision
 
 FUSED = Ops(Attention.matmul, layer_norm=True, activation=True, dropout=True)
 pytestmark = pytest.mark.usefixtures("kernels")
-IDS = torch.tensor([7, 3, 2**33, 0])
 
 
-def build(deferred: bool, **overrides: Any) -> GPT:
-    return randomized(GPT(GPTConfig(**TINY | overrides), replace(FUSED, deferred_add=deferred), seed=3))
-
-
-def of(model: GPT, batch: tuple[Tensor, ...]) -> list[Tensor]:
-    """The loss, and the gradient of every parameter."""
-    loss = model(*batch)
-    return [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))]
-
-
-def distance(found: list[Tensor], wanted: list[Tensor]) -> list[float]:
-    return [
-        float((a.double() - b.double()).norm() / b.double().norm().clamp(min=1e-12))
-        for a, b in zip(found, wanted, strict=True)
-    ]
+def fused(deferred: bool, **overrides: Any) -> GPT:
+    return build(ops=replace(FUSED, deferred_add=deferred), **overrides)
 
 
 RMS = {"norm": Norm.rms_norm}
@@ -58,30 +42,30 @@ LLAMA = {**RMS, "position": Position.rope, "mlp": MLPKind.swiglu, "bias": False,
 )
 def test_the_model_is_the_same(batch, overrides):
     """With the same dropout: other masks would be far off."""
-    found, wanted = (of(build(deferred, **overrides), batch) for deferred in (True, False))
-    assert max(distance(found, wanted)) < 2e-6
+    found, wanted = (differentiated(fused(deferred, **overrides), batch) for deferred in (True, False))
+    assert max(distances(found, wanted)) < 2e-6
 
 
 @pytest.mark.parametrize("overrides", [{**RMS, "dropout": 0.2}, {**RMS, "norm_gain": False}, LLAMA], ids=str)
 def test_fused_rms_norms_are_the_references(batch, overrides):
-    model, plain = build(False, **overrides), GPT(GPTConfig(**TINY | overrides), Ops(), seed=3)
+    model, plain = fused(False, **overrides), GPT(GPTConfig(**TINY | overrides), Ops(), seed=3)
     plain.load_state_dict(model.state_dict())
     with Dispatched() as dispatched:
-        found = of(model, batch)
+        found = differentiated(model, batch)
     assert dispatched.ops["residual_norm_backward"] == model.config.num_layers
-    assert max(distance(found, of(plain, batch))) < 2e-6
+    assert max(distances(found, differentiated(plain, batch))) < 2e-6
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 def test_bf16_is_no_further_from_fp64(batch, dropout):
     exact = GPT(GPTConfig(**TINY | {"dropout": dropout}), Ops(), seed=3)
-    exact.load_state_dict(build(False).state_dict())
+    exact.load_state_dict(fused(False).state_dict())
     exact.double().compute_dtype = torch.float64
-    wanted, errors = of(exact, batch), {}
+    wanted, errors = differentiated(exact, batch), {}
     for deferred in (False, True):
-        model = build(deferred, dropout=dropout)
+        model = fused(deferred, dropout=dropout)
         model.compute_dtype = torch.bfloat16
-        errors[deferred] = torch.tensor(distance(of(model, batch), wanted))
+        errors[deferred] = torch.tensor(distances(differentiated(model, batch), wanted))
     assert errors[True].square().mean().sqrt() <= 1.5 * errors[False].square().mean().sqrt()
     assert errors[True].max() <= 1.5 * errors[False].max()
 
@@ -89,7 +73,7 @@ def test_bf16_is_no_further_from_fp64(batch, dropout):
 def test_sums_of_the_stream_and_of_bias_gradients_are_passes_less(batch):
     counted, layers = {}, 2
     for deferred in (False, True):
-        model = build(deferred, num_layers=layers, dropout=0.1)
+        model = fused(deferred, num_layers=layers, dropout=0.1)
         model.compute_dtype = torch.bfloat16
         with Dispatched() as dispatched:
             model(*batch).backward()
@@ -115,18 +99,18 @@ def test_two_runs_of_positions_have_their_dropout(batch):
 
     losses = []
     for deferred in (True, False):
-        model = build(deferred, dropout=0.2, sequence_length=24)
+        model = fused(deferred, dropout=0.2, sequence_length=24)
         for block in model.blocks():
             block.context = Cut()  # of dropout's positions alone, not of attention's
         even = tuple(each[:, :12] if each.dim() == 2 else each for each in batch)
-        losses.append(of(model, even))
-    assert max(distance(*losses)) < 2e-6
+        losses.append(differentiated(model, even))
+    assert max(distances(*losses)) < 2e-6
 
 
 def test_parts_of_a_pipeline_add_up_before_they_send(batch):
     tokens, targets, ids = batch
-    whole = build(True, dropout=0.2, tied_embeddings=False)
-    first, last = (build(True, dropout=0.2, tied_embeddings=False) for _ in range(2))
+    whole = fused(True, dropout=0.2, tied_embeddings=False)
+    first, last = (fused(True, dropout=0.2, tied_embeddings=False) for _ in range(2))
     first.keep(range(1))
     last.keep(range(1, 2))
     sent = first(tokens, None, ids)
@@ -135,46 +119,28 @@ def test_parts_of_a_pipeline_add_up_before_they_send(batch):
     torch.testing.assert_close(loss, whole(tokens, targets, ids), rtol=1e-6, atol=0)
 
 
-def test_generation_by_caches_is_the_whole_sequence(batch):
-    model, plain = build(True).eval(), build(False)
-    tokens = batch[0][:, :9]
-    with torch.no_grad():
-        caches = [LayerCache(9) for _ in model.layers]
-        model.logits(tokens[:, :5], caches)
-        for place in range(5, 9):
-            logits = model.logits(tokens[:, place : place + 1], caches)
-        torch.testing.assert_close(logits, plain.logits(tokens), rtol=1e-5, atol=1e-5)
-
-
 def test_compiled_blocks_give_the_same(batch):
     """Also if an earlier model in the process had another dropout, which Dynamo would turn into a symbol."""
     for p in (0.1, 0.2):
-        model, plain = build(True, dropout=p), build(False, dropout=p)
+        model, plain = fused(True, dropout=p), fused(False, dropout=p)
         for block in model.blocks():
             compile_block(block, backend="aot_eager", fullgraph=True)
-        assert max(distance(of(model, batch), of(plain, batch))) < 2e-6
+        assert max(distances(differentiated(model, batch), differentiated(plain, batch))) < 2e-6
 
 
 def test_offloaded_activations_give_the_same_and_recomputed_blocks_add_up_themselves(batch):
-    wanted = of(build(False, dropout=0.2), batch)
+    wanted = differentiated(fused(False, dropout=0.2), batch)
     for mode in (ActivationCheckpointing.offload, ActivationCheckpointing.full, ActivationCheckpointing.selective):
-        config = ParallelismConfig(activation_checkpointing=mode)
-        whole = build(True, dropout=0.2)
-        (part,) = parallelize(Model.of(whole.config), whole, Mesh(torch.device("cpu")), config, policy(Precision.fp32))
+        part = planned(fused(True, dropout=0.2), policy("fp32"), mode)
         assert [block.deferred_add for block in part.blocks()] == [mode is ActivationCheckpointing.offload] * 2
-        assert max(distance(of(part, batch), wanted)) < 2e-6
-
-
-def policy(precision: Precision) -> Policy:
-    dtype = {Precision.fp32: torch.float32, Precision.bf16: torch.bfloat16, Precision.fp8: torch.bfloat16}
-    return Policy(dtype.get(precision, torch.float16), "", precision)
+        assert max(distances(differentiated(part, batch), wanted)) < 2e-6
 
 
 @pytest.mark.parametrize(
     "precision", [Precision.bf16, Precision.fp8, Precision.fp16, Precision.amp_o1, Precision.amp_o2]
 )
 def test_apexs_levels_keep_their_sums(precision):
-    model = build(True)
+    model = fused(True)
     set_dtypes(Model.of(model.config), model, policy(precision))
     deferred = precision not in (Precision.amp_o1, Precision.amp_o2)
     assert [block.deferred_add for block in model.blocks()] == [deferred] * 2

@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from models.conftest import TINY
+from models.conftest import CHOICES, MODERN, TINY, VALUES, planned
 from torch import nn
 from torch.distributed.pipelining.microbatch import split_args_kwargs_into_chunks
 
 from gptlite.data.loader import document_starts, documents_in
-from gptlite.models.gpt.config import GPTConfig, MLPKind, Norm, Position
+from gptlite.models.gpt.config import GPTConfig
 from gptlite.models.gpt.model import GPT
 from gptlite.models.model import Model
-from gptlite.models.parallelize import parallelize, set_dtypes
+from gptlite.models.parallelize import set_dtypes
 from gptlite.ops import attention
 from gptlite.ops.attention import Spans
 from gptlite.ops.config import Attention
@@ -22,14 +22,11 @@ from gptlite.ops.cross_entropy import IGNORE
 from gptlite.ops.documents import Documents, joined
 from gptlite.ops.inputs import Inputs
 from gptlite.ops.select import Ops
-from gptlite.parallelism.config import ActivationCheckpointing, ParallelismConfig
-from gptlite.parallelism.mesh import Mesh
 from gptlite.parallelism.pipeline import _Plain
 from gptlite.precision import Policy
 
 pytestmark = pytest.mark.usefixtures("kernels")
 END = 52
-CHOICES = [Attention.matmul, Attention.sdpa, Attention.fused_softmax, Attention.fused]
 # Lengths of the documents of each row, the end among them; the last document of a row is cut, or ends with it.
 ROWS = [[5, 1, 7, 3], [1, 1, 14], [16], [4, 12], [15, 1], [2] * 8]
 
@@ -78,23 +75,21 @@ def check_gradients(one: GPT, other: GPT) -> None:
         assert worst < 1e-5, (name, worst)
 
 
-MODERN = {
-    **{"position": Position.rope, "norm": Norm.rms_norm, "mlp": MLPKind.swiglu, "qk_norm": True, "bias": False},
-    **{"num_heads": 4, "kv_heads": 2, "head_dim": 8},
-}
+MODELS = {"gpt2": {}, "modern": MODERN, "values": MODERN | VALUES | {"num_layers": 3}}
+MODELS["windows"] = MODERN | {"windows": [3, 0]}
 
 
-@pytest.mark.parametrize(("model", "atol"), [({}, 2e-6), (MODERN, 4e-6)], ids=["gpt2", "modern"])
+@pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: choice.value)
-def test_together_is_apart(tiny, choice, model, atol):
-    together, apart = tiny(choice, dropout=0.0, **model), tiny(Attention.matmul, dropout=0.0, **model)
+def test_together_is_apart(tiny, choice, name):
+    together, apart = tiny(choice, **MODELS[name]), tiny(Attention.matmul, **MODELS[name])
     tokens, targets, documents = batch()
     hidden, losses = together.hidden(tokens, None, documents=documents), []
     total = together(tokens, targets, documents=documents)
     total.backward()
     for row, where in pieces(tokens):
         alone = apart.hidden(tokens[row : row + 1, where], None)
-        torch.testing.assert_close(hidden[row : row + 1, where], alone, rtol=1e-5, atol=atol)
+        torch.testing.assert_close(hidden[row : row + 1, where], alone, rtol=1e-5, atol=4e-6)
         logits, wanted = (alone @ apart.head.weight.t())[0, :, :53], targets[row, where]
         ours = (hidden[row, where] @ together.head.weight.t())[:, :53]
         each = F.cross_entropy(logits, wanted, ignore_index=IGNORE, reduction="none")
@@ -149,13 +144,7 @@ def test_spans_survive_recomputation(tiny, monkeypatch):
     for recomputed in (False, True):
         model = tiny(Attention.sdpa, dropout=0.0)
         model.varlen = True
-        config = ParallelismConfig(activation_checkpointing=ActivationCheckpointing.full)
-        policy = Policy(torch.bfloat16, "")
-        (part,) = (
-            parallelize(Model.of(model.config, policy), model, Mesh(torch.device("cpu")), config, policy)
-            if recomputed
-            else (model,)
-        )
+        part = planned(model, Policy(torch.bfloat16, ""), "full") if recomputed else model
         part.compute_dtype = torch.float32
         losses.append(part(tokens, targets, documents=documents))
         losses[-1].backward()

@@ -1,5 +1,6 @@
 """Mixture of experts in one process: products, a layer by hand, the router's losses and bias, counts, refusals."""
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -12,7 +13,6 @@ from gptlite.config import load
 from gptlite.config.checks import check_layout
 from gptlite.errors import ConfigError
 from gptlite.models.experts import balance, begin
-from gptlite.models.gpt.cache import LayerCache
 from gptlite.models.gpt.config import GPTConfig, MLPKind, MoEConfig, Score
 from gptlite.models.gpt.flops import matmul_parameters, num_parameters
 from gptlite.models.gpt.model import GPT
@@ -71,38 +71,27 @@ def test_a_layer_is_its_formula(keys):
     torch.testing.assert_close(moe(x), by_hand(moe, x, config(**keys).moe), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("sizes", [(16, 24), (6, 10)], ids=["aligned", "unaligned"])
-def test_grouped_products_and_their_gradients_are_those_of_a_loop(sizes, dtype):
-    """One expert has no rows."""
-    chosen = torch.tensor([[0, 3], [3, 4], [0, 4], [4, 1]])
-    ends = Dispatch.of(chosen, 5).ends
-    assert ends.tolist() == [2, 3, 3, 5, 8]
-    x, weight = torch.randn(8, sizes[0]).to(dtype), torch.randn(5, sizes[1], sizes[0]).to(dtype)
-    found = []
-    for fused in (True, False):
-        ours = x.clone().requires_grad_(), weight.clone().requires_grad_()
-        out = grouped_linear(*ours, ends, fused)
-        out.backward(torch.linspace(-1, 1, out.numel()).view_as(out).to(dtype))
-        found.append([out, *(each.grad for each in ours)])
-    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
-    assert not found[0][2][2].any()
+HALVES = [torch.bfloat16, torch.float16]
+SIZES = {"aligned": (16, 24), "unaligned": (6, 10), "fp8": (32, 48)}
+GROUPED = [*product(["aligned", "unaligned"], [torch.float32, *HALVES]), *product(["fp8"], HALVES)]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_grouped_products_in_fp8_are_those_of_a_loop_over_linear_layers(dtype):
+@pytest.mark.parametrize(("kind", "dtype"), GROUPED)
+def test_grouped_products_and_their_gradients_are_those_of_a_loop(kind, dtype):
     """One expert has no rows; the rows of no other are a multiple of 16."""
-    ends = torch.tensor([5, 6, 6, 23], dtype=torch.int32)
-    x, weight = torch.randn(23, 32).to(dtype), torch.randn(4, 48, 32).to(dtype)
+    chosen = torch.tensor([0] * 5 + [1] + [3] * 17)[torch.randperm(23)].unsqueeze(1)
+    ends, (inputs, outputs) = Dispatch.of(chosen, 4).ends, SIZES[kind]
+    assert ends.tolist() == [5, 6, 6, 23]
+    x, weight = torch.randn(23, inputs).to(dtype), torch.randn(4, outputs, inputs).to(dtype)
     found = []
     for fused in (True, False):
         ours = x.clone().requires_grad_(), weight.clone().requires_grad_()
-        out = grouped_linear(*ours, ends, fused, fp8=True)
+        out = grouped_linear(*ours, ends, fused, fp8=kind == "fp8")
         out.backward(torch.linspace(-1, 1, out.numel()).view_as(out).to(dtype))
         found.append([out, *(each.grad for each in ours)])
     assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
     assert not found[0][2][2].any()
-    assert not torch.equal(found[0][0], grouped_linear(x, weight, ends))
+    assert torch.equal(found[0][0], grouped_linear(x, weight, ends)) == (kind != "fp8")
 
 
 def test_no_rows_at_all_give_zero_gradients_not_none():
@@ -229,16 +218,6 @@ def test_muon_steps_each_experts_matrices_by_themselves():
     alone = stepped([("layers.0.attn.proj.weight", nn.Parameter(p.clone())) for p, _ in parts], [g for _, g in parts])
     for index, each in enumerate(alone):
         torch.testing.assert_close(whole[index // 2, index % 2 :: 2], each)
-
-
-def test_a_cache_changes_no_logits():
-    torch.manual_seed(0)
-    model, tokens = GPT(config()).eval(), torch.randint(32, (1, 10))
-    caches = [LayerCache(10) for _ in model.blocks()]
-    with torch.no_grad():
-        for end in range(1, 11):
-            cached = model.logits(tokens[:, end - 1 : end], caches)
-            torch.testing.assert_close(cached, model.logits(tokens[:, :end]), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(

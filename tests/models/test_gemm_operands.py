@@ -9,19 +9,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from dispatched import Watching
+from models.conftest import planned, policy
 from torch import Tensor
 
 from gptlite.kernels.library import Loaded, load
 from gptlite.models.gpt.config import GPTConfig
 from gptlite.models.gpt.model import GPT
-from gptlite.models.model import Model
-from gptlite.models.parallelize import parallelize
 from gptlite.ops.config import PRODUCTS, Attention, CrossEntropy, Products
 from gptlite.ops.cross_entropy import VocabShard, linear_cross_entropy
 from gptlite.ops.select import Ops
-from gptlite.parallelism.config import ParallelismConfig
-from gptlite.parallelism.mesh import Mesh
-from gptlite.precision import Precision, PrecisionConfig, resolve_precision
+from gptlite.precision import Precision
 
 MULTIPLE = 8  # elements of 16 bits: 16 bytes
 VOCAB, WIDTH, TOKENS = 50257, 64, 2 * 128
@@ -87,8 +84,7 @@ def traced(monkeypatch: pytest.MonkeyPatch, precision: Precision, **model: Any) 
     with torch.device("meta"):
         whole = GPT(GPTConfig(**shape | model), ops)
         tokens = torch.zeros(2, TOKENS // 2, dtype=torch.int64)
-    policy = resolve_precision(PrecisionConfig(precision), torch.device("cpu"))
-    (part,) = parallelize(Model.of(whole.config, policy), whole, Mesh(torch.device("cpu")), ParallelismConfig(), policy)
+    part = planned(whole, policy(precision))
     with Operands() as operands:
         for known in (None, 0.5):
             # Whatever is known of the factor: to look at it would be to wait for the device, and is an error here.

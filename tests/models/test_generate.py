@@ -2,13 +2,17 @@
 
 import math
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
+from models.conftest import CHOICES, MODERN, VALUES, build
 
 from gptlite.models.gpt.cache import LayerCache
+from gptlite.models.gpt.config import MoEConfig, Norm, Position
 from gptlite.models.gpt.generate import _draw, generate
 from gptlite.models.sampling import Sampling
+from gptlite.ops.select import Ops
 
 GREEDY = Sampling(temperature=0.0)
 SAMPLED = Sampling(temperature=1.0, top_p=0.9, top_k=20, seed=4)
@@ -25,6 +29,29 @@ def test_the_cache_changes_no_token(tiny, sampling, length, prompt):
     assert cached == list(generate(model, prompt, 50, sampling, cache=False))
     assert len(cached) == 50
     assert len(set(cached)) > 3 or length == 1  # one position: a token may well be its own successor
+
+
+CACHED: list[tuple[Ops, dict[str, Any]]] = [
+    (Ops(rope=True), {"position": Position.rope, "norm": Norm.rms_norm, "qk_norm": True, "bias": False}),
+    (Ops(layer_norm=True, activation=True, dropout=True, deferred_add=True), {}),
+    (Ops(), VALUES | {"num_layers": 3}),
+    (Ops(), VALUES | MODERN | {"num_layers": 3}),
+    (Ops(), {"bias": False, "moe": MoEConfig(experts=8, top_k=2, d_ff=16)}),
+    *((Ops(choice), MODERN | {"windows": [3, 0]}) for choice in CHOICES),
+]
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize(("ops", "overrides"), CACHED, ids=str)
+def test_caches_give_the_whole_sequence(ops, overrides):
+    """Some positions at once, then one after the other; the whole is the reference's."""
+    model, reference = build(ops=ops, **overrides).eval(), build(**overrides).eval()
+    tokens = torch.randint(53, (2, 16), generator=torch.Generator().manual_seed(0))
+    caches = [LayerCache(16) for _ in model.layers]
+    with torch.no_grad():
+        for start, end in pairwise((0, *range(5, 17))):
+            logits = model.logits(tokens[:, start:end], caches)
+            torch.testing.assert_close(logits, reference.logits(tokens[:, :end]), rtol=1e-5, atol=1e-5)
 
 
 def test_the_cache_reads_each_token_once(tiny):

@@ -6,10 +6,12 @@ import math
 import pytest
 import torch
 
+from gptlite.models.config import ModelConfig
 from gptlite.models.gpt.config import GPTConfig
 from gptlite.models.gpt.model import GPT
 from gptlite.models.init import BLOCK, draw_normal_, init_weights, parameter_count
 from gptlite.models.model import Model
+from gptlite.models.spec import Constant, ModelSpec, Normal
 from gptlite.ops.philox import philox
 
 SHAPE = {"num_heads": 2, "d_model": 64, "vocab_size": 1000, "sequence_length": 128}
@@ -123,3 +125,11 @@ def test_blocks_are_independent():
 
 def test_parameter_count(initial):
     assert parameter_count(initial.values()) == 1024 * 64 + 128 * 64 + 2 * (12 * 64 * 64 + 13 * 64) + 2 * 64
+
+
+def test_a_model_without_a_rule_of_its_own_starts_by_fan_in():
+    spec = ModelSpec[ModelConfig]()
+    assert spec.initial(ModelConfig(), "0.weight", (8, 4)) == Normal(1 / 2)
+    assert spec.initial(ModelConfig(), "filter.weight", (8, 4, 3, 3)) == Normal(1 / 6)
+    assert spec.initial(ModelConfig(), "norm.weight", (8,)) == Constant(1.0)
+    assert spec.initial(ModelConfig(), "norm.bias", (8,)) == Constant(0.0)

@@ -1,10 +1,12 @@
 """The GPT's plan on one device: meta build, recomputation, compilation and the compute dtype change no result."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from marking import combinations, marked
+from models.conftest import CPU, planned
 from torch.utils.flop_counter import FlopCounterMode
 
 from gptlite.models.gpt.config import GPTConfig
@@ -19,16 +21,13 @@ from gptlite.parallelism.config import ActivationCheckpointing, ParallelismConfi
 from gptlite.parallelism.mesh import Mesh
 from gptlite.precision import Policy
 
-CPU = torch.device("cpu")
 FP32, BF16 = Policy(torch.float32, "test"), Policy(torch.bfloat16, "test")
 NONE, FULL, SELECTIVE, OFFLOAD = ActivationCheckpointing
 assert [mode.value for mode in (NONE, FULL, SELECTIVE, OFFLOAD)] == ["none", "full", "selective", "offload"]
 
 
 def plan(model, recompute=NONE, policy=FP32, compile=False):
-    config = ParallelismConfig(activation_checkpointing=recompute)
-    (part,) = parallelize(Model.of(model.config, policy), model, Mesh(CPU), config, policy, compile=compile)
-    return part
+    return planned(model, policy, recompute, compile)
 
 
 def step(model, batch):
@@ -194,3 +193,10 @@ def test_compiled_gives_the_same_step(tiny, batch, recompute, policy):
     for name, value in want.items():
         error = (got[name] - value).norm() / value.norm()
         assert error < tolerance, f"{name}: {error:.1e}"
+
+
+def test_stages_are_balanced_by_the_flops_of_the_longest_sequences():
+    """Over 4096 tokens a block's attention costs as much as the head; over one, the head costs as much as 5 blocks."""
+    config = GPTConfig(num_layers=8, num_heads=2, d_model=64, vocab_size=4096, sequence_length=4096)
+    assert Model.of(config).stage_blocks(2) == [range(4), range(4, 8)]
+    assert Model.of(replace(config, sequence_length=1)).stage_blocks(2) == [range(7), range(7, 8)]

@@ -10,9 +10,9 @@ import pytest
 import torch
 from distributed.ranks import Ranks
 from models.example_runs import config_of as example_config
+from models.example_runs import curve
 from models.example_runs import train as train_example
 from models.resnet import config_of, train
-from models.test_resnet import curve
 from run_files import checkpoint, read_metrics
 from torch import nn
 

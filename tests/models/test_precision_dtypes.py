@@ -5,15 +5,10 @@ from collections import defaultdict
 import pytest
 import torch
 from dispatched import Watching
+from models.conftest import planned, policy
 
-from gptlite.models.model import Model
-from gptlite.models.parallelize import parallelize
 from gptlite.ops.config import Attention
-from gptlite.parallelism.config import ActivationCheckpointing, ParallelismConfig
-from gptlite.parallelism.mesh import Mesh
-from gptlite.precision import Policy, Precision, PrecisionConfig, resolve_precision
 
-CPU = torch.device("cpu")
 HALF, FULL = {torch.float16}, {torch.float32}
 KINDS = {
     "matmul": ("mm", "addmm", "bmm", "baddbmm", "linear"),
@@ -36,16 +31,6 @@ class Seen(Watching):
             self.dtypes[kind] |= {a.dtype for a in inputs if isinstance(a, torch.Tensor) and a.is_floating_point()}
 
 
-def policy(name: str) -> Policy:
-    return resolve_precision(PrecisionConfig(Precision[name]), CPU)
-
-
-def plan(model, name: str, recompute: str = "none"):
-    config = ParallelismConfig(activation_checkpointing=ActivationCheckpointing(recompute))
-    (part,) = parallelize(Model.of(model.config, policy(name)), model, Mesh(CPU), config, policy(name))
-    return part
-
-
 def gradients(model, batch) -> dict[str, torch.Tensor]:
     (1000 * model(*batch)).backward()
     return {name: p.grad for name, p in model.named_parameters()}
@@ -62,7 +47,7 @@ def gradients(model, batch) -> dict[str, torch.Tensor]:
 )
 @pytest.mark.parametrize("bias", [True, False], ids=["biases", "none"])
 def test_what_each_operator_reads(tiny, batch, name, norm, gelu, stream, recompute, bias):
-    model, between = plan(tiny(Attention.matmul, dropout=0.1, bias=bias), name, recompute), set()
+    model, between = planned(tiny(Attention.matmul, dropout=0.1, bias=bias), policy(name), recompute), set()
     for block in model.layers.values():
         block.register_forward_hook(lambda *call: between.add(call[2].dtype))
     with Seen() as seen:
@@ -78,7 +63,7 @@ def test_only_fp16_rounds_the_gains_of_norms(tiny, batch):
     for name in ("fp16", "amp_o1", "amp_o2"):
         outputs[name] = []
         for gain in (1.0, 1.0 + 2.0**-12):
-            norm = plan(tiny(), name).layers["0"].attn_norm
+            norm = planned(tiny(), policy(name)).layers["0"].attn_norm
             with torch.no_grad():
                 norm.weight.fill_(gain)
                 x = torch.linspace(-1, 1, norm.weight.numel()).mul(512).to(policy(name).stream_dtype)
@@ -89,10 +74,10 @@ def test_only_fp16_rounds_the_gains_of_norms(tiny, batch):
 
 
 def test_the_more_is_fp32_the_closer_to_it(tiny, batch):
-    exact = gradients(plan(tiny(), "fp32"), batch)
+    exact = gradients(planned(tiny(), policy("fp32")), batch)
 
     def distance(name: str) -> float:
-        found = gradients(plan(tiny(), name), batch)
+        found = gradients(planned(tiny(), policy(name)), batch)
         return max(((found[key] - exact[key]).norm() / exact[key].norm()).item() for key in exact)
 
     o1, o2, fp16, bf16 = map(distance, ("amp_o1", "amp_o2", "fp16", "bf16"))
@@ -102,12 +87,12 @@ def test_the_more_is_fp32_the_closer_to_it(tiny, batch):
 
 def test_o1_is_what_autocast_does_with_the_same_lists(tiny, batch):
     """torch's own casts over the fp32 model are as far from fp32, and no further from ours."""
-    ours = gradients(plan(tiny(Attention.matmul), "amp_o1"), batch)
-    model = plan(tiny(Attention.matmul), "fp32")
+    ours = gradients(planned(tiny(Attention.matmul), policy("amp_o1")), batch)
+    model = planned(tiny(Attention.matmul), policy("fp32"))
     with torch.autocast("cpu", torch.float16):
         loss = model(*batch)
     (1000 * loss).backward()
-    exact = gradients(plan(tiny(Attention.matmul), "fp32"), batch)
+    exact = gradients(planned(tiny(Attention.matmul), policy("fp32")), batch)
     for name, p in model.named_parameters():
         apart = (p.grad - exact[name]).norm()
         assert (ours[name] - p.grad).norm() <= 3 * apart + 1e-4 * exact[name].norm(), name

@@ -58,12 +58,6 @@ def test_the_banner_says_what_is_known_of_it(alone):
     assert {row["mfu"] for row in read_metrics(alone) if "mfu" in row} == {None}
 
 
-@pytest.fixture(scope="module")
-def two():
-    with Ranks(2) as ranks:
-        yield ranks
-
-
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_layout_trains_alike_and_goes_on_where_another_stopped(alone, two, tmp_path, name):
     for folder, steps in (("whole", 6), ("half", 3)):

@@ -1,16 +1,15 @@
-"""Attention windows: what a layer sees, alone and with caches, documents and other implementations."""
+"""Attention windows: what a layer sees. Caches are in test_generate.py, documents in test_documents.py."""
 
 import pytest
 import torch
-from models.test_documents import MODERN, batch
+from models.conftest import CHOICES, MODERN
+from models.test_documents import batch
 
-from gptlite.models.gpt.cache import LayerCache
 from gptlite.models.gpt.config import GPTConfig
 from gptlite.models.gpt.flops import flops_per_token
 from gptlite.ops.config import Attention
 
 pytestmark = pytest.mark.usefixtures("kernels")
-CHOICES = [Attention.matmul, Attention.sdpa, Attention.fused_softmax, Attention.fused]
 
 
 @pytest.mark.parametrize("model", [{}, MODERN], ids=["gpt2", "modern"])
@@ -34,30 +33,6 @@ def test_windows_repeat_and_wide_ones_are_none(tiny):
     losses = [tiny(Attention.matmul, dropout=0.0, windows=windows)(tokens, targets) for windows in ([], [16], [100, 0])]
     for loss in losses[1:]:
         torch.testing.assert_close(loss, losses[0], rtol=1e-6, atol=0)
-
-
-@pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: choice.value)
-def test_caches_give_the_whole_sequence(tiny, choice):
-    model = tiny(choice, dropout=0.0, windows=[3, 0], **MODERN).eval()
-    tokens = batch()[0][:2]
-    with torch.no_grad():
-        caches = [LayerCache(16) for _ in model.layers]
-        model.logits(tokens[:, :5], caches)
-        for place in range(5, 16):
-            logits = model.logits(tokens[:, place : place + 1], caches)
-        torch.testing.assert_close(logits, model.logits(tokens), rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: choice.value)
-def test_documents_have_windows_of_their_own(tiny, choice):
-    model = tiny(choice, dropout=0.0, windows=[3, 0], **MODERN)
-    tokens, _, documents = batch()
-    together = model.hidden(tokens, None, documents=documents)
-    for row, starts in enumerate(documents.starts.tolist()):
-        for start in sorted(set(starts)):
-            where = [place for place, each in enumerate(starts) if each == start]
-            alone = model.hidden(tokens[row : row + 1, where], None)
-            torch.testing.assert_close(together[row : row + 1, where], alone, rtol=1e-5, atol=4e-6)
 
 
 def test_flops_count_the_keys_in_a_window():

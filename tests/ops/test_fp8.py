@@ -157,6 +157,6 @@ def test_what_is_refused(tiny, monkeypatch):
     def missing(*_, **__):
         raise NotImplementedError("no such kernel")
 
-    monkeypatch.setattr(torch, "_scaled_mm", missing)
+    monkeypatch.setattr(torch.ops.aten, "_scaled_mm", missing)
     with pytest.raises(ConfigError, match=r"has no fp8 GEMM for cpu \(no such kernel\)"):
         resolve_precision(config, CPU)

@@ -1,4 +1,4 @@
-"""A run that is killed again and again in one folder, each life going on where the last one ended."""
+"""Lives of runs, and a run that is killed again and again, each life going on where the last one ended."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,7 +31,48 @@ def quiet(_: str) -> None:
     """A log for nobody."""
 
 
-class Campaign:
+class Lives:
+    """Lives of runs on `world` ranks, with files in `folder` for what each rank of each life notes and prints."""
+
+    def __init__(self, server: ForkServer, folder: Path, world: int = 1) -> None:
+        self.server, self.folder, self.world, self.lives = server, folder, world, 0
+
+    def begin(self, overrides: Sequence[str], *act: object, rank: int | None = 0, function: str = LIVE) -> list[Forked]:
+        """Starts the ranks of a life. `act` is what happens to one of them, or to each (None)."""
+        self.lives += 1
+        env, store = {}, None
+        if self.world > 1:
+            # Held by this process, on a port the kernel chooses, until the next ranks start.
+            store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # pyright: ignore[reportPrivateImportUsage]
+            env = {"WORLD_SIZE": str(self.world), "LOCAL_WORLD_SIZE": str(self.world), "MASTER_ADDR": "localhost"}
+            # What torchrun says: the store is there already.
+            env |= {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        ranks = []
+        for each in range(self.world):
+            arguments = [overrides, str(self.journal(each)), *(act if rank in (each, None) else ())]
+            mine = env | {"RANK": str(each), "LOCAL_RANK": str(each)} if env else {}
+            ranks.append(self.server.start(function, *arguments, output=self.output(each), env=mine))
+        ranks[0].held = store
+        return ranks
+
+    def live(self, overrides: Sequence[str], *act: object, **options: Any) -> list[int]:
+        """A life until its end: the exit codes of the ranks."""
+        return [each.wait(120) for each in self.begin(overrides, *act, **options)]
+
+    def journal(self, rank: int = 0) -> Path:
+        """Where a rank of the last life has noted what it has reached."""
+        return self.folder / f"journal-{self.lives}-{rank}"
+
+    def said(self, rank: int = 0) -> str:
+        """All that a rank of the last life has printed."""
+        return self.output(rank).read_text(errors="replace")
+
+    def output(self, rank: int = 0) -> Path:
+        """Its file."""
+        return self.folder / f"output-{self.lives}-{rank}"
+
+
+class Campaign(Lives):
     """The run in `folder`, on `world` ranks. `lost` counts the steps that each kill has cost."""
 
     def __init__(
@@ -44,12 +86,12 @@ class Campaign:
         world: int = 1,
         base: Sequence[str] = TINY,
     ) -> None:
-        self.server, self.folder, self.world, self.interval = server, folder, world, interval
+        super().__init__(server, folder, world)
+        self.interval = interval
         self.run, self.random = folder / "run", random.Random(seed)
         self.overrides = [*base, *overrides, f"checkpoint.interval={interval}"]
         self.hits: Counter[str] = Counter()
         self.lost: list[int] = []
-        self.lives = 0
         self.committed = 0  # the newest step whose save has returned, in any life
         self.per_save: dict[str, int] = {}
         self.seconds = 0.0
@@ -62,7 +104,7 @@ class Campaign:
     def probe(self) -> None:
         """A whole life of four saves: how long it takes, and how many points a save has in each stage."""
         self.complete(f"trainer.max_steps={4 * self.interval}")
-        lines = self._journal()
+        lines = read_journal(self.journal())
         counts = dict(rest.rsplit(" ", 1) for word, rest, _ in lines if word == "count")
         self.per_save = {stage: max(1, int(counts.get(stage, 0)) // 4) for stage in (*STAGES, "step")}
         begun = [when for word, _, when in lines if word == "begin"]
@@ -72,13 +114,13 @@ class Campaign:
     def kill_at(self, stage: str, rank: int = 0) -> None:
         """A life whose rank kills itself within its first saves, at a point of a stage."""
         index = self.random.randrange(2 * self.per_save[stage])
-        ranks = self._begin([], rank, stage, index)
+        ranks = self._begin([], stage, index, rank=rank)
         codes = [ranks[rank].wait()]
         for each in ranks:  # as a launcher does
             each.kill()
         codes += [each.wait() for each in ranks]
         assert codes[0] == -9, (stage, index, self._text())
-        self.hits[stage] += sum(word == "hit" for word, _, _ in self._journal(rank))
+        self.hits[stage] += sum(word == "hit" for word, _, _ in read_journal(self.journal(rank)))
         self.check()
 
     def kill_by_time(self) -> None:
@@ -97,7 +139,7 @@ class Campaign:
 
     def check(self) -> None:
         """Nothing is unloadable, and nothing lost but what may be."""
-        lines = self._journal()
+        lines = read_journal(self.journal())
         steps = {word: [int(rest) for each, rest, _ in lines if each == word] for word in ("step", "begin", "saved")}
         root = self.run / "checkpoints"
         folders = step_folders(root)
@@ -139,57 +181,17 @@ class Campaign:
         self.complete(f"run.dir={self.folder / 'whole'}", f"trainer.max_steps={steps}", "checkpoint.interval=0")
         return step_folders(self.folder / "whole" / "checkpoints")[0]
 
-    def _begin(self, more: Sequence[str], rank: int = 0, stage: str = "", index: int = 0) -> list[Forked]:
+    def _begin(self, more: Sequence[str], *act: object, rank: int = 0) -> list[Forked]:
         root = self.run / "checkpoints"
         self._before = [p.name for p in root.iterdir() if LEFTOVER.match(p.name)] if root.is_dir() else []
-        self.lives += 1
-        overrides = [*self.overrides, f"run.dir={self.run}", *more]
-        return start_ranks(
-            self.server,
-            self.world,
-            [
-                (overrides, str(self._path(each)), *((stage, index) if each == rank else ()))
-                for each in range(self.world)
-            ],
-            self.folder / f"output-{self.lives}",
-        )
+        return self.begin([*self.overrides, f"run.dir={self.run}", *more], *act, rank=rank)
 
     def complete(self, *more: str) -> None:
         """A life that ends by itself."""
         assert [each.wait() for each in self._begin(more)] == [0] * self.world, self._text()
 
-    def _path(self, rank: int = 0) -> Path:
-        return self.folder / f"journal-{self.lives}-{rank}"
-
-    def _journal(self, rank: int = 0) -> list[tuple[str, str, float]]:
-        return read_journal(self._path(rank))
-
     def _text(self) -> str:
-        files = sorted(self.folder.glob(f"output-{self.lives}*"))
-        return "\n".join(file.read_text(errors="replace")[-2000:] for file in files)
-
-
-def start_ranks(
-    server: ForkServer, world: int, arguments: Sequence[Sequence[object]], output: Path, function: str = LIVE
-) -> list[Forked]:
-    """Starts a function on each of `world` ranks, with arguments of its own."""
-    if world == 1:
-        return [server.start(function, *arguments[0], output=output)]
-    # Held by this process, on a port the kernel chooses, until the next ranks start.
-    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # pyright: ignore[reportPrivateImportUsage]
-    environment = {
-        "WORLD_SIZE": str(world),
-        "LOCAL_WORLD_SIZE": str(world),
-        "MASTER_ADDR": "localhost",
-        "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # what torchrun says: the store is there already
-    }
-    ranks = []
-    for rank in range(world):
-        env = environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        ranks.append(server.start(function, *arguments[rank], output=Path(f"{output}-{rank}"), env=env))
-    ranks[0].held = store
-    return ranks
+        return "\n".join(self.said(rank)[-2000:] for rank in range(self.world))
 
 
 def stored(folder: Path) -> dict[str, tuple[torch.dtype, torch.Size, bytes]]:
