@@ -41,6 +41,11 @@ class StopSignal:
         for number, handler in self._previous.items() if self.received is None else ():
             signal.signal(number, handler)  # type: ignore[arg-type]
 
+    def adopt(self, number: int) -> None:
+        """Treat another rank's request as this rank's: the same signal may reach this rank when its run has ended."""
+        if self.received is None:
+            self.received, self._since = number, time.monotonic()
+
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if self.received is None:
             self._request(number)
@@ -125,6 +130,7 @@ class Stopping:
         for number, count in zip(SIGNALS, sums, strict=False):  # two more flags follow those of the signals
             if count and self._signal is None:
                 self._signal = number
+                self._stop.adopt(number)
         self._time_over, self._save_failed = sums[-2] > 0, sums[-1] > 0
 
     def _known(self) -> "Stopping":

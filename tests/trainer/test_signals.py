@@ -5,8 +5,10 @@ import signal
 from collections.abc import Iterator
 
 import pytest
+import torch
 
-from gptlite.trainer.signals import SAME_SECONDS, SIGNALS, StopSignal
+from gptlite.parallelism.mesh import Mesh
+from gptlite.trainer.signals import SAME_SECONDS, SIGNALS, Stopping, StopSignal
 
 
 @pytest.fixture(autouse=True)
@@ -38,6 +40,14 @@ def test_a_later_one_ends_the_process_by_that_signal(number: int) -> None:
         os._exit(0)
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == -number
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_request_of_another_rank_may_still_reach_this_one(number: int) -> None:
+    """As srun signals one rank after the other: by then the others may have stopped."""
+    with StopSignal() as stop:
+        Stopping(Mesh(torch.device("cpu")), stop).heard([*(each == number for each in SIGNALS), 0, 0])
+    os.kill(os.getpid(), number)
 
 
 def test_without_a_request_the_handlers_come_back() -> None:
