@@ -42,7 +42,7 @@ class ClusterConfig:
     peak_tflops: dict[str, float] = field(default_factory=dict)
     matmul_efficiency: dict[str, float] = field(default_factory=dict)
     matmul_half_size: float = 128.0
-    # 16-bit products reach full speed if all dimensions are multiples of it (tensor cores before cuBLAS 11).
+    # 16-bit products reach full speed if all dimensions are multiples of it.
     matmul_multiple: int = 1
     unaligned_share: float = 1.0  # share of full speed that other dimensions reach
     attention_efficiency: float = 0.5  # share of the peak that fused attention reaches
