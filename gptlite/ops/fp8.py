@@ -97,7 +97,7 @@ class _Fp8Product(torch.autograd.Function):
         quantize = both_layouts if training else quantized
         (x8, *x8_t, x_scale), (w8, *w8_t, w_scale) = quantize(x, INPUT), quantize(weight, INPUT)
         ctx.save_for_backward(*x8_t, x_scale, *w8_t, w_scale)
-        return _product(x8, x_scale, w8.t(), w_scale, x.dtype, fast=True)
+        return _product(x8, x_scale, w8.t(), w_scale, x.dtype)
 
     @staticmethod
     @once_differentiable
@@ -109,15 +109,11 @@ class _Fp8Product(torch.autograd.Function):
         return dx, dweight, None
 
 
-def _product(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype, fast: bool = False) -> Tensor:
+def _product(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the matrix product of a [N, K], row-major, and b [K, M], column-major: the layouts that the hardware
-    requires.
-
-    `fast` keeps partial sums in the tensor cores' registers, with fewer bits than fp32. As in Transformer Engine, this
-    is only done in the forward pass, whose results are not summed again.
-    """
+    requires."""
     # torch 2.11 cannot trace F.scaled_mm, which calls the same kernel.
-    return torch.ops.aten._scaled_mm(a, b, a_scale, b_scale, out_dtype=dtype, use_fast_accum=fast)
+    return torch.ops.aten._scaled_mm(a, b, a_scale, b_scale, out_dtype=dtype)
 
 
 def _filled(x: Tensor) -> Tensor:
