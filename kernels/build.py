@@ -36,11 +36,10 @@ def build(library: Path, cxx: Compiler, nvcc: Compiler | None, log: Log, arch: s
         if nvcc:
             units = cuda_units(nvcc, cxx, arch) + cpu_units(cxx) + binding_units(cxx, home / "include", cuda=True)
             try:
-                runtime = [str(cudart(nvcc)), "-ldl", "-lrt", "-lpthread"]
                 objects = compile_all(units, folder, log, "CPU and CUDA kernels")
-                libraries += runtime
+                libraries += [str(cudart(nvcc)), "-ldl", "-lrt", "-lpthread"]
             except BuildError as error:
-                why = str(error)
+                why, objects = str(error), []
         if not objects:
             units = cpu_units(cxx) + binding_units(cxx, home / "include", cuda=False)
             objects = compile_all(units, folder, log, "CPU kernels")
