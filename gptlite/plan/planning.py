@@ -9,6 +9,7 @@ from typing import Any
 
 from gptlite.config import Config, override_value, with_vocabulary
 from gptlite.config.checks import check_layout
+from gptlite.config.overrides import key_of
 from gptlite.data.batches import batch_schedule
 from gptlite.data.vocabulary import find_vocabulary
 from gptlite.errors import ConfigError
@@ -115,8 +116,8 @@ def train_overrides(given: Iterable[str], work: Workload, *more: str) -> list[st
     Overrides in `given` of the same keys are dropped, as are the preset of `parallelism` and the keys of `cluster`.
     """
     decided = [*overrides(work), *more]
-    keys = {each.partition("=")[0] for each in decided}
-    kept = [each for each in given if each.partition("=")[0].lstrip("+") not in keys]
+    keys = set(map(key_of, decided))
+    kept = [each for each in given if key_of(each) not in keys]
     return [*(each for each in kept if not each.startswith(("parallelism=", "cluster"))), *decided]
 
 
@@ -225,8 +226,9 @@ def fixed_keys(config: Config) -> frozenset[str]:
 
 def given_keys(config: Config, section: str) -> set[str]:
     """Return the keys of a section that the command line sets, without the section's name."""
-    given = (each.partition("=")[0].lstrip("+") for each in config.run.overrides)
-    return {key.removeprefix(f"{section}.") for key in given if key.startswith(f"{section}.")}
+    return {
+        key.removeprefix(f"{section}.") for key in map(key_of, config.run.overrides) if key.startswith(f"{section}.")
+    }
 
 
 def planned_dtype(config: Config, cluster: ClusterConfig) -> str:

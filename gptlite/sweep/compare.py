@@ -9,6 +9,7 @@ from statistics import StatisticsError, correlation
 from typing import Any
 
 from gptlite.checkpoint.compare import Effect, effect_of
+from gptlite.config.overrides import values_of
 from gptlite.metrics.console import format_count
 from gptlite.parallelism.config import ParallelismConfig
 from gptlite.parallelism.layout import SCHEDULES
@@ -125,7 +126,7 @@ def compare(records: Sequence[Record], expected: int | None = None) -> Compariso
     """
     rows = [_row(record) for record in records]
     ok = [row for row in rows if row["status"] == OK]
-    given = [dict(each.lstrip("+~").split("=", 1) for each in row["overrides"] if "=" in each) for row in rows]
+    given = [values_of(each for each in row["overrides"] if "=" in each) for row in rows]
     keys = dict.fromkeys(key for each in given for key in each)
     axes = [key for key in keys if changes_numbers(key) and len({each.get(key) for each in given}) > 1]
     losses = [key for key in LOSSES if key != "val_bits_per_byte" or TOKENS & set(axes)]

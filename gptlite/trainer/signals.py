@@ -55,7 +55,7 @@ class StopSignal:
             os.kill(os.getpid(), number)
 
     def _request(self, number: int) -> None:
-        self.received, self._since = number, time.monotonic()
+        self.adopt(number)
         # Not print, which is not reentrant and may have been interrupted. Ctrl-C may also have closed the pipe.
         name = signal.Signals(number).name
         with contextlib.suppress(OSError):
