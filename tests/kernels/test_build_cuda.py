@@ -63,6 +63,15 @@ def test_where_there_is_a_gpu_it_is_compiled_for_that_alone(tmp_path: Path, monk
 
 
 @compiles
+def test_without_cudas_runtime_the_cpu_kernels_are_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_gpu(monkeypatch, "90")
+    (tmp_path / "lib64" / "libcudart_static.a").unlink()
+    found = prepare(True, quiet)
+    assert not found.record.cuda
+    assert found.why_no_cuda.startswith("no libcudart_static.a")
+
+
+@compiles
 def test_without_a_gpu_it_serves_any(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = prepare(True, quiet)
     assert codes(tmp_path) == [[OF_80, PTX]]
