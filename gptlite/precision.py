@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from gptlite.cpu import cpu_flags
 from gptlite.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -257,21 +258,3 @@ def _no_fp8(device: torch.device) -> str:
     except (RuntimeError, NotImplementedError) as error:
         return f"torch {torch.__version__} has no fp8 GEMM for {device.type} ({str(error).splitlines()[0]})"
     return ""
-
-
-def cpu_flags() -> set[str]:
-    """Return the CPU's instruction-set flags; empty if the operating system does not report them."""
-    return set(_cpuinfo("flags").split())
-
-
-def cpu_name() -> str:
-    """Return the name of the CPU; empty if the operating system does not report it."""
-    return _cpuinfo("model name")
-
-
-def _cpuinfo(key: str) -> str:
-    try:
-        with open("/proc/cpuinfo") as file:
-            return next((line.split(":", 1)[1].strip() for line in file if line.startswith(key)), "")
-    except OSError:
-        return ""

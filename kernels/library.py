@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from gptlite.cpu import level_limit
 from gptlite.kernels import fakes
 from gptlite.kernels.build import build
 from gptlite.kernels.cache import UNFINISHED, Record, forget, keep, known_folders, locked, lookup, writable_folder
@@ -90,12 +91,18 @@ def _load(log: Log) -> Loaded | Unavailable:
             library = prepare(torch.cuda.is_available(), log)
             torch.ops.load_library(library.path)
         fakes.register()
-        isa = ctypes.CDLL(str(library.path)).gptlite_cpu_isa
-        isa.restype = ctypes.c_char_p
+        isa = _limited(ctypes.CDLL(str(library.path)))
     except (BuildError, OSError) as error:
         return Unavailable(str(error))
     record = library.record
-    return Loaded(library.path, record.cuda, isa().decode(), record.seconds, library.cached, library.why_no_cuda)
+    return Loaded(library.path, record.cuda, isa, record.seconds, library.cached, library.why_no_cuda)
+
+
+def _limited(library: ctypes.CDLL) -> str:
+    """Limit the CPU kernels to the instruction sets that torch and oneDNN may use, and return those that they use."""
+    library.gptlite_cpu_limit_isa(level_limit().encode())  # without effect if the CPU lacks that level
+    library.gptlite_cpu_isa.restype = ctypes.c_char_p
+    return library.gptlite_cpu_isa().decode()
 
 
 def prepare(cuda: bool, log: Log, arch: str | None = None) -> Library:

@@ -1,7 +1,5 @@
 """The dtype policy of each kind of hardware."""
 
-import builtins
-import io
 import subprocess
 import sys
 
@@ -10,10 +8,9 @@ import torch
 
 from gptlite import precision
 from gptlite.errors import ConfigError
-from gptlite.precision import Precision, PrecisionConfig, cpu_flags, cpu_name, resolve_precision
+from gptlite.precision import Precision, PrecisionConfig, resolve_precision
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
-CPUINFO = "processor\t: 0\nmodel name\t: AMD EPYC 9R14\nflags\t\t: fpu avx2 avx512_bf16\nflags\t\t: fpu\n"
 
 
 @pytest.fixture
@@ -69,21 +66,6 @@ def test_bf16_asked_for_on_an_old_gpu_is_refused(hardware):
         resolve_precision(PrecisionConfig(Precision.bf16), CUDA)
     hardware(capability=(8, 0))
     assert resolve_precision(PrecisionConfig(Precision.bf16), CUDA).compute_dtype == torch.bfloat16
-
-
-def test_cpuinfo_is_read(monkeypatch):
-    monkeypatch.setattr(builtins, "open", lambda *_: io.StringIO(CPUINFO))
-    assert cpu_flags() == {"fpu", "avx2", "avx512_bf16"}
-    assert cpu_name() == "AMD EPYC 9R14"
-
-
-def test_no_cpuinfo_assumes_nothing(monkeypatch):
-    def missing(*_):
-        raise FileNotFoundError
-
-    monkeypatch.setattr(builtins, "open", missing)
-    assert cpu_flags() == set()
-    assert cpu_name() == ""
 
 
 def test_composing_a_configuration_needs_no_torch():

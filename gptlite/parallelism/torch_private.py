@@ -336,6 +336,11 @@ def shapes_unseen() -> Iterator[None]:
         setattr(cls, name, find)
 
 
+def real_tensors() -> Any:
+    """Return a context manager in which ops run on real tensors, under none of the dispatch modes."""
+    return _disable_current_modes()
+
+
 @contextmanager
 def held_messages() -> Iterator[None]:
     """Context manager that keeps the tensors of a pipeline schedule's messages alive for as long as the schedule keeps

@@ -9,10 +9,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from gptlite.cpu import cpu_flags, cpu_name
 from gptlite.errors import ConfigError
 from gptlite.invocation import command
 from gptlite.plan.config import ClusterConfig, LinkConfig
-from gptlite.precision import cpu_flags, cpu_name
 
 CALIBRATION = Path("~/.cache/gptlite/cluster.yaml")  # written by `gptlite plan calibrate`, read by cluster=local
 # Assumed rates of a recent CPU core, if there is no calibration.

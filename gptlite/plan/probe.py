@@ -213,7 +213,7 @@ def _recorded(work: Workload, tp_rank: int, blocks: int) -> Iterator[_Part]:
         with _tensors(model, module, work.device) as device:
             for parameter in () if work.sharded else module.parameters():
                 parameter.grad_dtype = torch.float32
-            watch = Watch(mesh, work.device, device.type)
+            watch = Watch(mesh, work.device, work.layout.world_size, device.type)
             watch.leave_out(*map(local_tensor, [*module.parameters(), *module.buffers()]))
             part = _Part(work, model, module, watch)
             for parameter in module.parameters():

@@ -2,7 +2,8 @@
 
 A profile has forward and backward segments of the beginning of the model, each kind of block and the model's end. It is
 recorded by running the model's code with fake tensors (`probe.py`), at two micro-batch sizes. Larger sizes are
-extrapolated, as bytes and shapes grow linearly. If the two profiles differ in more than sizes, e.g. in the number of a
+extrapolated, as bytes and shapes grow linearly, except for samples on a CPU, where oneDNN may choose another algorithm
+for a convolution. If the two profiles differ in more than sizes, e.g. in the number of a
 loss's chunks, the requested size is recorded instead. Does not import torch.
 """
 
@@ -158,7 +159,9 @@ def profile_key(work: Workload, tp_rank: int = 0) -> tuple[object, ...]:
     """Return the cache key of a profile: the fields that it depends on."""
     config, layout = work.parallelism, work.layout
     degrees = layout.size("tp"), layout.context, layout.size(EXPERT), layout.size("pp") == 1, work.sharded
-    how = config.sequence, config.activation_checkpointing, splits_backward(config), layout.data_size > 1
+    # On a CPU, ranks share the cores, and oneDNN's memory depends on a rank's number of threads.
+    ranks = layout.world_size if work.device == "cpu" else 0
+    how = ranks, config.sequence, config.activation_checkpointing, splits_backward(config), layout.data_size > 1
     return work.same, work.micro_batch_size, *degrees, *how, tp_rank
 
 
@@ -181,7 +184,8 @@ def halves_of(work: Workload, blocks: range | None = None) -> Halves:
 
 def _scaled(work: Workload, of: Callable[[Workload], Any]) -> Any:
     """Return the result of `of`, extrapolated from the micro-batch sizes SIZES; None if the size has to be recorded."""
-    if work.micro_batch_size <= SIZES[-1] or (work.sample is None and work.rank_length < SHORTEST):
+    linear = work.rank_length >= SHORTEST if work.sample is None else work.device != "cpu"
+    if work.micro_batch_size <= SIZES[-1] or not linear:
         return None
     small, large = (of(replace(work, micro_batch_size=size)) for size in SIZES)
     return between(small, large, work.micro_batch_size)

@@ -147,8 +147,8 @@ class StepWatch(Watch):
     state, by category, at the start of each backward pass and of the update, when gradients of earlier micro-batches
     exist and parameters are gathered."""
 
-    def __init__(self, mesh: Mesh, device: str) -> None:
-        super().__init__(mesh, device)
+    def __init__(self, mesh: Mesh, device: str, ranks: int) -> None:
+        super().__init__(mesh, device, ranks)
         self.begin = 0
         self.samples: list[State] = []
 
@@ -240,7 +240,7 @@ def watched_step(work: Workload, rank: int, micro_batches: int) -> StepWatch:
         device_mesh = replace(mesh, device=torch.device(work.device))  # the device selects ZeRO's collectives
         parts = build_parts(model, work.parallelism, device_mesh, policy, ops_of(work))
         assume_loads(parts, work)
-        watch = StepWatch(mesh, work.device)
+        watch = StepWatch(mesh, work.device, work.layout.world_size)
         for module in (module for part in parts for module in sharded_modules(part)):
             if work.device == "cpu" and mesh.size("dp_shard") > 1:
                 module.set_custom_all_gather(_Pairwise(PairwiseAllGather(), "all_gather", watch))  # type: ignore[arg-type]

@@ -1,8 +1,8 @@
 """Recording of one rank's allocations, communication and ops at torch's dispatcher, with the cost of each op.
 
 Memory is counted by storage: a change is recorded when a storage is first seen, resized, or no longer referenced.
-Temporary memory inside an op is not recorded, except for the workspaces of our kernels and the copies made by gloo and
-by oneDNN's convolutions.
+Temporary memory inside an op is not recorded, except for gloo's copies, the workspaces of our kernels and, on a CPU,
+what oneDNN allocates (`workspace.py`).
 
 An op's cost follows from the shapes of its arguments. A multiplication with an addition counts as two FLOPs. Causal
 attention computes half of its scores. A convolution counts as the product of its filters and the patches under them.
@@ -23,7 +23,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from gptlite.models.parallelize import is_kept
@@ -32,6 +31,7 @@ from gptlite.parallelism.mesh import Mesh
 from gptlite.parallelism.torch_private import held_messages, is_last_sum, shapes_unseen, watched_resizes
 from gptlite.plan.profile import ATTENTION, MATMUL, MOVE, Op
 from gptlite.plan.workload import Transfer
+from gptlite.plan.workspace import FILTERS, is_measured, tape_of, tensors_of, workspace_bytes
 
 # Collectives of torch.distributed, by their names at the dispatcher.
 KINDS = {
@@ -64,10 +64,6 @@ SCORES = {  # index of the queries; the keys follow them, or are packed with the
     "attention_packed": 0,
     "attention_packed_backward": 3,
 }
-FILTERS = {"convolution": 1, "convolution_backward": 2}  # index of the weight
-ROWS = 256  # maximum number of parts of the rows that our kernels sum separately, see kernels/cpu/workspace.cpp
-# Our ops that sum over rows: index of the argument with the rows.
-ROWS_OF = {"layer_norm_backward": 1, "residual_norm_backward": 2, "bias_activation_backward": 1, "rope_backward": 0}
 
 
 class Change(NamedTuple):
@@ -82,10 +78,10 @@ class Watch(TorchDispatchMode):
 
     `phase`: phase that recorded transfers get: forward, backward or step. `world`: if True, transfers are attributed to
     the world, even if an axis spans all ranks. `device`: type of the device that is simulated. `counted`: type of the
-    device of the tensors whose memory is counted.
+    device of the tensors whose memory is counted. `ranks`: ranks that share this machine's cores, if it is a CPU.
     """
 
-    def __init__(self, mesh: Mesh, device: str, counted: str = "cpu") -> None:
+    def __init__(self, mesh: Mesh, device: str, ranks: int, counted: str = "cpu") -> None:
         super().__init__()
         self.log: list[Change | Op | Transfer] = []
         self.phase, self.world = "step", False
@@ -97,6 +93,7 @@ class Watch(TorchDispatchMode):
         self._storages: dict[int, tuple[int, int, Any]] = {}  # number, bytes and a weak reference, by address
         self._count = 0
         self._copied = GLOO_COPIES if device == "cpu" else ()
+        self._threads = max(1, torch.get_num_threads() // ranks) if device == "cpu" else 0
         self._open = ExitStack()
 
     def __enter__(self) -> Self:
@@ -120,11 +117,13 @@ class Watch(TorchDispatchMode):
         if func is torch.ops.aten.add.Tensor and is_last_sum(args[0]):
             func = torch.ops.aten.add_.Tensor  # autograd adds in place if tensors have data
         out = func(*args, **(kwargs or {}))
-        moment = moment or moment_bytes(func, args, out, bool(self._copied))
+        moment = moment or workspace_bytes(func, args)
+        if self._threads and is_measured(func, args):
+            self._replay(tape_of(func, args, out, self._threads), out)
         if (op := op_of(func, args, out)) is not None:
             self.log.append(op)
-        for each in tree_leaves(out):
-            if isinstance(each, Tensor) and each.device.type == self._counted:
+        for each in tensors_of(out):
+            if each.device.type == self._counted:
                 storage = each.untyped_storage()
                 if storage._cdata not in self._storages:
                     self._known(storage, storage.nbytes())
@@ -132,6 +131,16 @@ class Watch(TorchDispatchMode):
             self.log += [Change(self._count, moment), Change(self._count, -moment)]
             self._count += 1
         return out
+
+    def _replay(self, tape: list[tuple[int, int]], out: Any) -> None:
+        """Record what an op has allocated and freed, its results among it, in order. See `tape_of`."""
+        results, first = [each.untyped_storage() for each in tensors_of(out)], self._count
+        self._count += len(tape)
+        for size, place in tape:
+            if place < 0:
+                self.log.append(Change(first - place - 1, size))
+            elif results[place]._cdata not in self._storages:
+                self._known(results[place], results[place].nbytes())
 
     def leave_out(self, *tensors: Tensor) -> None:
         """Exclude the memory of some tensors from the count."""
@@ -211,23 +220,6 @@ def op_of(func: Any, args: Any, out: Any) -> Op | None:
     return Op(MOVE, moved) if moved else None
 
 
-def moment_bytes(func: Any, args: Any, out: Any, on_cpu: bool) -> int:
-    """Return the bytes that a dispatched op allocates and frees besides its results.
-
-    These are the workspaces of our kernels and, on a CPU, of convolutions: oneDNN copies operands and results to other
-    layouts, and sums 16-bit gradients of filters in fp32.
-    """
-    if on_cpu and func._opname in FILTERS:
-        backward = func._opname == "convolution_backward"
-        result = args[2] if backward else out
-        sums = 4 * result.numel() * (backward and result.itemsize == 2)
-        return max(sum(_bytes(args[:2])) + sums, result.nbytes)
-    if func.namespace != "gptlite" or func._opname not in ROWS_OF:
-        return 0
-    *leading, width = args[ROWS_OF[func._opname]].shape
-    return 4 * 3 * min(prod(leading), ROWS) * width  # up to three fp32 sums of each column in each part
-
-
 def _product(name: str, a: Tensor, b: Tensor) -> tuple[int, int, int, int]:
     """Return batch, rows, inner dim and columns of the product of a [*, m, k] and b [*, k, n], or of the product of
     a [*, m] and b [*, n] that gives a weight's gradient."""
@@ -263,5 +255,4 @@ def _moved(func: Any, args: Any, out: Any) -> int:
 
 def _bytes(values: Any) -> list[int]:
     """Return the bytes of each tensor among `values`; the repeated elements of an expanded tensor count once."""
-    tensors = [each for each in tree_leaves(values) if isinstance(each, Tensor)]
-    return [min(prod(each.shape) * each.element_size(), each.untyped_storage().nbytes()) for each in tensors]
+    return [min(prod(each.shape) * each.element_size(), each.untyped_storage().nbytes()) for each in tensors_of(values)]

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from gptlite.config import Config, to_dict
 from gptlite.config.schema import schema_names
+from gptlite.cpu import cpu_name
 from gptlite.data.prepared import PreparedData
 from gptlite.data.samples import SampleSets
 from gptlite.metrics.console import banner, format_count, format_parameters
@@ -28,7 +29,7 @@ from gptlite.parallelism.config import ParallelismConfig
 from gptlite.parallelism.layout import splits_backward, stages_per_rank
 from gptlite.parallelism.mesh import Mesh
 from gptlite.parallelism.rank_sync import from_main
-from gptlite.precision import Policy, cpu_name
+from gptlite.precision import Policy
 from gptlite.progress import counted
 from gptlite.run.build import Run
 from gptlite.run.folder import RunFolder

@@ -78,11 +78,6 @@ GPTLITE_DECLARE(weight_gradient)
 
 namespace {
 
-struct Cpu {
-  Isa best = Isa::baseline;
-  bool avx512_bf16 = false;
-};
-
 #ifdef __x86_64__
 bool has(unsigned word, int bit) { return word >> bit & 1; }
 
@@ -104,32 +99,30 @@ bool may_use_tiles() {
 #endif
 }
 
-Cpu detect() {
-  Cpu cpu;
+Isa detect() {
   unsigned a, b, c, d, a1 = 0, b1, c1, d1, ignored;
   if (!__get_cpuid(1, &ignored, &ignored, &c1, &ignored) || !has(c1, 27) || !__get_cpuid_count(7, 0, &a, &b, &c, &d))
-    return cpu;
+    return Isa::baseline;
   const bool fma = has(c1, 12), f16c = has(c1, 29);
   if (a >= 1) __get_cpuid_count(7, 1, &a1, &b1, &ignored, &d1);
   const uint64_t saved = saved_registers(), ymm = 0x6, zmm = 0xe6, tiles = 0x60000;
-  if (!fma || !f16c || !has(b, 5) || (saved & ymm) != ymm) return cpu;
-  cpu.best = Isa::avx2;
+  if (!fma || !f16c || !has(b, 5) || (saved & ymm) != ymm) return Isa::baseline;
   const bool avx512 = has(b, 16) && has(b, 17) && has(b, 30) && has(b, 31);  // F, DQ, BW, VL
-  if (!avx512 || (saved & zmm) != zmm) return cpu;
-  cpu.best = Isa::avx512;
-#ifndef GPTLITE_NO_AVX512_BF16
-  cpu.avx512_bf16 = has(a1, 5);
-#endif
+  if (!avx512 || (saved & zmm) != zmm) return Isa::avx2;
+#ifdef GPTLITE_NO_AVX512_BF16
+  return Isa::avx512;
+#else
+  if (!has(a1, 5)) return Isa::avx512;
   const bool amx = has(d, 22) && has(d, 24);  // BF16, TILE
-  if (amx && cpu.avx512_bf16 && (saved & tiles) == tiles && may_use_tiles()) cpu.best = Isa::amx;
-  return cpu;
+  return amx && (saved & tiles) == tiles && may_use_tiles() ? Isa::amx : Isa::avx512_bf16;
+#endif
 }
 #else
-Cpu detect() { return {}; }
+Isa detect() { return Isa::baseline; }
 #endif
 
-const Cpu& cpu() {
-  static const Cpu found = detect();
+Isa best() {
+  static const Isa found = detect();
   return found;
 }
 
@@ -139,10 +132,10 @@ std::atomic<Isa> limit{Isa::amx};
 
 Isa isa() {
   const Isa allowed = limit.load(std::memory_order_relaxed);
-  return allowed < cpu().best ? allowed : cpu().best;
+  return allowed < best() ? allowed : best();
 }
 
-bool has_avx512_bf16() { return isa() >= Isa::avx512 && cpu().avx512_bf16; }
+bool has_avx512_bf16() { return isa() >= Isa::avx512_bf16; }
 
 }  // namespace gptlite
 
@@ -324,8 +317,10 @@ const char* gptlite_cpu_isa(void) {
   switch (gptlite::isa()) {
     case gptlite::Isa::amx:
       return "avx512 avx512_bf16 amx_bf16";
+    case gptlite::Isa::avx512_bf16:
+      return "avx512 avx512_bf16";
     case gptlite::Isa::avx512:
-      return gptlite::has_avx512_bf16() ? "avx512 avx512_bf16" : "avx512";
+      return "avx512";
     case gptlite::Isa::avx2:
       return "avx2";
     default:
@@ -334,13 +329,13 @@ const char* gptlite_cpu_isa(void) {
 }
 
 int gptlite_cpu_limit_isa(const char* isa) {
-  const char* const names[] = {"baseline", "avx2", "avx512", "amx"};
+  const char* const names[] = {"baseline", "avx2", "avx512", "avx512_bf16", "amx"};
   if (!isa) {
     gptlite::limit = gptlite::Isa::amx;
     return 0;
   }
-  for (int i = 0; i < 4; ++i)
-    if (!std::strcmp(isa, names[i]) && gptlite::Isa(i) <= gptlite::cpu().best) {
+  for (int i = 0; i < 5; ++i)
+    if (!std::strcmp(isa, names[i]) && gptlite::Isa(i) <= gptlite::best()) {
       gptlite::limit = gptlite::Isa(i);
       return 0;
     }

@@ -6,9 +6,9 @@
 
 namespace gptlite {
 
-enum class Isa { baseline, avx2, avx512, amx };  // each includes the ones before it
+enum class Isa { baseline, avx2, avx512, avx512_bf16, amx };  // each includes the ones before it
 
 Isa isa();               // the best that the CPU, the compiler and gptlite_cpu_limit_isa allow
-bool has_avx512_bf16();  // isa() is at least avx512, and the CPU has vdpbf16ps
+bool has_avx512_bf16();  // isa() is at least avx512_bf16: there is vdpbf16ps
 
 }  // namespace gptlite

@@ -218,10 +218,10 @@ int gptlite_cpu_attention_backward(const GptliteHeads* dq, const GptliteHeads* d
 int gptlite_cpu_weight_gradient(void* dw, void* dbias, const void* dy, const void* x, int64_t rows, int64_t outputs,
                                 int64_t inputs, int dtype, int out_dtype, int64_t threads, void* context);
 
-// Returns the instruction sets that the CPU kernels use on this machine: "avx512 avx512_bf16 amx_bf16", "avx2" or
-// "baseline".
+// Returns the instruction sets that the CPU kernels use on this machine: "avx512 avx512_bf16 amx_bf16", "avx512", "avx2"
+// or "baseline".
 const char* gptlite_cpu_isa(void);
-// Limits the CPU kernels to "baseline", "avx2", "avx512" or "amx", for tests; NULL removes the limit. Returns 0, or
+// Limits the CPU kernels to "baseline", "avx2", "avx512", "avx512_bf16" or "amx"; NULL removes the limit. Returns 0, or
 // GPTLITE_UNSUPPORTED if the CPU lacks the instruction set.
 int gptlite_cpu_limit_isa(const char* isa);
 

@@ -5,9 +5,9 @@ import torch
 import torch.nn.functional as F
 from dispatched import Watching
 
+from gptlite.cpu import cpu_flags
 from gptlite.ops.config import ON_GPU, PRODUCTS
 from gptlite.ops.linear import linear, linear_gradients
-from gptlite.precision import cpu_flags
 
 BF16_PRODUCTS = "avx512_bf16" in cpu_flags()
 BF16, FP32 = torch.bfloat16, torch.float32
