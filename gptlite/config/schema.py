@@ -9,9 +9,10 @@ import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hydra.core.config_store import ConfigStore
+from omegaconf import OmegaConf
 
 import gptlite
 from gptlite.checkpoint.config import CheckpointConfig
@@ -111,13 +112,21 @@ SCHEMAS: dict[str, dict[str, type]] = {
 def register() -> None:
     """Register the schemas with Hydra, and prepared folders as presets of `data`. Can be called repeatedly."""
     store = ConfigStore.instance()
-    store.store(name="config_schema", node=Config)
+    if not _is_stored(store.repo, "config_schema", Config):
+        store.store(name="config_schema", node=Config)
     for group, schemas in SCHEMAS.items():
         for name, node in schemas.items():
-            store.store(group=group, name=name, node=node)
+            if not _is_stored(store.repo.get(group, {}), name, node):
+                store.store(group=group, name=name, node=node)
     for name in prepared_folders():
         node = {"defaults": ["tokens_schema", "_self_"], "path": f"{PREPARED}/{name}"}
         store.store(group="data", name=name, node=node | {"sequence_length": "${model.sequence_length}"})
+
+
+def _is_stored(group: dict[str, Any], name: str, node: type) -> bool:
+    """Return True if Hydra has this schema: converting all of them again takes a fifth of a composition."""
+    entry = group.get(f"{name}.yaml")
+    return entry is not None and OmegaConf.get_type(entry.node) is node
 
 
 def prepared_folders() -> list[str]:
