@@ -1,14 +1,18 @@
 """Options and fixtures of the whole suite."""
 
 import contextlib
+import gc
 import hashlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import composition
 import pytest
 import torch
+from closing import closing, machine, seeds
+from distributed.ranks import Ranks
 
-from gptlite.config import Config, load
+from gptlite.config import Config, compose, load
 from gptlite.kernels.library import Loaded, prepare
 from gptlite.kernels.library import load as load_kernels
 from gptlite.kernels.toolchain import BuildError
@@ -22,7 +26,7 @@ model=gpt-lite model.num_layers=2 model.num_heads=2 model.d_model=32 model.seque
 schedule=constant schedule.warmup_steps=1 trainer.max_steps=8 trainer.log_interval=1
 trainer.eval_samples=8 trainer.sample_tokens=8
 """.split()
-SHARES = {"slow": 3, "long": 20}  # CI runs one in this many of the tests with a mark
+SHARES = {"quick": 6, "slow": 3, "long": 20}  # a sample is one in this many of each kind; quick ones have no mark
 
 
 @pytest.fixture(autouse=True)
@@ -68,9 +72,17 @@ def run(tiny: list[str], tmp_path: Path) -> Callable[..., tuple[int, Config]]:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--sample", metavar="SEED", help="run only a third of the slow and a twentieth of the long tests, by this seed"
+        "--sample",
+        metavar="SEED",
+        help="run a sixth of the quick, a third of the slow and a twentieth of the long tests, chosen by this seed",
     )
     parser.addoption("--order", metavar="SEED", help="run files, and the tests of each, in an order drawn by this seed")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if "not slow" in config.option.markexpr:
+        Ranks.fork = True
+        compose.compose = composition.compose
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
@@ -83,10 +95,16 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         prepare(torch.cuda.is_available(), log=print)
 
 
-def pytest_report_header(config: pytest.Config) -> str | None:
-    said = {"--sample": "slow and long tests: the sample of", "--order": "test order:"}
-    given = {name: config.getoption(name) for name in said}
-    return "; ".join(f"{said[name]} {name}={seed}" for name, seed in given.items() if seed is not None) or None
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    return [machine(), *filter(None, [seeds(config)])]
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    failed = [each.nodeid for kind in ("failed", "error") for each in terminalreporter.stats.get(kind, [])]
+    terminalreporter.section("this run")
+    for line in closing(config, failed):
+        terminalreporter.write_line(line)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -98,16 +116,28 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     left_out = set[str]()
     for mark, share in SHARES.items():
-        names = [item.nodeid for item in items if item.get_closest_marker(mark)]
+        names = [item.nodeid for item in items if _kind(item) == mark]
         left_out |= set(names) - sampled(names, seed, share)
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid in left_out])
     items[:] = [item for item in items if item.nodeid not in left_out]
+
+
+def _kind(item: pytest.Item) -> str:
+    return next((mark for mark in ("long", "slow") if item.get_closest_marker(mark)), "quick")
 
 
 def sampled(names: list[str], seed: str, share: int) -> set[str]:
     """One in `share` of the names, rounded up. A hash ranks them, so that a new test does not reshuffle the others."""
     ranked = sorted(names, key=lambda name: _rank(seed, name))
     return set(ranked[: -(-len(names) // share)])
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # the collector need not go through thousands of tests and modules again and again
+
+
+def pytest_sessionfinish() -> None:
+    Ranks.end_server()
 
 
 def _rank(seed: str, name: str) -> bytes:

@@ -7,11 +7,16 @@
 `run_ranks` does it for one function. A function is named `module:function`, found from `tests/` or the repository's
 root, and what goes in and comes out is pickled. Ranks have RANK, WORLD_SIZE, LOCAL_RANK and MASTER_* set as by torchrun
 and, unless `join=False`, a gloo process group; a world of one has neither.
+
+In the quick tests, ranks are forked from a process that has imported torch and gptlite, which costs a tenth of new
+processes. In the slow and the long ones they are new processes: these iterate over sets in orders of their own, and so
+find collectives whose order depends on it.
 """
 
 from __future__ import annotations
 
 import importlib
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -21,16 +26,20 @@ import traceback
 import uuid
 from collections.abc import Sequence
 from datetime import timedelta
-from multiprocessing import Pipe
+from multiprocessing import Pipe, forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, Protocol
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 TESTS = Path(__file__).parents[1]
 GRACE = 3.0  # seconds that the others get to end by themselves after the first failure
+FORKING = multiprocessing.get_context("forkserver")
+PRELOADED = ["distributed.preloaded"]
 
 
 class RankFailed(RuntimeError):
@@ -47,14 +56,37 @@ def run_ranks(world: int, function: str, *args: Any, timeout: float = 60, **opti
         return ranks.run(function, *args, timeout=timeout)
 
 
+class _Process(Protocol):
+    """What is asked of a rank's process."""
+
+    def kill(self) -> None: ...
+
+    def end(self, seconds: float | None = None) -> int | None:
+        """Its status, once it has ended."""
+        ...
+
+
+class _New(subprocess.Popen[bytes]):
+    def end(self, seconds: float | None = None) -> int | None:
+        return self.wait(seconds)
+
+
+class _Forked(multiprocessing.context.ForkServerProcess):
+    def end(self, seconds: float | None = None) -> int | None:
+        self.join(seconds)
+        return self.exitcode
+
+
 class Ranks:
     """`world` processes that wait for functions. After a failure they are ended, and the next `run` starts new ones."""
+
+    fork = False  # whether ranks without variables of their own are forked; see conftest.py
 
     def __init__(
         self, world: int, *, join: bool = True, collective_timeout: float = 240, env: dict[str, str] | None = None
     ) -> None:
         self.world, self.join, self.collective_timeout, self.env = world, join, collective_timeout, env or {}
-        self.processes: list[subprocess.Popen[bytes]] = []
+        self.processes: list[_Process] = []
         self._pipes: list[Connection] = []
         self._folder = tempfile.TemporaryDirectory(prefix="gptlite-ranks-")
 
@@ -82,7 +114,7 @@ class Ranks:
 
     def output(self, rank: int) -> str:
         """All that a rank has printed."""
-        return (Path(self._folder.name) / f"{rank}.log").read_text(errors="replace")
+        return self._log(rank).read_text(errors="replace")
 
     def close(self) -> None:
         """Ends the processes."""
@@ -93,20 +125,45 @@ class Ranks:
         # The parent holds the store, on a port the kernel chooses: no port is guessed, none can be taken meanwhile.
         self._store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
         for rank in range(self.world):
+            self._log(rank).touch()
+        start = self._fork if self.fork and not self.env else self._spawn
+        for rank in range(self.world):
             ours, theirs = Pipe()
-            options = [str(theirs.fileno()), str(os.getpid()), str(int(self.join)), str(self.collective_timeout)]
-            with open(Path(self._folder.name) / f"{rank}.log", "ab") as log:
-                process = subprocess.Popen(
-                    [sys.executable, "-u", __file__, *options],
-                    env=os.environ | self._environment(rank) | self.env,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    pass_fds=[theirs.fileno()],
-                )
+            self.processes.append(start(rank, theirs))
             theirs.close()  # so that the death of the process is the end of the pipe
-            self.processes.append(process)
             self._pipes.append(ours)
+
+    def _spawn(self, rank: int, pipe: Connection) -> _Process:
+        options = [str(pipe.fileno()), str(os.getpid()), str(int(self.join)), str(self.collective_timeout)]
+        with open(self._log(rank), "ab") as log:
+            return _New(
+                [sys.executable, "-u", __file__, *options],
+                env=os.environ | self._environment(rank) | self.env,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=[pipe.fileno()],
+            )
+
+    def _fork(self, rank: int, pipe: Connection) -> _Process:
+        """A rank from the server of this process, which is started for the first one."""
+        environment = os.environ | self._environment(rank)
+        FORKING.set_forkserver_preload(PRELOADED)
+        with mock.patch.dict(os.environ, environment):
+            forkserver.ensure_running()
+        arguments = pipe, str(self._log(rank)), environment, os.getcwd(), self.join, self.collective_timeout
+        process = _Forked(target=_forked, args=arguments)
+        with mock.patch.dict(sys.modules, {"__main__": ModuleType("__main__")}):  # which a rank need not import again
+            process.start()
+        return process
+
+    @staticmethod
+    def end_server() -> None:
+        """End the process that ranks are forked from, so that its processor time counts as this process's."""
+        forkserver._forkserver._stop()  # type: ignore[attr-defined]
+
+    def _log(self, rank: int) -> Path:
+        return Path(self._folder.name) / f"{rank}.log"
 
     def _environment(self, rank: int) -> dict[str, str]:
         paths = [str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")]
@@ -136,7 +193,7 @@ class Ranks:
                 try:
                     succeeded, value, when = pipe.recv()
                 except (EOFError, ConnectionError):
-                    status = self.processes[rank].wait(GRACE)
+                    status = self.processes[rank].end(GRACE)
                     succeeded, when = False, 0.0  # before any error: those of the others may follow from it
                     value = f"{function}: its process ended with status {status}\n{self.output(rank)[-4000:]}"
                 if succeeded:
@@ -157,7 +214,7 @@ class Ranks:
         for process in self.processes:
             process.kill()
         for process in self.processes:
-            process.wait()
+            process.end()
         for pipe in self._pipes:
             pipe.close()
         self.processes, self._pipes = [], []
@@ -188,12 +245,29 @@ class GrowingRanks:
             self._ranks = None
 
 
-def _serve() -> None:
-    """One rank: runs what the pipe says until it closes."""
+def _spawned() -> None:
+    """A rank that is a new process."""
     descriptor, parent, join, timeout = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])
     _die_with(parent)
+    _serve(Connection(descriptor), bool(join), timeout)
+
+
+def _forked(pipe: Connection, log: str, environment: dict[str, str], folder: str, join: bool, timeout: float) -> None:
+    """A rank of the server, which ends with the server and that with its parent."""
+    _die_with(os.getppid())
+    descriptor = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    for standard in (1, 2):
+        os.dup2(descriptor, standard)
+    sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    _serve(pipe, join, timeout)
+
+
+def _serve(pipe: Connection, join: bool, timeout: float) -> None:
+    """One rank: runs what the pipe says until it closes."""
     torch.set_num_threads(1)
-    pipe = Connection(descriptor)
     if join and "RANK" in os.environ:
         dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
     while True:
@@ -220,4 +294,4 @@ def _die_with(parent: int) -> None:
 
 
 if __name__ == "__main__":
-    _serve()
+    _spawned()

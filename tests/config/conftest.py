@@ -1,0 +1,12 @@
+"""Configurations of these tests are composed as users compose them."""
+
+import hydra
+import pytest
+
+from gptlite.config import compose
+
+
+@pytest.fixture(autouse=True)
+def composed_by_hydra(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Presets are read and merged each time: see composition.py."""
+    monkeypatch.setattr(compose, "compose", hydra.compose)

@@ -1,0 +1,14 @@
+"""What ranks import and set in a test, for the process that they are forked from. Nothing here may start a thread."""
+
+import composition
+import torch.distributed._tools
+import torch.distributed.checkpoint
+import torch.distributed.tensor.debug
+import torch.testing._internal.composite_compliance  # noqa: F401
+
+import gptlite.optimizer.torch_rules
+import gptlite.parity.record
+import gptlite.pretrain  # noqa: F401
+from gptlite.config import compose
+
+compose.compose = composition.compose
