@@ -17,7 +17,7 @@ from gptlite.config.checks import check
 from gptlite.config.deepspeed import with_deepspeed
 from gptlite.config.messages import refusals, unknown_key
 from gptlite.config.plugins import import_plugins, named_in, refuse_unnamed
-from gptlite.config.saved import read_saved, saved_file, saved_overrides
+from gptlite.config.saved import saved_config, saved_overrides
 from gptlite.config.schema import CONF_DIR, SCHEMAS, Config, choices, presets_of, register, schema_names
 from gptlite.config.warm_start import with_model
 from gptlite.errors import ConfigError
@@ -51,9 +51,9 @@ def resumed(overrides: list[str], config_dir: Path = CONF_DIR) -> list[str]:
     run's configuration cannot be read (see `saved_overrides`), or if the overrides cannot be composed with it.
     """
     register()
-    if not (found := saved_overrides(overrides)):
+    saved = saved_config(overrides)
+    if saved is None or not (found := saved_overrides(overrides, saved)):
         return overrides
-    saved = read_saved(saved_file(overrides))
     with refusals(), _initialized(config_dir):
         more = changed_presets(saved, [*found, *overrides], lambda each: compose("config", overrides=each))
     return [*more, *found, *overrides]

@@ -7,10 +7,12 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
+from functools import cache
 from pathlib import Path
-from typing import Any
+from types import NoneType
+from typing import Any, get_args, get_type_hints
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
@@ -25,10 +27,27 @@ LENGTHS = ("trainer.max_steps", "trainer.max_epochs")  # setting one replaces th
 
 def to_dict(config: Config) -> dict[str, Any]:
     """Convert a configuration to nested dicts, with the names of enum members, for YAML, manifests and trackers."""
-    # resolve=False: the values are already resolved, and interpolations in saved overrides must stay as typed.
-    container = OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True, resolve=False)
-    assert isinstance(container, dict)
-    return {str(key): value for key, value in container.items()} | {"schemas": schema_names(config)}
+    return _plain(config) | {"schemas": schema_names(config)}
+
+
+def _plain(value: Any, hint: Any = None) -> Any:
+    """Convert a value annotated with `hint` to dicts, lists and scalars, and an int to the float that its field is."""
+    if is_dataclass(value):  # by hand: OmegaConf.structured validates each value, and takes 25 ms
+        hints = _hints(type(value))
+        return {item.name: _plain(getattr(value, item.name), hints[item.name]) for item in fields(value)}
+    if NoneType in get_args(hint):
+        hint = next(each for each in get_args(hint) if each is not NoneType)
+    inner = next(reversed(get_args(hint)), None)
+    if isinstance(value, Mapping):
+        return {key: _plain(each, inner) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each, inner) for each in value]
+    if isinstance(value, Enum):
+        return value.name
+    return float(value) if hint is float and type(value) is int else value
+
+
+_hints = cache(get_type_hints)
 
 
 def to_yaml(config: Config) -> str:
@@ -55,15 +74,14 @@ def from_yaml(text: str, where: object = "this configuration", *, imports: bool 
         refuse_unnamed(plugins, where)
         for section, keys in _renamed(names["model"]).items():
             raw[section] = {keys.get(key, key): value for key, value in raw[section].items()}
-        base = OmegaConf.structured(Config)
         for group, name in names.items():
             if name not in SCHEMAS[group]:
                 found = f"{group}={name.removesuffix('_schema')}"
                 raise ConfigError(
                     f"{where} has {found}, which no plugin or installed package registers; install its package"
                 )
-            base[group] = SCHEMAS[group][name]
-        result = OmegaConf.to_object(OmegaConf.merge(base, raw))
+        schemas = tuple((group, SCHEMAS[group][name]) for group, name in names.items())
+        result = OmegaConf.to_object(OmegaConf.merge(_defaults(schemas), raw))
     except (OmegaConfBaseException, YAMLError, KeyError, TypeError, AssertionError) as error:
         reason = (str(error).splitlines() or [""])[0]
         raise ConfigError(f"a saved config.yaml is damaged or from another version of gptlite: {reason}") from error
@@ -73,6 +91,15 @@ def from_yaml(text: str, where: object = "this configuration", *, imports: bool 
     pattern = re.compile("|".join(map(re.escape, whole)))
     result.run.overrides = [pattern.sub(lambda found: whole[found[0]], each, count=1) for each in overrides]
     return result
+
+
+@cache
+def _defaults(schemas: tuple[tuple[str, type], ...]) -> DictConfig:
+    """Return the defaults of a configuration with these schemas of its sections; not to be changed."""
+    base = OmegaConf.structured(Config)
+    for group, schema in schemas:
+        base[group] = schema
+    return base
 
 
 def _renamed(model: str) -> dict[str, Mapping[str, str]]:
@@ -91,16 +118,23 @@ def read_saved(path: Path) -> Config:
         raise ConfigError(f"{path}: {error}; move it away, or give another run.dir") from error
 
 
-def saved_overrides(arguments: list[str]) -> list[str]:
+def saved_config(arguments: list[str]) -> Config | None:
+    """Return the configuration of the run in `run.dir`; None if there is no run. Raises as `read_saved`."""
+    saved = saved_file(arguments)
+    return read_saved(saved) if values_of(arguments).get("run.dir") and saved.exists() else None
+
+
+def saved_overrides(arguments: list[str], config: Config | None = None) -> list[str]:
     """Return the stored overrides of the run in `run.dir`, except for keys that `arguments` set; [] if there is no run.
 
-    With these, `gptlite train run.dir=outputs/mine` resumes that run with its own configuration. Raises ConfigError if
-    the configuration cannot be read, and PluginsNotNamed if it has plugins that have not been imported.
+    With these, `gptlite train run.dir=outputs/mine` resumes that run with its own configuration. `config` is the run's,
+    if it has been read. Raises ConfigError if the configuration cannot be read, and PluginsNotNamed if it has plugins
+    that have not been imported.
     """
-    given, saved = values_of(arguments), saved_file(arguments)
-    if not given.get("run.dir") or not saved.exists():
+    config = config or saved_config(arguments)
+    if config is None:
         return []
-    run = read_saved(saved).run
+    run, given, saved = config.run, values_of(arguments), saved_file(arguments)
     refuse_foreign(run.overrides, saved.parent)
     candidates = [*run.overrides, f"run.name={hydra_value(run.name)}"]
     kept = {key_of(c): c for c in candidates}

@@ -134,10 +134,11 @@ def train_rank(
     each machine other than rank 0's prints the folder of the logs.
     """
     from gptlite.parallelism.process_group import broadcast_text, join
-    from gptlite.run.memory import profile_ahead
 
     if (world := int(os.environ["WORLD_SIZE"])) > 1:  # a single rank needs no process group
         if os.environ["RANK"] == "0":
+            from gptlite.run.memory import profile_ahead
+
             profile_ahead(config, world)
         join(config.parallelism.timeout_seconds)
     limit(config.trainer.host_memory_limit)

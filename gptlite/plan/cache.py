@@ -6,6 +6,9 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
+from gptlite.models.config import ModelConfig
+from gptlite.models.spec import spec_of
+
 MOST = 4096  # default number of results in a cache; a full cache is cleared
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -25,6 +28,12 @@ class Same:
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Same) and (self.value is other.value or self.value == other.value)
+
+
+def same_model(model: ModelConfig) -> tuple[object, ...]:
+    """Return a model's configuration as a cache key. The number of blocks is hashed too, since a search for the largest
+    model caches results for hundreds of models that differ only in it."""
+    return Same(model), getattr(model, spec_of(model).blocks_key, None)
 
 
 def cached(key: Callable[..., object], most: int = MOST) -> Callable[[Callable[P, R]], Callable[P, R]]:

@@ -131,6 +131,7 @@ class Costs:
         self._models: dict[object, Parts] = {}
         self._insides: dict[object, _Inside] = {}
         self._outsides: dict[object, _Outside] = {}
+        self._messages: dict[object, float] = {}
 
     def predict(self, work: Workload, memory: tuple[int, RankBytes]) -> Prediction:
         """Predict the step of a layout. `memory` is the layout's fullest rank and that rank's bytes."""
@@ -139,7 +140,10 @@ class Costs:
         slowest = max(ranks.values(), key=lambda cost: cost.passes.forward + cost.passes.backward)
         forward, backward = _stages(ranks, pipeline)
         busy = [sum([forward[stage] + backward[stage] for stage in held]) for held in pipeline.stages]
-        whole = pipeline_seconds(work.parallelism, count, forward, backward, busy, _message(work, self.cluster))
+        hop = work.layout, work.parallelism.sequence, work.micro_batch_size, len(pipeline.layers)
+        if hop not in self._messages:
+            self._messages[hop] = _message(work, self.cluster)
+        whole = pipeline_seconds(work.parallelism, count, forward, backward, busy, self._messages[hop])
         # Ranks that share a core compute in each other's bubbles; a tensor-axis collective waits for all its ranks.
         waiting = waiting_for_cores(self.cluster, world)
         if waiting > 1:

@@ -18,7 +18,7 @@ from gptlite.models.config import ModelConfig
 from gptlite.models.spec import Matrices, ModelSpec, spec_of
 from gptlite.parallelism.axes import EXPERT
 from gptlite.parallelism.layout import num_stages, split_layers, stages_of_rank
-from gptlite.plan.cache import Same, cached
+from gptlite.plan.cache import cached, same_model
 from gptlite.plan.walk import pipeline_key
 from gptlite.plan.workload import Workload
 
@@ -185,7 +185,7 @@ def copies(held: list[Stage]) -> list[Parameter]:
     return [] if whole else [each for each in ends[0].others if each.tied]
 
 
-@cached(lambda model, tensor, tp_rank=0, expert=1: (Same(model), tensor, tp_rank, expert))
+@cached(lambda model, tensor, tp_rank=0, expert=1: (*same_model(model), tensor, tp_rank, expert))
 def inventory(model: ModelConfig, tensor: int, tp_rank: int = 0, expert: int = 1) -> Inventory:
     """Return the parameters of a model on a rank of the tensor axis. `tensor` and `expert`: degrees of the two axes."""
     from gptlite.models.experts import Experts, routers
@@ -193,7 +193,9 @@ def inventory(model: ModelConfig, tensor: int, tp_rank: int = 0, expert: int = 1
     from gptlite.models.parallelize import layers_to_cut
     from gptlite.ops.select import Ops
 
-    few = Model.of(with_blocks(model, BLOCKS))
+    if (fewer := with_blocks(model, BLOCKS)) != model:
+        return inventory(fewer, tensor, tp_rank, expert)
+    few = Model.of(model)
     whole, spec, config = few.build(Ops(), 0), few.spec, few.config
     layers = layers_to_cut(few, whole) if tensor > 1 else ()
     dims = {f"{name}.{each}": dim for name, cut in layers for each, dim in cut.dims.items()}
@@ -260,7 +262,7 @@ def with_blocks(model: Any, blocks: int) -> Any:
     return replace(model, **{spec_of(model).blocks_key: blocks}) if repeats(model) else model
 
 
-@cached(lambda model, expert=1: (Same(model), expert))
+@cached(lambda model, expert=1: (*same_model(model), expert))
 def num_parameters(model: ModelConfig, expert: int = 1) -> int:
     """Return the number of parameters of a model. If `expert` is above 1, 1 / `expert` of its experts are counted."""
     held = inventory(model, 1, 0, expert)
@@ -283,7 +285,7 @@ class Cut:
     first: dict[Alike, int]
 
 
-@cached(lambda work: (Same(work.model), *pipeline_key(work.parallelism)))
+@cached(lambda work: (*same_model(work.model), *pipeline_key(work.parallelism)))
 def cut(work: Workload) -> Cut:
     """Return the partition of a workload's model over its pipeline."""
     config, spec = work.parallelism, spec_of(work.model)

@@ -20,6 +20,7 @@ from gptlite.parallelism.axes import DATA_AXES, EXPERT
 from gptlite.parallelism.config import ActivationCheckpointing
 from gptlite.parallelism.layout import Layout, splits_backward
 from gptlite.plan.cache import cached
+from gptlite.plan.parameters import with_blocks
 from gptlite.plan.workload import SETTLED, Transfer, Workload
 
 PLAIN, GRADIENT, ADDED, UPSTREAM = "plain", "gradient", "added", "upstream"
@@ -170,7 +171,7 @@ def profile_of(work: Workload, tp_rank: int = 0) -> Profile:
     """Return the profile of a workload's model on the tensor rank `tp_rank`."""
     from gptlite.plan.probe import record
 
-    return _scaled(work, lambda smaller: profile_of(smaller, tp_rank)) or record(work, tp_rank)
+    return _related(work, lambda other: profile_of(other, tp_rank)) or record(work, tp_rank)
 
 
 @cached(lambda work, blocks=None: (profile_key(work), blocks))
@@ -179,11 +180,14 @@ def halves_of(work: Workload, blocks: range | None = None) -> Halves:
     `blocks`."""
     from gptlite.plan.probe import record_halves
 
-    return _scaled(work, lambda smaller: halves_of(smaller, blocks)) or record_halves(work, blocks)
+    return _related(work, lambda other: halves_of(other, blocks)) or record_halves(work, blocks)
 
 
-def _scaled(work: Workload, of: Callable[[Workload], Any]) -> Any:
-    """Return the result of `of`, extrapolated from the micro-batch sizes SIZES; None if the size has to be recorded."""
+def _related(work: Workload, of: Callable[[Workload], Any]) -> Any:
+    """Return the result of `of` for the model with few blocks, or extrapolated from the micro-batch sizes SIZES; None
+    if the workload has to be recorded."""
+    if (few := with_blocks(work.model, PARTS + 2)) != work.model:  # at most as many are recorded
+        return of(replace(work, model=few))
     linear = work.rank_length >= SHORTEST if work.sample is None else work.device != "cpu"
     if work.micro_batch_size <= SIZES[-1] or not linear:
         return None

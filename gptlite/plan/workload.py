@@ -14,7 +14,7 @@ from gptlite.optimizer.config import OptimizerConfig
 from gptlite.parallelism.axes import EXPERT
 from gptlite.parallelism.config import Offload, ParallelismConfig
 from gptlite.parallelism.layout import Layout, accumulation
-from gptlite.plan.cache import Same
+from gptlite.plan.cache import same_model
 
 MASTER = 4  # bytes of an fp32 number
 INDEX = 8  # bytes of a token id, int64
@@ -68,7 +68,7 @@ class Workload:
     def same(self) -> tuple[object, ...]:
         """Fields that all layouts of a search share, as part of a cache key."""
         numbers = self.dtype, self.attention, self.device, self.master_weights, self.amp, self.imbalance
-        return Same(self.model), self.sequence_length, self.sample, *numbers
+        return *same_model(self.model), self.sequence_length, self.sample, *numbers
 
     def balanced(self, imbalance: float) -> Workload:
         """Return the workload with another imbalance, if its layout has an expert axis."""

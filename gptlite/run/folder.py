@@ -66,8 +66,10 @@ class RunFolder:
         self.checkpointer = Checkpointer(config.checkpoint, self.path, mesh, self.layout)
         from_main(mesh, self._refuse_folder)
         self.resume_from = self.checkpointer.find(config.checkpoint.resume, self.log)
-        if found := self.resume_from:
-            from_main(mesh, lambda: self._refuse(from_yaml(read_config(found), found), f"checkpoint {found}"))
+        self._converted: tuple[Config, str] | None = None  # the configuration, and the same as YAML
+        self._saved: Config | None = None  # that of the checkpoint, on rank 0
+        if self.resume_from is not None:
+            from_main(mesh, self._refuse_checkpoint)
 
     def restore(self, state: TrainState) -> None:
         """Load the checkpoint, if any, into `state`.
@@ -174,7 +176,7 @@ class RunFolder:
     def save(self, state: TrainState) -> Path:
         """Save a checkpoint of the state, or start an asynchronous save. Return its folder. Raises SaveFailed."""
         with self._failing_in_words(f"the checkpoint of step {state.step}"):
-            return self.checkpointer.save(state.tensors(), state.meta(), to_yaml(self.config), self.tokenizer, self.log)
+            return self.checkpointer.save(state.tensors(), state.meta(), self._text(), self.tokenizer, self.log)
 
     def rewind(self, state: TrainState, spike: Spike) -> Path | None:
         """Load the newest intact checkpoint from before the spike's samples, and make the state skip these samples.
@@ -249,18 +251,24 @@ class RunFolder:
         if saved.exists():
             self._refuse(read_saved(saved), f"run.dir={self.config.run.dir}")
 
+    def _refuse_checkpoint(self) -> None:
+        """Raise ConfigError if the checkpoint is of another run."""
+        assert self.resume_from is not None
+        self._saved = from_yaml(read_config(self.resume_from), self.resume_from)
+        self._refuse(self._saved, f"checkpoint {self.resume_from}")
+
     def _accepted(self, state: TrainState) -> tuple[dict[str, Any], list[str]]:
         """Return the checkpoint's `meta`, and the changes of the environment since it was written. Raises ConfigError
         if the checkpoint does not fit this state."""
         assert self.resume_from is not None
+        assert self._saved is not None
         manifest, load = read_manifest(self.resume_from), self.config.checkpoint.load
         old, new = ({"data_identity": each} for each in (manifest.meta["data_identity"], state.data_identity))
         if refusal := compare_configs(old, new, load).refusal(load):
             path = getattr(self.config.data, "path", None)
             where = f"checkpoint {self.resume_from}{f', data.path={path}' * bool(path)}"
             raise ConfigError(f"{where}: {refusal}")
-        saved = from_yaml(read_config(self.resume_from), self.resume_from)
-        size, was = (spec_of(each).vocab_size(each) for each in (state.model.config, saved.model))
+        size, was = (spec_of(each).vocab_size(each) for each in (state.model.config, self._saved.model))
         if was is not None and size is not None and was < size:
             raise ConfigError(too_few_ids(str(self.resume_from), was, size))
         if was not in (None, size):
@@ -322,8 +330,14 @@ class RunFolder:
         with suppress(OSError), open(self.path / LOG, "r+", encoding="utf-8") as log:
             self._try_lock(log)
 
+    def _text(self) -> str:
+        """Return the configuration as YAML, for config.yaml and each checkpoint. Converted once, which takes 15 ms."""
+        if self._converted is None or self._converted[0] is not self.config:
+            self._converted = self.config, to_yaml(self.config)
+        return self._converted[1]
+
     def _write_config(self) -> None:
-        target, text = self.path / "config.yaml", to_yaml(self.config)
+        target, text = self.path / "config.yaml", self._text()
         if target.exists() and (old := target.read_text(encoding="utf-8")) != text:
             number = 1
             while (kept := self.path / f"config.{number}.yaml").exists():

@@ -6,12 +6,13 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from types import FrameType, TracebackType
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from gptlite.parallelism.collectives import all_reduce
-from gptlite.parallelism.mesh import Mesh
+if TYPE_CHECKING:
+    from gptlite.parallelism.mesh import Mesh
 
 POLL_EVERY = 8  # evaluation batches between exchanges of flags among ranks
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # `sbatch --signal=USR1@120` sends SIGUSR1
@@ -72,7 +73,7 @@ class Stopping:
 
     def __init__(
         self,
-        mesh: Mesh,
+        mesh: "Mesh",
         stop: StopSignal,
         over: Callable[[], bool] = lambda: False,
         failed: Callable[[], bool] = lambda: False,
@@ -99,6 +100,8 @@ class Stopping:
 
     def poll(self) -> bool:
         """Return `now`, after an exchange of flags in every POLL_EVERY-th call. Collective."""
+        from gptlite.parallelism.collectives import all_reduce  # imports FSDP, which the launcher does without
+
         self._polls += 1
         if self._mesh.world_size > 1 and self._polls % POLL_EVERY == 1:  # equal on all ranks
             self.heard(all_reduce(self.words().to(self._mesh.device), self._mesh).tolist())

@@ -184,6 +184,8 @@ class GPTConfig(ModelConfig):
     @property
     def mixed_layers(self) -> int:
         """Number of layers with a value residual or value embeddings."""
+        if not (self.value_residual or self.value_embeddings):
+            return 0  # at once, as the planner asks often, and of models with thousands of layers
         return sum(self.has_value_residual(i) or self.has_value_embedding(i) for i in range(self.num_layers))
 
     @property
