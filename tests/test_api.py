@@ -1,6 +1,7 @@
 """The Python API: `from gptlite import load, pretrain, launch`, and what it leaves as it was in a notebook."""
 
 import ast
+import contextlib
 import json
 import logging
 import os
@@ -9,15 +10,18 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import torch
 import torch.distributed as dist
+from distributed.ranks import Ranks
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
+from marking import marked
 
 import gptlite
 from gptlite import ConfigError, Result, RunFailed, launch, load, pretrain
@@ -32,7 +36,6 @@ schedule=constant schedule.warmup_steps=1 trainer.max_steps=4 trainer.eval_sampl
 trainer.log_interval=1 checkpoint.interval=1000000
 """.split()
 TWO = ["parallelism=zero1", "parallelism.data=2"]
-MARK = "GPTLITE_TEST_API"
 
 
 def tiny(folder: Path, *overrides: str) -> Any:
@@ -45,9 +48,12 @@ def python(code: str) -> str:
 
 
 def test_names_win_over_the_modules_of_their_name():
-    code = "import gptlite.launch.worker, gptlite.pretrain; from gptlite import launch, load, pretrain; "
-    assert python(f"{code} print(launch.__name__, load.__name__, pretrain.__name__)") == "launch load pretrain"
-    assert sys.modules["gptlite.pretrain"].pretrain is pretrain
+    code = "import gptlite.launch.worker; from gptlite import launch, load; print(launch.__name__, load.__name__)"
+    assert python(code) == "launch load"
+    module = sys.modules["gptlite.pretrain"]
+    assert module.pretrain is pretrain
+    gptlite.pretrain = module  # as an import of the module does
+    assert gptlite.pretrain is pretrain
     with pytest.raises(AttributeError, match="'gptlite' has no attribute 'lunch'"):
         _ = gptlite.lunch  # type: ignore[attr-defined]
 
@@ -138,10 +144,20 @@ def state() -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("more", [[], ["parallelism=zero3_cpu_offload", "parallelism.data=1"]])
-@pytest.mark.parametrize("handle_signals", [False, True])
+@pytest.fixture(scope="module")
+def warm(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """A process that has trained: torch starts threads once."""
+    launch(tiny(tmp_path_factory.mktemp("warm") / "run", "trainer.max_steps=2"))
+
+
+OFFLOADED = ["parallelism=zero3_cpu_offload", "parallelism.data=1"]
+
+
+@pytest.mark.usefixtures("warm")
+@pytest.mark.parametrize(
+    ("more", "handle_signals"), marked([([], True), (OFFLOADED, False), ([], False), (OFFLOADED, True)], 2, 2)
+)
 def test_one_rank_changes_nothing_of_its_process(more: list[str], handle_signals: bool, tmp_path: Path) -> None:
-    launch(tiny(tmp_path / "warm-up", "trainer.max_steps=2"))  # torch itself starts threads once
     before = state()
     result = launch(tiny(tmp_path / "run", *more), handle_signals=handle_signals)
     assert state() == before
@@ -156,6 +172,14 @@ def test_one_rank_changes_nothing_of_its_process(more: list[str], handle_signals
     assert Path(result.curves) == Path(str(result.curves)) == tmp_path / "run" / "curves.png"
 
 
+@pytest.fixture
+def ranks() -> Iterator[None]:
+    """Ranks begin with what they import imported."""
+    with forked.forked_ranks():
+        yield
+
+
+@pytest.mark.usefixtures("ranks")
 def test_several_layouts_in_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd) -> None:
     monkeypatch.chdir(tmp_path)
     before = state()
@@ -182,6 +206,7 @@ def test_the_layout_takes_the_ranks_it_is_given(tmp_path: Path) -> None:
     assert single.metrics["val_loss"] == pytest.approx(result.metrics["val_loss"], abs=1e-4)
 
 
+@pytest.mark.usefixtures("ranks")
 def test_a_folder_in_use_is_refused_by_the_ranks(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     with (tmp_path / "run" / "train.log").open("w") as log:
@@ -203,6 +228,7 @@ Step.begin = failing
 """
 
 
+@pytest.mark.usefixtures("ranks")
 def test_a_rank_that_fails_is_an_exception_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "api_failing_plugin.py").write_text(FAILING)
     monkeypatch.syspath_prepend(tmp_path)
@@ -238,15 +264,13 @@ print("ended", result.exit_code, result.outcome, result.checkpoint is not None)
 """
 
 
-def marked(mark: str) -> list[int]:
-    """The processes whose environment has a mark."""
+def processes_in(folder: Path) -> list[int]:
+    """The processes whose working directory this is."""
     found = []
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        try:
-            if f"{MARK}={mark}".encode() in path.read_bytes().split(b"\0"):
+    for path in Path("/proc").glob("[0-9]*/cwd"):
+        with contextlib.suppress(OSError):
+            if path.readlink() == folder:
                 found.append(int(path.parent.name))
-        except OSError:
-            continue
     return found
 
 
@@ -262,34 +286,34 @@ def marked(mark: str) -> list[int]:
     ],
 )
 def test_an_interrupt_ends_every_rank(how: str, number: int, ranks: int, tmp_path: Path) -> None:
-    folder, mark, temporary = tmp_path / "run", str(tmp_path), tmp_path / "temporary"
+    here, temporary = tmp_path / "here", tmp_path / "temporary"
+    here.mkdir()
     temporary.mkdir()
-    words = [*TINY, f"run.dir={folder}", "trainer.max_steps=1000000", *(TWO if ranks == 2 else ())]
-    process = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, how, *words],
-        env=os.environ | {MARK: mark, "OMP_NUM_THREADS": "1", "TMPDIR": str(temporary)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    words = [*TINY, "run.dir=run", "trainer.max_steps=1000000", *(TWO if ranks == 2 else ())]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(temporary)}
+    with (tmp_path / "out").open("wb") as out, (tmp_path / "err").open("wb") as err:
+        popen = forked.Popen if Ranks.fork else subprocess.Popen
+        process = popen(
+            [sys.executable, "-c", PROGRAM, how, *words], cwd=here, env=environment, stdout=out, stderr=err,
+            start_new_session=True,
+        )  # fmt: skip
     until = time.monotonic() + 200
-    while not (rows := folder / "metrics.jsonl").exists() or not rows.stat().st_size:
-        assert process.poll() is None, process.communicate()
+    while not (rows := here / "run" / "metrics.jsonl").exists() or not rows.stat().st_size:
+        assert process.poll() is None, (tmp_path / "err").read_text()
         assert time.monotonic() < until
         time.sleep(0.05)
-    if ranks == 2:
-        assert len(marked(mark)) >= 4  # this script, the launcher, the ranks
+    assert len(processes_in(here)) >= (1 if ranks == 1 else 4)  # this script, the launcher, the ranks
     process.send_signal(number)
-    output, errors = process.communicate(timeout=60)
+    returncode = process.wait(60)
+    output, errors = ((tmp_path / name).read_text() for name in ("out", "err"))
     until = time.monotonic() + 10
-    while left := marked(mark):
+    while left := processes_in(here):
         assert time.monotonic() < until, left
         time.sleep(0.05)
     if how == "handled":
         assert f"ended {128 + number} stopped: signal True" in output
     else:
-        assert process.returncode == -number
+        assert returncode == -number
         assert ("KeyboardInterrupt" in errors) == (number == signal.SIGINT)
         assert "ended" not in output
     if number != signal.SIGKILL:

@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from run_files import read_metrics
+from run_files import read_metrics, without_plots
 
 CURVE = Path(__file__).parent / "losses" / "small-fp32.json"
 WORDS = "the king and queen of a far land sent their old knight to find what no one had seen".split()
@@ -39,7 +39,8 @@ def losses(folder: Path) -> list[float]:
 def test_the_golden_curve(tmp_path: Path) -> None:
     golden = json.loads(CURVE.read_text())
     assert golden[-1] < golden[0] - 2  # it is a curve of learning
-    assert losses(tmp_path) == pytest.approx(golden, rel=1e-4)
+    with without_plots():
+        assert losses(tmp_path) == pytest.approx(golden, rel=1e-4)
 
 
 if __name__ == "__main__":

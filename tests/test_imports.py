@@ -10,6 +10,7 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -239,9 +240,10 @@ def files_of(name: str) -> list[Path]:
     return sorted(folder.rglob("*.py")) if folder.is_dir() else [PACKAGE / f"{name}.py"]
 
 
-def imports_of(path: Path) -> list[Import]:
+@cache
+def imports_of(path: Path) -> tuple[Import, ...]:
     """Every import of a file, whichever way it is written."""
-    return list(_imports(path, ast.parse(path.read_text(encoding="utf-8")), lazy=False))
+    return tuple(_imports(path, ast.parse(path.read_text(encoding="utf-8")), lazy=False))
 
 
 def _imports(path: Path, node: ast.AST, lazy: bool) -> Iterator[Import]:

@@ -7,10 +7,11 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 
+import forked
 import pytest
 
 import gptlite
@@ -44,37 +45,44 @@ def run(site: Path, folder: Path, *words: str) -> subprocess.CompletedProcess[st
     return subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
 
 
-def texts() -> Iterator[tuple[str, str]]:
-    """Every string of the code and where it is; of an f-string, the parts that are fixed."""
+@dataclass
+class Code:
+    """What is read in the code of all packages."""
+
+    texts: list[tuple[str, str]] = field(default_factory=list)  # where each string is; of an f-string, its fixed parts
+    asked: set[str] = field(default_factory=set)  # the commands of `command("plan")` and the like
+
+
+@pytest.fixture(scope="module")
+def code() -> Code:
+    code = Code()
     for path in sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                yield f"{path.relative_to(ROOT)}:{node.lineno}", node.value
+                code.texts.append((f"{path.relative_to(ROOT)}:{node.lineno}", node.value))
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and len(node.args) == 1:
+                name = node.args[0].value if isinstance(node.args[0], ast.Constant) else None
+                if node.func.id in ("command", "written", "arguments") and isinstance(name, str):
+                    code.asked.add(name)
+    return code
 
 
-def test_no_text_has_a_command_of_a_checkout():
-    assert [(place, text) for place, text in texts() if FIXED.search(text)] == []
+def test_no_text_has_a_command_of_a_checkout(code: Code):
+    assert [(place, text) for place, text in code.texts if FIXED.search(text)] == []
 
 
-def test_a_text_names_only_commands_that_there_are():
+def test_a_text_names_only_commands_that_there_are(code: Code):
     reasons = "gptlite/config/deepspeed/"  # its texts are sentences about gptlite
-    hints = ((place, text) for place, text in texts() if not place.startswith(reasons))
+    hints = ((place, text) for place, text in code.texts if not place.startswith(reasons))
     named = [(place, match[1]) for place, text in hints for match in HINT.finditer(text)]
     assert {name for _, name in named} >= {"train", "plan", "data", "generate"}  # else the filter has a hole
     assert [each for each in named if each[1] not in COMMANDS] == []
 
 
-def test_the_hints_ask_for_commands_that_there_are():
+def test_the_hints_ask_for_commands_that_there_are(code: Code):
     """`command("plan")`, wherever it is called: a wrong name would only fail when it is printed."""
-    asked = set()
-    for path in sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and len(node.args) == 1:
-                name = node.args[0].value if isinstance(node.args[0], ast.Constant) else None
-                if node.func.id in ("command", "written", "arguments") and isinstance(name, str):
-                    asked.add(name)
-    assert asked
-    assert asked <= set(COMMANDS)
+    assert code.asked
+    assert code.asked <= set(COMMANDS)
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -117,18 +125,22 @@ def test_elsewhere_it_is_the_installed_command_or_pythons(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("where", ["installed", "checkout"])
 def test_every_command_of_the_help_has_a_help_with_its_own_name(where: str, installed: Path, tmp_path: Path):
-    site, folder = (installed, tmp_path) if where == "installed" else (ROOT, ROOT)
-    shown = run(site, folder, sys.executable, "-m", "gptlite", "--help")
+    def python(*words: str) -> subprocess.CompletedProcess[str]:
+        if where == "installed":
+            return run(installed, tmp_path, sys.executable, *words)
+        return forked.run(*words, folder=ROOT)
+
+    shown = python("-m", "gptlite", "--help")
     assert shown.returncode == 0, shown.stderr
     names = re.findall(r"^  ([a-z-]+) ", shown.stdout, re.MULTILINE)
     assert names == list(COMMANDS)
     for name in {"train", "plan", "train-tokenizer", "data"} & set(names):
-        given = run(site, folder, sys.executable, "-m", "gptlite", name, "--help")
+        given = python("-m", "gptlite", name, "--help")
         assert given.returncode == 0, given.stderr
         if where == "installed":
             assert ".py" not in given.stdout.replace("inspect", "")
-        for start in re.findall(r"python (?:-m gptlite \S+|\S+\.py)", given.stdout):
-            again = run(site, folder, *start.split(), "--help")
+        for start in sorted(set(re.findall(r"python (-m gptlite \S+|\S+\.py)", given.stdout))):
+            again = python(*start.split(), "--help")
             assert again.returncode == 0, (start, again.stderr)
 
 
@@ -142,7 +154,7 @@ def test_a_new_package_beside_an_installed_wheel(installed: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "said"),
+    ("words", "status", "said"),
     [
         (["--version"], 0, f"gptlite {gptlite.__version__}\n"),
         (["model=gpt2", "--cfg", "job"], 0, "seed: 1234\n"),
@@ -156,10 +168,10 @@ def test_a_new_package_beside_an_installed_wheel(installed: Path, tmp_path: Path
     ],
     ids=["version", "override", "flag", "train", "nothing", "slip", "shown", "flag_slip", "refused"],
 )
-def test_the_first_word(words: list[str], code: int, said: str, installed: Path, tmp_path: Path):
-    done = run(installed, tmp_path, sys.executable, "-m", "gptlite", *words)
-    assert done.returncode == code, done.stderr
-    assert (done.stderr if code else done.stdout).startswith(said)
+def test_the_first_word(words: list[str], status: int, said: str, tmp_path: Path):
+    done = forked.run("-m", "gptlite", *words, folder=tmp_path)
+    assert done.returncode == status, done.stderr
+    assert (done.stderr if status else done.stdout).startswith(said)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -1,10 +1,12 @@
 """`gptlite new`, and packages that are found by their entry point as if they were installed."""
 
 import os
+import shlex
+import shutil
 import subprocess
-import sys
 from pathlib import Path
 
+import forked
 import pytest
 from run_files import read_metrics
 
@@ -14,15 +16,23 @@ from gptlite.errors import ConfigError
 ROOT = Path(__file__).parents[1]
 
 
-def shell(folder: Path, line: str, *paths: Path) -> subprocess.CompletedProcess[str]:
-    """A command line, with `paths` and this checkout as the Python path."""
+def python(folder: Path, words: list[str], *paths: Path) -> subprocess.CompletedProcess[str]:
+    """Python with these arguments, with `paths` and this checkout as the Python path."""
     path = os.pathsep.join(map(str, [*paths, ROOT]))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    return subprocess.run(line, shell=True, cwd=folder, capture_output=True, text=True, timeout=240, env=environment)
+    return forked.run(*words, folder=folder, environment=environment)
 
 
 def gptlite(folder: Path, words: str, *paths: Path) -> subprocess.CompletedProcess[str]:
-    return shell(folder, f"{sys.executable} -m gptlite {words}", *paths)
+    return python(folder, ["-m", "gptlite", *words.split()], *paths)
+
+
+def printed(folder: Path, line: str, *more: str) -> subprocess.CompletedProcess[str]:
+    """The command of `gptlite new`, which changes to the project's folder, with further words."""
+    change, _, command = line.partition(" && ")
+    name, executable = change.removeprefix("cd "), shlex.split(command)[0]
+    assert shutil.which(executable)
+    return python(folder / name, [*shlex.split(command)[1:], *more])
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +69,8 @@ def installed(site: Path, name: str, entry_point: str) -> None:
 
 def test_the_printed_command_trains(made: tuple[Path, str]) -> None:
     folder, train = made
-    done = shell(folder, f"{train} run.dir=run trainer.max_steps=30 trainer.log_interval=1 schedule.warmup_steps=1")
+    more = ("run.dir=run", "trainer.max_steps=30", "trainer.log_interval=1", "schedule.warmup_steps=1")
+    done = printed(folder, train, *more)
     assert done.returncode == 0, done.stderr
     losses = [row["loss"] for row in read_metrics(folder / "my_project" / "run") if "loss" in row]
     assert losses[-1] < losses[0]
@@ -68,7 +79,7 @@ def test_the_printed_command_trains(made: tuple[Path, str]) -> None:
 @pytest.mark.slow
 def test_it_trains_on_two_ranks_with_zero(made: tuple[Path, str]) -> None:
     folder, train = made
-    done = shell(folder, f"{train} trainer.max_steps=2 parallelism=zero2 parallelism.data=2")
+    done = printed(folder, train, "trainer.max_steps=2", "parallelism=zero2", "parallelism.data=2")
     assert done.returncode == 0, done.stderr
 
 

@@ -4,10 +4,10 @@ import csv
 import os
 import shutil
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
+import forked
 import pytest
 from models.toy import RUN, SYNTHETIC, ConvSpec
 from optimizer.signum import SignumConfig
@@ -37,9 +37,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 def command(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    call = [sys.executable, str(CONF_DIR.parent / "train.py"), *words]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(call, cwd=folder, capture_output=True, text=True, timeout=240, env=environment)
+    return forked.run(str(CONF_DIR.parent / "train.py"), *words, folder=folder, environment=environment)
 
 
 def test_the_modules_of_a_command_line() -> None:

@@ -3,9 +3,9 @@
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
+import forked
 import pytest
 from models.toy import RUN, SYNTHETIC
 
@@ -51,9 +51,7 @@ checkpoint diff run run
 
 def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(TESTS.parent)}
-    return subprocess.run(
-        [sys.executable, *words], cwd=folder, capture_output=True, text=True, timeout=240, env=environment
-    )
+    return forked.run(*words, folder=folder, environment=environment)
 
 
 @pytest.fixture(scope="module")

@@ -54,14 +54,22 @@ TINY = [
 ]
 
 
-@pytest.fixture(params=MODELS)
-def folder(request, tmp_path: Path) -> Path:
+@pytest.fixture(scope="module", params=MODELS)
+def folder(request, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that transformers has saved."""
     kind, config, changes = MODELS[request.param]
     torch.manual_seed(0)
     model = kind(config(**SIZES | changes))
     redraw(model, "norm.weight", 1.0)
-    model.save_pretrained(tmp_path / "theirs")
-    return tmp_path / "theirs"
+    folder = tmp_path_factory.mktemp(request.param) / "theirs"
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def imported(folder: Path) -> Path:
+    """The checkpoint that it was imported to."""
+    return import_(folder, folder.parent / "run")
 
 
 @torch.no_grad()
@@ -78,8 +86,8 @@ def tokens_of(length: int) -> Tensor:
     return torch.randint(VOCABULARY, (2, length), generator=torch.Generator().manual_seed(1))
 
 
-def test_logits_and_greedy_text_are_those_of_transformers(folder, tmp_path):
-    ours, tokens = restored(import_(folder, tmp_path / "run")), tokens_of(40)
+def test_logits_and_greedy_text_are_those_of_transformers(folder, imported):
+    ours, tokens = restored(imported), tokens_of(40)
     with torch.no_grad():
         theirs = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
         torch.testing.assert_close(logits(ours, tokens), theirs(tokens).logits, rtol=1e-5, atol=1e-5)
@@ -91,8 +99,8 @@ def test_logits_and_greedy_text_are_those_of_transformers(folder, tmp_path):
         assert found == expected[0, 40:].tolist()
 
 
-def test_an_import_is_exported_bit_for_bit(folder, tmp_path):
-    export(import_(folder, tmp_path / "run"), tmp_path / "out")
+def test_an_import_is_exported_bit_for_bit(folder, imported, tmp_path):
+    export(imported, tmp_path / "out")
     before, after = (safetensors.torch.load_file(each / "model.safetensors") for each in (folder, tmp_path / "out"))
     assert before.keys() == after.keys()
     assert [name for name in before if not torch.equal(before[name], after[name])] == []

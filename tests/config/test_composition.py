@@ -25,7 +25,7 @@ def composed(by: Callable[..., DictConfig], *overrides: str) -> DictConfig:
     "overrides",
     [
         [],
-        "model=gpt2 model.d_model=32 data=synthetic data.num_tokens=200 parallelism=tp2 parallelism.zero=1 seed=3".split(),
+        "model=gpt2 model.d_model=32 data=synthetic data.num_tokens=200 parallelism=tp2 seed=3".split(),
         "model.d_model=32 model=gpt2 optimizer=muon optimizer.lr=1e-3 precision=bf16 precision=fp32".split(),
         ["experiment=gpt-lite-2020", "trainer.max_steps=5", "run.dir='a b'", "plugins=[]"],
         ["+model.more=1"],

@@ -27,6 +27,11 @@ ROOT_DIR = CONF_DIR.parent
 PAGE = ROOT_DIR / "docs/deepspeed.md"
 
 
+@pytest.fixture(autouse=True)
+def composed_by_hydra() -> None:
+    """Not here: what is judged is the overrides that a JSON becomes."""
+
+
 def refused(content: dict, **known) -> list[str]:
     return [row.key for row in translate(content, **known) if row.verdict is Verdict.refused]
 

@@ -3,6 +3,7 @@
 import json
 import time
 import tracemalloc
+from functools import cache
 
 import numpy as np
 import pytest
@@ -25,6 +26,12 @@ def read_of(places, number):
     """(epoch, chunk) of the samples of one data set, in their order."""
     sets, epochs, chunks = places
     return list(zip(epochs[sets == number].tolist(), chunks[sets == number].tolist(), strict=True))
+
+
+@cache
+def alone(name):
+    """(epoch, chunk) of the samples of a run of one data set."""
+    return read_of(stream(weights={name: 1.0}).locate(np.arange(2 * BLOCK)), 0)
 
 
 def test_every_epoch_of_every_set_is_whole_and_in_an_order_of_its_own():
@@ -80,10 +87,9 @@ def test_other_weights_repeat_and_skip_nothing(at):
     assert [era.start for era in after.eras] == [0, at]
     places = after.locate(np.arange(at + BLOCK))
     assert all(np.array_equal(a[:at], b) for a, b in zip(places, before.locate(np.arange(at)), strict=True))
-    alone = {name: stream(weights={name: 1.0}).locate(np.arange(2 * BLOCK)) for name in "ab"}
     for name in "ab":
         seen = read_of(places, after.names.index(name))
-        assert seen == read_of(alone[name], 0)[: len(seen)]
+        assert seen == alone(name)[: len(seen)]
     assert 2 not in places[0][at:]
     back = stream().resumed(after.eras, at + 500)  # c comes back, where it was
     seen = read_of(back.locate(np.arange(at + 500 + BLOCK)), back.names.index("c"))

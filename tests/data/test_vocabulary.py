@@ -46,7 +46,8 @@ def test_of_a_text_that_is_not_here():
 
 def test_a_plan_counts_the_vocabulary_of_its_data(tmp_path):
     """It counted GPT-2's, which was most of a small model's parameters."""
-    given = ["cluster=dgx-h100", "data.global_batch_size=8", "model.num_layers=2", "model.d_model=64"]
+    given = ["cluster=dgx-h100", "cluster.devices_per_node=1", "data.global_batch_size=8"]
+    given += ["model.num_layers=2", "model.d_model=64"]
     folder = write_folder(tmp_path / "a")
     plan = make_plan(load(["parallelism=auto", "data=tokens", f"data.path={folder}", *given]), log=silent)
     model = plan.best.work.model

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 GLOBAL_BATCH = 48
 STEPS = 5
+QUICK_STEPS = 2  # of the cells of every run: the second has been through an update and its state
 # Eight layers, so that zbv has its eight stages on four ranks (half of them where the pipeline is short); eight heads
 # for eight tensor ranks. The learning rate is the one of a warm-up: at its peak in the first step, Adam makes 5e-5 of a
 # gradient out of rounding. Clipping and weight decay are strong enough to be seen beside the tolerances.

@@ -5,8 +5,10 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache, lru_cache, reduce
+from heapq import heappop, heapreplace
 from itertools import combinations, product
+from operator import or_
 from typing import Any
 
 from distributed.cell import GLOBAL_BATCH, Cell
@@ -87,23 +89,41 @@ def crossings(cell: Cell) -> Met:
     return met(cell, CROSSED_AXES, 3) | met(cell, CROSSED_AXES | AXES, 2)
 
 
+_bits: dict[tuple[Any, ...], int] = {}  # a number for each combination of axis values
+
+
+@cache
+def _mask(cell: Cell, meets: Callable[[Cell], Met]) -> int:
+    """What a cell meets, as bits."""
+    return reduce(or_, (1 << _bits.setdefault(each, len(_bits)) for each in meets(cell)))
+
+
 def cover(candidates: list[Cell], meets: Callable[[Cell], Met], count: int | None = None) -> list[Cell]:
     """Cells that between them meet all that the candidates meet, early ones most; then more, up to `count`.
 
     Greedy, the same on every machine: the cell with the most that is new for its cost, ties by the order of candidates.
     Once all has been met, it is to be met again.
     """
-    bits: dict[tuple[Any, ...], int] = {}
-    masks = {cell: sum(1 << bits.setdefault(each, len(bits)) for each in meets(cell)) for cell in candidates}
-    worth = {cell: cell.cost**0.5 for cell in candidates}
-    everything = missing = (1 << len(bits)) - 1
+    candidates = list(dict.fromkeys(candidates))
+    masks = [_mask(cell, meets) for cell in candidates]
+    worth = [cell.cost**0.5 for cell in candidates]
+    everything = missing = reduce(or_, masks)
     picked: list[Cell] = []
+
+    def queued(index: int) -> tuple[float, int]:
+        return -((masks[index] & missing).bit_count() / worth[index]), index
+
+    queue = sorted(map(queued, range(len(candidates))))
     while len(picked) < count if count else missing:
-        best = max(masks, key=lambda cell: (masks[cell] & missing).bit_count() / worth[cell])
-        picked.append(best)
-        missing &= ~masks.pop(best)
-        if count:
-            missing = missing or everything
+        # What a cell meets that is new only gets less, so the first in the queue that is as good as it was is the best.
+        while (first := queued(queue[0][1])) != queue[0]:
+            heapreplace(queue, first)
+        index = heappop(queue)[1]
+        picked.append(candidates[index])
+        missing &= ~masks[index]
+        if count and not missing:
+            missing = everything
+            queue = sorted(queued(index) for _, index in queue)
     return picked
 
 

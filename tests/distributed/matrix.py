@@ -188,22 +188,31 @@ MIXED = [
     Cell(tensor=2, pipeline=2, schedule="1f1b", accumulation=3, shared=VALUES, more=("trainer.compile=true",)),
 ]
 CELLS = [*CHOSEN, *MORE, *FP16, *COMPILED, *CONTEXT, *MORE_CONTEXT, *OFFLOADED, *CROSSED, *MODERN, *MIXED]
-# Every axis value, and beyond them HSDP, bf16 and fp16; all of eight ranks, which are slow to start.
-QUICK = {
-    cell.id
-    for cell in [
-        *CHOSEN[:10],
-        next(cell for cell in MORE if cell.replicate > 2),
-        next(cell for cell in MORE if cell.precision == "bf16" and cell.pipeline > 1),
-        next(cell for cell in FP16 if cell.precision == "fp16" and cell.pipeline > 1),
-        *CONTEXT[:2],
-        *OFFLOADED[:1],
-        *CROSSED[:2],
-        *MODERN[::25],
-        *MIXED[:1],
-    ]
-}
-APEX = [next(cell for cell in FP16 if cell.precision == f"amp_o{level}" and cell.pipeline > 1) for level in (1, 2)]
+# Cells of every run: every value of every axis, every family of models, sequences cut, HSDP, offload and 16 bits, in
+# combinations of what depends on each other. All are of eight ranks, which start once.
+QUICK_CELLS = [
+    Cell(data=8, replicate=4, zero=3, vocabulary="uneven"),
+    Cell(tensor=8, shared=COPIED),
+    Cell(tensor=4, pipeline=2, schedule="gpipe", vocabulary="uneven", precision="bf16", offload="nvme"),
+    Cell(tensor=2, pipeline=2, data=2, zero=1, schedule="zbv", sequence=True, tied=False, precision="fp16",
+         offload="nvme"),
+    Cell(tensor=2, pipeline=2, data=2, zero=1, schedule="1f1b", sequence=True, tied=False, vocabulary="uneven",
+         accumulation=3, shared=(*LLAMA, *VALUES)),
+    Cell(pipeline=4, data=2, zero=3, schedule="zero_bubble", tied=False, vocabulary="uneven", accumulation=3,
+         shared=WINDOWS),
+    Cell(tensor=2, pipeline=2, data=2, zero=3, schedule="zbv", sequence=True, tied=False, checkpointing="selective",
+         shared=RELU2),
+    Cell(tensor=2, pipeline=2, data=2, schedule="interleaved_1f1b", sequence=True, vocabulary="uneven"),
+    Cell(pipeline=2, data=4, replicate=2, zero=2, schedule="1f1b", accumulation=4),
+    Cell(context=4, pipeline=2, zero=3, schedule="gpipe", tied=False, checkpointing="full"),
+    Cell(context=2, tensor=2, pipeline=2, zero=2, schedule="interleaved_1f1b", sequence=True, shared=QWEN),
+]  # fmt: skip
+QUICK = {cell.id for cell in QUICK_CELLS}
+SIXTEEN_BITS = [
+    next(cell for cell in (*MORE, *FP16) if cell.precision == precision and cell.pipeline > 1)
+    for precision in ("bf16", "fp16", "amp_o1", "amp_o2")
+]
 # With these, the pairs of all axis values, and some of what is no axis. The rest meets each pair again and again.
-SLOW = {cell.id for cell in [*CHOSEN[:33], *MORE[::12], *FP16[::8], *APEX, *CONTEXT[:7], *MORE_CONTEXT[::6]]} - QUICK
-SLOW |= {cell.id for cell in [*OFFLOADED[1:5], *CROSSED[2:7], *MODERN[4::10], *MIXED[1:12:4]]} - QUICK
+SLOW = {cell.id for cell in [*CHOSEN[:33], *MORE[::12], *FP16[::8], *SIXTEEN_BITS, *CONTEXT[:7], *MORE_CONTEXT[::6]]}
+SLOW |= {cell.id for cell in [*OFFLOADED[:5], *CROSSED[:7], *MODERN[::25], *MODERN[4::10], MIXED[0], *MIXED[1:12:4]]}
+SLOW -= QUICK

@@ -51,6 +51,14 @@ HYBRID = Cell(data=8, replicate=2, zero=2, accumulation=2, shared=BIAS, more=("p
 # Compiled blocks leave experts and routers out; selective recomputation meets gathers inside blocks.
 COMPILED = Cell(data=2, zero=3, accumulation=2, shared=LOSSES, more=("parallelism.expert=2", "trainer.compile=true"))
 SELECTIVE = Cell(data=2, zero=3, accumulation=2, checkpointing="selective", shared=LOSSES, more=COMPILED.more[:1])
+# For every run: experts in copies, over ranks of a sequence and of data; and a pipeline that recomputes.
+QUICK = [
+    SELECTIVE,
+    Cell(data=2, context=2, accumulation=2, shared=LOSSES, more=("parallelism.expert=2",)),
+    Cell(tensor=2, data=2, zero=3, sequence=True, shared=SIGMOID, more=("parallelism.expert=2",)),
+    Cell(pipeline=2, data=2, zero=1, schedule="1f1b", accumulation=4, checkpointing="full", shared=BIAS,
+         more=("parallelism.expert=2",)),
+]  # fmt: skip
 EXPERT = Cell(data=2, accumulation=2, shared=BIAS, more=("parallelism.expert=2",))
 SLICED = Cell(tensor=2, accumulation=2, shared=LOSSES)
 RECOMPUTED = Cell(data=2, accumulation=2, checkpointing="full", shared=BIAS)

@@ -33,24 +33,30 @@ class Result:
 
 
 def run_cell(
-    config: Config, reference: str, apart: Sequence[Distances] | None, bug: str = "", twin: bool = False
+    config: Config,
+    reference: str,
+    apart: Sequence[Distances] | None,
+    bug: str = "",
+    twin: bool = False,
+    steps: int = STEPS,
 ) -> Result | None:
     """On every rank: the first steps of a layout, compared on rank 0 with the reference in a file.
 
     `apart` is what 16 bits are judged by; None: fp32. `bug` is planted meanwhile, see parity_bugs.py. `twin`: the same
-    run without offload must give the same bits.
+    run without offload must give the same bits. `steps`: how many of the reference's are compared.
     """
     start = time.monotonic()
     limits = limits_of(apart, config.precision.dtype.value)
     mesh = build_mesh(config.parallelism)
     try:
         with planted(bug):
-            steps = recorded(config, STEPS, mesh)
+            records = recorded(config, steps, mesh)
             if twin:
-                steps = same_as_without(steps, config, mesh)
+                records = same_as_without(records, config, steps, mesh)
+            wanted = _read(reference)[:steps] if mesh.is_main else [None] * steps
             found = [
                 compare(step, expected, limits)
-                for step, expected in zip(steps, _read(reference) if mesh.is_main else [None] * STEPS, strict=True)
+                for step, expected in zip(records, wanted, strict=True)
                 if step is not None and expected is not None
             ]
     finally:
@@ -58,10 +64,12 @@ def run_cell(
     return Result(found, time.monotonic() - start) if mesh.is_main else None
 
 
-def same_as_without(steps: Iterator[StepRecord | None], config: Config, mesh: Mesh) -> Iterator[StepRecord | None]:
+def same_as_without(
+    records: Iterator[StepRecord | None], config: Config, steps: int, mesh: Mesh
+) -> Iterator[StepRecord | None]:
     """The steps of a run that offloads, each compared to the bit with the same run's without."""
     plain = replace(config.parallelism, offload=Offload.none, offload_path=None)
-    for step, twin in zip(steps, recorded(replace(config, parallelism=plain), STEPS, mesh), strict=True):
+    for step, twin in zip(records, recorded(replace(config, parallelism=plain), steps, mesh), strict=True):
         if step is not None and twin is not None:
             assert (step.loss, step.grad_norm, step.lr) == (twin.loss, twin.grad_norm, twin.lr)
             for ours, theirs in ((step.gradients, twin.gradients), (step.values, twin.values)):
@@ -72,7 +80,7 @@ def same_as_without(steps: Iterator[StepRecord | None], config: Config, mesh: Me
 
 def judge(references: References, cell: Cell, result: Result) -> tuple[bool, str]:
     """Whether a cell was the same as one process, and the words for it."""
-    return verdict(result.comparisons, limits_of(references.of(cell)[1], cell.precision))
+    return verdict(result.comparisons, limits_of(references.apart(cell), cell.precision))
 
 
 @lru_cache(maxsize=8)
@@ -80,28 +88,37 @@ def _read(path: str) -> list[StepRecord]:
     return pickle.loads(Path(path).read_bytes())
 
 
+@lru_cache(maxsize=8)
+def _apart(half: str, exact: str) -> list[Distances]:
+    return [distances(a, b, rms=True) for a, b in zip(_read(half), _read(exact), strict=True)]
+
+
 class References:
     """One-process runs, made when first asked for, in files of `folder` that ranks read."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._made: dict[tuple[str, ...], Path] = {}
+        self._made: dict[tuple[str | int, ...], Path] = {}
 
-    def of(self, cell: Cell) -> tuple[str, list[Distances] | None]:
-        """The file that a cell is judged by and, for 16 bits, how far that is from fp32."""
-        path = self._file(reference_of(cell, cell.precision))
+    def of(self, cell: Cell, steps: int = STEPS) -> tuple[str, list[Distances] | None]:
+        """The file of a cell's reference, with at least so many steps, and what 16 bits are judged by, see `apart`."""
+        steps = steps if cell.precision == "fp32" else STEPS
+        return str(self._file(reference_of(cell, cell.precision), steps)), self.apart(cell)
+
+    def apart(self, cell: Cell) -> list[Distances] | None:
+        """How far one process in a cell's 16 bits is from fp32 in all steps; None for a cell in fp32."""
         if cell.precision == "fp32":
-            return str(path), None
-        exact = _read(str(self._file(reference_of(cell, "fp32"))))
-        return str(path), [distances(a, b, rms=True) for a, b in zip(_read(str(path)), exact, strict=True)]
+            return None
+        half, exact = (self._file(reference_of(cell, precision), STEPS) for precision in (cell.precision, "fp32"))
+        return _apart(str(half), str(exact))
 
-    def _file(self, overrides: list[str]) -> Path:
-        key = tuple(overrides)
+    def _file(self, overrides: list[str], steps: int) -> Path:
+        key = (*overrides, steps)
         if key not in self._made:
             threads = torch.get_num_threads()
             torch.set_num_threads(1)
             path = self.folder / f"{len(self._made)}.pickle"
-            path.write_bytes(pickle.dumps(record(load(overrides), STEPS)))
+            path.write_bytes(pickle.dumps(record(load(overrides), steps)))
             torch.set_num_threads(threads)
             self._made[key] = path
         return self._made[key]
@@ -115,14 +132,19 @@ class Pool:
         self._ranks: Ranks | None = None
 
     def run(
-        self, cell: Cell, bug: str = "", timeout: float = 120, runner: str = "distributed.parity_cells:run_cell"
+        self,
+        cell: Cell,
+        bug: str = "",
+        timeout: float = 120,
+        runner: str = "distributed.parity_cells:run_cell",
+        steps: int = STEPS,
     ) -> Result:
         """The result of a cell. Raises what Ranks.run raises; the next cell then starts new ranks."""
         if self._ranks is None or self._ranks.world != cell.world:
             self.close()
             self._ranks = Ranks(cell.world, collective_timeout=self.collective_timeout)
-        reference, apart = self.references.of(cell)
-        arguments = (load(cell.overrides()), reference, apart, bug, cell.has_twin)
+        reference, apart = self.references.of(cell, steps)
+        arguments = (load(cell.overrides()), reference, apart, bug, cell.has_twin, steps)
         return self._ranks.run(runner, *arguments, timeout=timeout)[0]
 
     def check(self, cell: Cell, **options: Any) -> None:

@@ -1,6 +1,11 @@
 """What ranks import and set in a test, for the process that they are forked from. Nothing here may start a thread."""
 
+import gc
+
 import composition
+import matplotlib.backends.backend_agg
+import matplotlib.figure  # noqa: F401
+import pytest  # noqa: F401 - in the test files that have functions for ranks
 import torch.distributed._tools
 import torch.distributed.checkpoint
 import torch.distributed.tensor.debug
@@ -12,3 +17,4 @@ import gptlite.pretrain  # noqa: F401
 from gptlite.config import compose
 
 compose.compose = composition.compose
+gc.freeze()  # no rank's collector need go through what is here

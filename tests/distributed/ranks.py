@@ -255,6 +255,7 @@ def _spawned() -> None:
 def _forked(pipe: Connection, log: str, environment: dict[str, str], folder: str, join: bool, timeout: float) -> None:
     """A rank of the server, which ends with the server and that with its parent."""
     _die_with(os.getppid())
+    multiprocessing.set_start_method(None, force=True)  # for the workers of a data loader; here it is forkserver
     descriptor = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     for standard in (1, 2):
         os.dup2(descriptor, standard)

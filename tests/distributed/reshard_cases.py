@@ -103,6 +103,11 @@ def held_out_loss(state: TrainState) -> float:
     return found.loss
 
 
+def yaml(config: Config, mesh: Mesh) -> str:
+    """The configuration for a checkpoint, which rank 0 writes."""
+    return to_yaml(config) if mesh.is_main else ""
+
+
 def save(config: Config, world: int, name: str) -> Path | None:
     """On the source's ranks: a checkpoint of the values. Gives its folder."""
     with joined(world, name) as is_in:
@@ -114,7 +119,7 @@ def save(config: Config, world: int, name: str) -> Path | None:
             setattr(state, key, value)
         words = mesh.layout.describe(config.parallelism)
         with closing(state.loader), closing(Checkpointer(config.checkpoint, Path(config.run.dir), mesh, words)) as into:
-            return into.save(state.tensors(), state.meta(), to_yaml(config), None, print)
+            return into.save(state.tensors(), state.meta(), yaml(config, mesh), None, print)
 
 
 @dataclass(frozen=True)
@@ -138,7 +143,7 @@ def resume(config: Config, world: int, name: str) -> Resumed | None:
             run.restore(state)
             wholes = gather(held(state))
             loss, meta = held_out_loss(state), state.meta()
-            folder = run.checkpointer.save(state.tensors(), meta, to_yaml(config), None, print)
+            folder = run.checkpointer.save(state.tensors(), meta, yaml(config, mesh), None, print)
             wrong = [] if wholes is None else differing(wholes, config.precision.master_weights)
             return Resumed({key: meta[key] for key in COUNTERS}, loss, folder, wrong)
 

@@ -72,6 +72,7 @@ class Pair:
     source: Layout
     target: Layout
     model: str = "tied"
+    layers: int | None = None  # by default enough for the stages of both
 
     @property
     def id(self) -> str:
@@ -85,7 +86,7 @@ class Pair:
     def overrides(self, layout: Layout) -> list[str]:
         """Of train.py, without the run's folder."""
         # Odd, so that an even number of stages are not equally long.
-        layers = 5 if max(self.source.stages, self.target.stages) < 5 else 9
+        layers = self.layers or (5 if max(self.source.stages, self.target.stages) < 5 else 9)
         batch = f"data.global_batch_size={MICRO_BATCHES * layout.data}"
         # Of 12 positions four ranks cannot have equal chunks.
         length = ["data.sequence_length=8"] if max(self.source.context, self.target.context) > 1 else []
@@ -151,7 +152,7 @@ STRIDES = (14, 31)  # of two layouts that far apart in the list, one saves and t
 SMALL = [
     Pair(SINGLE, Layout(tensor=2, pipeline=2, schedule="zbv")),
     Pair(Layout(tensor=2, pipeline=2, schedule="zbv"), Layout(data=3, zero=3)),
-    Pair(Layout(data=3, zero=3), Layout(tensor=4), "untied"),
+    Pair(Layout(data=3, zero=3), Layout(tensor=4), "untied", layers=2),
     Pair(Layout(tensor=4), Layout(pipeline=2, data=2, zero=1, schedule="zbv")),
     Pair(Layout(pipeline=2, data=2, zero=2, schedule="1f1b"), Layout(data=4, zero=3, replicate=2)),
     Pair(Layout(data=4, zero=1, replicate=2), Layout(pipeline=2, data=2, zero=3, schedule="interleaved_1f1b")),
@@ -171,7 +172,7 @@ def _far_apart() -> list[Pair]:
 
 
 CONTEXT = [
-    Pair(Layout(context=2), Layout(tensor=2)),
+    Pair(Layout(context=2), Layout(tensor=2), layers=2),
     Pair(Layout(context=4, zero=3), SINGLE),
     Pair(SINGLE, Layout(context=4, zero=3), "untied"),
     Pair(Layout(tensor=2), Layout(context=2, zero=1)),
@@ -183,7 +184,7 @@ CONTEXT = [
 ]
 
 EXPERTS = [
-    Pair(Layout(data=2, zero=3, expert=2), Layout(tensor=2, data=2, expert=2), "experts"),
+    Pair(Layout(data=2, zero=3, expert=2), Layout(tensor=2, data=2, expert=2), "experts", layers=2),
     Pair(SINGLE, Layout(data=4, zero=3, expert=2), "experts"),
     Pair(Layout(data=4, expert=4), SINGLE, "experts"),
     Pair(Layout(tensor=2, data=4, zero=3, expert=4), Layout(pipeline=2, data=4, zero=1, expert=2), "experts"),

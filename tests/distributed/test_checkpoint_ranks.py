@@ -17,6 +17,13 @@ from gptlite.checkpoint.load import load_tensors
 from gptlite.checkpoint.manifest import describe, read_manifest, verify
 
 CASES = "distributed.checkpoint_cases:"
+# By turns in the foreground and beside training; the other way, too, in the slow tests.
+SAVES = [
+    pytest.param(layout, beside, id=f"{layout}-{'async' if beside else 'sync'}", marks=marks)
+    for first, marks in ((0, ()), (1, (pytest.mark.slow,)))
+    for number, layout in enumerate(LAYOUTS, first)
+    for beside in [number % 2 == 1]
+]
 
 
 def check_whole(folder: Path) -> None:
@@ -40,8 +47,7 @@ def check_whole(folder: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("beside", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize(("layout", "beside"), SAVES)
 def test_what_ranks_save_comes_back_bit_for_bit(four, tmp_path, layout, beside):
     results = four.run(CASES + "save_and_read_back", tmp_path, layout, beside)
     assert [wrong for _, wrong in results] == [[]] * 4

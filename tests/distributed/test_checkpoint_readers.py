@@ -10,7 +10,6 @@ from marking import marked
 from run_files import read_metrics
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict_loader import load as load_with_torch
-from transformers import GPT2LMHeadModel
 
 from gptlite.checkpoint.load import load_tensors, read_config
 from gptlite.checkpoint.manifest import read_manifest
@@ -67,6 +66,8 @@ def test_others_read_what_a_layout_saved(two, four, tmp_path, name):
     model = GPT(config.model).eval()
     load_tensors(step, model_tensors(Model.of(model.config), [model]), strict=False)
     export(step, tmp_path / "out")
+    from transformers import GPT2LMHeadModel  # takes two seconds
+
     transformer = GPT2LMHeadModel.from_pretrained(tmp_path / "out").eval()
     tokens, targets = held_out(config)
     with torch.no_grad():

@@ -4,10 +4,13 @@ import os
 import random
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+import forked
 import pytest
 from checkpoint.destruction.lives import TINY as LITTLE
 from marking import marked
@@ -17,16 +20,46 @@ from distributed.launch_command import TRAIN, Start, losses
 from gptlite.checkpoint.checkpointer import Checkpointer
 from gptlite.checkpoint.config import CheckpointConfig
 from gptlite.checkpoint.store import step_folders, step_of
+from gptlite.launch.elastic import START
 
 
-def test_two_ranks_from_the_command_line(start: Start, tiny: list[str], tmp_path: Path, whole: Callable) -> None:
-    (tmp_path / "gptlite").mkdir()  # what lies where the command is given is not taken for the package
-    (tmp_path / "gptlite" / "__init__.py").touch()
-    code, output, errors = start(TRAIN, *tiny, "parallelism.tensor=2", f"run.dir={tmp_path / 'a'}").end()
+def check_two_ranks(folder: Path, code: int, output: str, errors: str, expected: dict[int, float]) -> None:
     assert (code, errors) == (0, "")
     assert output.count("step 8/8") == 1
-    assert losses(tmp_path / "a") == pytest.approx(whole(), rel=1e-5)
-    assert (tmp_path / "a" / "ranks" / "rank-1.log").exists()
+    assert losses(folder) == pytest.approx(expected, rel=1e-5)
+    assert (folder / "ranks" / "rank-1.log").exists()
+
+
+def test_two_ranks_from_the_command_line(tiny: list[str], tmp_path: Path, whole: Callable) -> None:
+    done = forked.run(TRAIN, *tiny, "parallelism.tensor=2", f"run.dir={tmp_path / 'a'}", folder=tmp_path)
+    check_two_ranks(tmp_path / "a", done.returncode, done.stdout, done.stderr, whole())
+
+
+@pytest.fixture
+def decoy(tmp_path: Path) -> None:
+    """Another gptlite where the command is given, which is not taken for the package."""
+    (tmp_path / "gptlite").mkdir()
+    (tmp_path / "gptlite" / "__init__.py").touch()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("decoy")
+def test_two_new_processes_from_the_command_line(
+    start: Start, tiny: list[str], tmp_path: Path, whole: Callable
+) -> None:
+    ended = start(TRAIN, *tiny, "parallelism.tensor=2", f"run.dir={tmp_path / 'a'}").end()
+    check_two_ranks(tmp_path / "a", *ended, whole())
+
+
+@pytest.mark.usefixtures("decoy")
+def test_a_new_rank_imports_the_package_of_its_launcher(tmp_path: Path) -> None:
+    """The program of a rank, but for its last line."""
+    *lines, last = START.splitlines()
+    assert last == "main(sys.argv[1:])"
+    code = "\n".join([*lines, "print(main.__code__.co_filename)"])
+    result = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout == f"{Path(TRAIN).parent / 'gptlite' / 'launch' / 'worker.py'}\n"
 
 
 @pytest.mark.parametrize("victim", marked([0, 1], slow=1))

@@ -50,8 +50,8 @@ def imagined() -> Iterator[Imagined]:
 
 
 def cells(precision: str) -> list[Case]:
-    """Stages 0-3 at data degrees 2, 4, 8, without a pipeline (ranks are alike) and with one (its two ends)."""
-    degrees = list(product((1, 2), (2, 4, 8), range(4)))
+    """Stages 0-3 at data degrees, without a pipeline (ranks are alike) and with one (its two ends)."""
+    degrees = list(product((1, 2), (2, 8) if precision == "fp32" else (2, 4, 8), range(4)))
     last = [Case(data, pipeline, zero, precision, (pipeline - 1) * data) for pipeline, data, zero in degrees]
     return last + [replace(case, rank=0) for case in last if case.world == 16]
 

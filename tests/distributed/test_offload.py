@@ -30,9 +30,9 @@ ALONE = [
 ]
 TWO = [
     Case(f"{P}zero=3", 2),
-    Case(f"{P}tensor=2 {P}sequence=true {P}zero=3", 2),
+    Case(f"{P}tensor=2 {P}sequence=true {P}zero=3", 2, layers=2),
     Case(f"{P}pipeline=2 {P}zero=2", 2),
-    Case(f"{P}zero=3 precision=bf16", 2),
+    Case(f"{P}zero=3 precision=bf16", 2, layers=2),
     Case(f"{P}zero=0", 2, accumulation=3),
     Case(f"{P}zero=1", 2, accumulation=3),
     Case(f"{P}zero=2 model.tied_embeddings=false", 2),

@@ -14,10 +14,10 @@ from marking import marked
 from torch import Tensor, nn
 
 from distributed.ranks import GrowingRanks
-from distributed.reshard_cases import COUNTERS, OTHER, SAVED, drawn, filled, held, joined
+from distributed.reshard_cases import COUNTERS, OTHER, SAVED, drawn, filled, held, joined, yaml
 from distributed.reshard_pairs import SINGLE, Layout, Pair
 from gptlite.checkpoint.checkpointer import Checkpointer
-from gptlite.config import Config, load, to_yaml
+from gptlite.config import Config, load
 from gptlite.optimizer.rounded import set_step
 from gptlite.optimizer.state import optimizer_state
 from gptlite.parallelism.boxes import local_box, local_part
@@ -86,7 +86,7 @@ def take_steps(config: Config, save: bool = False) -> dict[str, Whole] | None:
             state.step = STEPS
             words = mesh.layout.describe(config.parallelism)
             with closing(Checkpointer(config.checkpoint, Path(config.run.dir), mesh, words)) as into:
-                into.save(state.tensors(), state.meta(), to_yaml(config), None, print)
+                into.save(state.tensors(), state.meta(), yaml(config, mesh), None, print)
     mesh.close()
     return found
 
@@ -138,10 +138,16 @@ RESHARDED = [
         (Layout(tensor=2, data=2, zero=3), Layout(data=3, zero=1)),
         (SINGLE, Layout(tensor=2, pipeline=2, data=2, zero=3)),
     )
-    for optimizer in OPTIMIZERS
+    for optimizer in ("lamb", "muon", "lion", "adafactor")
 ]
 HALF = "precision=bf16_stochastic"
-ROUNDED = [(layout, optimizer) for optimizer in ("adamw", "lion") for layout in LAYOUTS if layout.schedule != "zbv"]
+ROUNDED = [(Layout(tensor=2, data=2, zero=3), "adamw")]
+ROUNDED += [
+    (layout, optimizer)
+    for optimizer in ("adamw", "lion")
+    for layout in LAYOUTS
+    if layout.schedule != "zbv" and (layout, optimizer) not in ROUNDED
+]
 RESHARDED_HALF = [
     (Layout(tensor=2, data=2, zero=3), Layout(data=3, zero=1), "adamw"),
     (SINGLE, Layout(tensor=2, pipeline=2, data=2, zero=3), "sgd"),
@@ -149,7 +155,15 @@ RESHARDED_HALF = [
 
 
 def config_of(layout: Layout, other: Layout, optimizer: str, *overrides: str) -> Config:
-    return load([*Pair(layout, other).overrides(layout), f"optimizer={optimizer}", *overrides])
+    return load([*Pair(layout, other).overrides(layout), layers(layout, other), f"optimizer={optimizer}", *overrides])
+
+
+def layers(*layouts: Layout) -> str:
+    """Where there is no pipeline, a further layer is one more of the same."""
+    return f"model.num_layers={5 if any(layout.pipeline > 1 for layout in layouts) else 2}"
+
+
+FEW = layers(SINGLE)
 
 
 @lru_cache
@@ -170,7 +184,7 @@ def off(growing: GrowingRanks, tmp_path: Path) -> Callable[..., dict[str, float]
     """The weights and states of a layout that are further than allowed from one process's after the steps."""
 
     def run(allowed: float, layout: Layout, optimizer: str, *overrides: str) -> dict[str, float]:
-        torch.save(alone(optimizer, *overrides), tmp_path / "reference")
+        torch.save(alone(optimizer, layers(layout), *overrides), tmp_path / "reference")
         config = config_of(layout, SINGLE, optimizer, "run.dir=unused", *overrides)
         found = growing.run(layout.world, CASES + "test_optimizers:distances", config, str(tmp_path / "reference"))[0]
         return {key: distance for key, distance in found.items() if distance > allowed}
@@ -184,7 +198,7 @@ def test_the_steps_are_those_of_one_process(layout: Layout, optimizer: str, off:
     assert off(1e-5, layout, optimizer) == {}
 
 
-@pytest.mark.parametrize(("layout", "optimizer"), marked(ROUNDED, quick=2, slow=6, name=name))
+@pytest.mark.parametrize(("layout", "optimizer"), marked(ROUNDED, quick=1, slow=7, name=name))
 def test_bf16_parameters_are_rounded_as_in_one_process(layout: Layout, optimizer: str, off: Callable):
     """To the bit: each element's update is its own, and so is its chance."""
     assert off(0, layout, optimizer, HALF) == {}
@@ -192,7 +206,7 @@ def test_bf16_parameters_are_rounded_as_in_one_process(layout: Layout, optimizer
 
 def test_rounding_is_by_chance_and_by_the_seed():
     """Else layouts that all round to nearest would agree."""
-    found, other, wide = alone("adamw", HALF), alone("adamw", HALF, "seed=5"), alone("adamw")
+    found, other, wide = alone("adamw", FEW, HALF), alone("adamw", FEW, HALF, "seed=5"), alone("adamw", FEW)
     weights = [key for key in found if key.startswith("model.") and found[key].ndim > 1]
     for key in weights:
         assert torch.equal(found[key], found[key].bfloat16().float())
@@ -204,7 +218,9 @@ def test_rounding_is_by_chance_and_by_the_seed():
 WIDE = ("model.d_model=128", "model.num_heads=2", "model.sequence_length=64", "data.sequence_length=64")
 
 
-@pytest.mark.parametrize("layout", [Layout(data=2, zero=3), Layout(data=2, zero=1)], ids=lambda layout: layout.id)
+@pytest.mark.parametrize(
+    "layout", marked([Layout(data=2, zero=1), Layout(data=2, zero=3)], quick=1, slow=1, name=lambda layout: layout.id)
+)
 def test_8_bit_steps_are_those_of_one_process_where_shards_are_of_whole_blocks(layout: Layout, off: Callable):
     assert off(0, layout, "adamw_8bit", *WIDE) == {}
 
@@ -215,8 +231,9 @@ def test_8_bit_steps_are_those_of_one_process_where_shards_are_of_whole_blocks(l
         # The same blocks of 256 in both: the same codes.
         pytest.param(Layout(data=2, zero=3), SINGLE, 0.0, id="same-blocks"),
         # Other blocks: a code is up to half a step of the finest grid off, 0.7% of its block's largest.
-        pytest.param(Layout(tensor=2, data=2, zero=3), Layout(data=3, zero=1), 0.01, id="other-blocks"),
-        pytest.param(Layout(data=3, zero=2), Layout(tensor=2), 0.01, id="other-blocks-back", marks=pytest.mark.slow),
+        pytest.param(Layout(data=2, zero=3), Layout(tensor=2), 0.01, id="other-blocks"),
+        pytest.param(Layout(tensor=2, data=2, zero=3), Layout(data=3, zero=1), 0.01, marks=pytest.mark.slow),
+        pytest.param(Layout(data=3, zero=2), Layout(tensor=2), 0.01, marks=pytest.mark.slow),
     ],
 )
 def test_8_bit_moments_are_resharded(
@@ -235,7 +252,7 @@ def test_8_bit_moments_are_resharded(
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_the_steps_go_somewhere(optimizer: str):
     """Else any two layouts would agree."""
-    found = alone(optimizer)
+    found = alone(optimizer, FEW)
     states = {key.rsplit(".", 1)[1] for key in found if key.startswith("optim.")}
     assert states <= {"step", "exp_avg", "exp_avg_sq", "momentum_buffer", "row_var", "col_var", "variance"}
     for key, value in found.items():
@@ -245,7 +262,7 @@ def test_the_steps_go_somewhere(optimizer: str):
 
 @pytest.mark.parametrize(
     ("source", "target", "optimizer"),
-    [*marked(RESHARDED, quick=3, slow=6, name=name), *marked(RESHARDED_HALF, quick=1, slow=1, name=name)],
+    [*marked(RESHARDED, quick=2, slow=7, name=name), *marked(RESHARDED_HALF, quick=1, slow=1, name=name)],
 )
 def test_a_checkpoint_is_resharded(
     source: Layout, target: Layout, optimizer: str, growing: GrowingRanks, tmp_path: Path

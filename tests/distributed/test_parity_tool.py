@@ -1,16 +1,18 @@
 """tools/parity.py as a user calls it, and what each of its ranks does."""
 
-import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from forked import forked_ranks
 
 from distributed.cell import BASE
 from distributed.parity_bugs import planted
 from distributed.ranks import Ranks
+from gptlite.commands.parity import main
 from gptlite.config import CONF_DIR, load
 from gptlite.parity.record import recorded
 from gptlite.parity.worker import compare_run, save_reference
@@ -26,16 +28,29 @@ TINY = (
 )
 
 
-def call(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    command, env = [sys.executable, str(TOOL), *arguments], os.environ | environment
-    return subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=folder, env=env)
+def call(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(TOOL), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=folder)
 
 
-def test_a_layout_is_compared_with_one_process(tmp_path: Path):
-    layout = ("parallelism=tp2_pp2", "data.micro_batch_size=4", "steps=2")
-    result = call(tmp_path, *layout, *TINY)
-    assert result.returncode == 0, result.stdout + result.stderr
-    lines = result.stdout.splitlines()
+@pytest.fixture
+def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable:
+    """Calls the command in this process and in a folder: its exit code, standard output and standard error."""
+
+    def called(*arguments: str) -> tuple[object, str, str]:
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(sys, "argv", ["parity", *arguments])
+        with forked_ranks(), pytest.raises(SystemExit) as ended:
+            main()
+        return ended.value.code, *capfd.readouterr()
+
+    return called
+
+
+def test_a_layout_is_compared_with_one_process(tmp_path: Path, command: Callable):
+    code, output, errors = command("parallelism=tp2_pp2", "data.micro_batch_size=4", "steps=2", *TINY)
+    assert code == 0, output + errors
+    lines = output.splitlines()
     assert lines[0] == "one process: 2 steps of gpt-lite"
     assert lines[1] == "pipeline 2 x tensor 2, 1f1b: 4 ranks"
     assert [line.split()[0] for line in lines[2:5]] == ["step", "1", "2"]
@@ -64,14 +79,21 @@ def test_bf16_and_a_text_of_ones_own(tmp_path: Path, text: Path):
         (["parallelism=tp2"], "without torchrun"),
     ],
 )
-def test_it_refuses_in_one_line(tmp_path: Path, arguments: list[str], named: str):
+def test_it_refuses_in_one_line(command: Callable, monkeypatch: pytest.MonkeyPatch, arguments: list[str], named: str):
     rank = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
-    result = call(tmp_path, *arguments, **(rank if named == "without torchrun" else {}))
-    assert result.returncode == 2
-    assert result.stderr.startswith("error: ")
-    assert named in result.stderr
-    assert result.stderr.count("\n") == 1
-    assert result.stdout == ""
+    for name, value in rank.items() if named == "without torchrun" else ():
+        monkeypatch.setenv(name, value)
+    code, output, errors = command(*arguments)
+    assert (code, output) == (2, "")
+    assert errors.startswith("error: ")
+    assert named in errors
+    assert errors.count("\n") == 1
+
+
+def test_the_tool_is_the_command(tmp_path: Path):
+    result = call(tmp_path, "parallelism=tp2", "steps=0")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr == "error: steps=0 must be an integer of at least 1\n"
 
 
 def compared(folder: str, overrides: list[str], bug: str) -> int:

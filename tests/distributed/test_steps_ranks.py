@@ -57,6 +57,7 @@ def stopped(overrides: list[str], lag: int, rank: int, at: int) -> tuple[int, in
 FP16 = [
     "precision.initial_scale_power=20", "precision.hysteresis=1", "precision.loss_scale_window=4",
 ]  # fmt: skip
+SAMPLES = 8  # of a step
 CELLS = [
     (Cell(data=2, zero=1, accumulation=2), []),
     (Cell(data=2, zero=3, accumulation=2, precision="fp16"), FP16),
@@ -67,12 +68,15 @@ CELLS = [
 
 @pytest.mark.parametrize(("cell", "more"), CELLS, ids=lambda each: each.id if isinstance(each, Cell) else "")
 def test_steps_are_the_same_steps(two: Ranks, cell: Cell, more: list[str]) -> None:
-    config = load([*cell.overrides(), *more])
-    now, late = (two.run("distributed.test_steps_ranks:taken", config, 10, lag, timeout=200) for lag in (0, 1))
+    micro = SAMPLES // (cell.data * cell.accumulation)
+    small = ["model.num_layers=2", f"data.global_batch_size={SAMPLES}", f"data.micro_batch_size={micro}"]
+    config = load([*cell.overrides(), *small, *more])
+    count = 10 if more else 4  # so that the loss scale falls, and grows until it overflows again
+    now, late = (two.run("distributed.test_steps_ranks:taken", config, count, lag, timeout=200) for lag in (0, 1))
     # Not compared as they are: the norm of a step that overflowed is nan.
     assert [(repr(results), digest) for results, digest in late] == [(repr(each), digest) for each, digest in now]
     results = now[0][0]
-    assert [each.step for each in results] == list(range(1, 11))
+    assert [each.step for each in results] == list(range(1, count + 1))
     assert any(each.skipped for each in results) is bool(more)
     assert not all(each.skipped for each in results)
 
@@ -82,6 +86,7 @@ def test_ranks_stop_after_the_same_step(two: Ranks, tmp_path: Path, lag: int) ->
     overrides = [
         *(each for each in Cell(data=2, zero=1).overrides() if not each.startswith(("run.", "trainer.max"))),
         *(f"run.dir={tmp_path}", "run.name=x", "trainer.max_steps=50", "trainer.eval_interval=0"),
+        *("model.num_layers=2", f"data.global_batch_size={SAMPLES}", f"data.micro_batch_size={SAMPLES // 2}"),
     ]
     found = two.run("distributed.test_steps_ranks:stopped", overrides, lag, 1, 5, timeout=200)
     assert found == [(143, 5 + lag)] * 2

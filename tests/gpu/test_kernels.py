@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gptlite.kernels.activation import ACTIVATIONS
 from gptlite.kernels.library import Loaded, load
-from gpu.device import DEVICE
+from gpu.device import DEVICE, ON_A_CPU_SLOW
 from kernels import (
     test_adamw,
     test_alignment,
@@ -46,6 +46,9 @@ class TorchOps:
 
     def having(self, **changes: object) -> "TorchOps":
         return replace(self, **changes)
+
+    def of_case(self, name: str) -> "TorchOps":
+        return self
 
     def masked_softmax_forward(self, x, mask, scale, in_place=False) -> Tensor:
         x, mask = self._there(x, mask)
@@ -211,7 +214,8 @@ def _packed(angles, *heads) -> list[Tensor | None]:
 
 
 def on_gpu(test: types.FunctionType) -> types.FunctionType:
-    """The test with the best backend's cases, which are all."""
+    """The test with the best backend's cases, which are all; on a CPU, whose own tests have them too, those without
+    `core` are slow."""
     copy = types.FunctionType(test.__code__, test.__globals__, test.__name__, test.__defaults__, test.__closure__)
     copy.pytestmark = [each for mark in test.pytestmark for each in _of_best(mark)]
     return copy
@@ -223,7 +227,11 @@ def _of_best(mark: pytest.Mark) -> list[pytest.Mark]:
     if names[0] != "backend":
         return [mark]
     best = [case for case in mark.args[1] if len(names) > 1 and case.values[0] == BEST]
-    cases = [pytest.param(*case.values[1:], id=case.id.removeprefix(f"{BEST}-")) for case in best]
+    cases = [
+        pytest.param(*case.values[1:], id=kind, marks=ON_A_CPU_SLOW if kind == "rest" and len(best) > 1 else ())
+        for case in best
+        for kind in [case.id.removeprefix(f"{BEST}-")]
+    ]
     return [pytest.mark.parametrize(names[1:], cases).mark] if cases else []
 
 

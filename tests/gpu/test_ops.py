@@ -15,12 +15,13 @@ from gptlite.kernels.check import TOLERANCES, measure
 from gptlite.kernels.fakes import FAKES
 from gptlite.kernels.info import CPU_ONLY
 from gptlite.kernels.library import Loaded, load
-from gpu.device import DEVICE
+from gpu.device import DEVICE, ON_A_CPU_SLOW
 from kernels.cases import same_bits
 
 OPS = [name for name in FAKES if DEVICE.type == "cpu" or not name.startswith(CPU_ONLY)]
 HERE = [case for case in CASES if DEVICE.type == "cpu" or not case.cpu_only]
 REPEATS = 3
+DTYPES = [pytest.param(torch.float32, marks=ON_A_CPU_SLOW), torch.bfloat16]  # of which statistics are of another dtype
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -43,7 +44,7 @@ def test_every_op_has_a_fake() -> None:
 
 
 @pytest.mark.parametrize("name", OPS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_opcheck(name: str, dtype: torch.dtype) -> None:
     """Schema, autograd registration, and fakes of static and of dynamic shapes."""
     opcheck(getattr(torch.ops.gptlite, name).default, tuple(map(there, arguments(name, dtype))))
@@ -57,7 +58,7 @@ def test_the_self_check_passes(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", HERE, ids=lambda case: case.ops[0])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_same_bits_twice(case: Case, dtype: torch.dtype) -> None:
     """Of many blocks, on a GPU; a sum in an order of chance, or a race, would show."""
     torch.manual_seed(0)

@@ -4,15 +4,12 @@ lm-eval is in the extra `dev`. Without it, test_contract.py still calls the adap
 """
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from gptlite.checkpoint_tool.huggingface import export
-from gptlite.config import CONF_DIR
 from gptlite.errors import ConfigError
 from gptlite.harness.ranks import SharedScorer
 from gptlite.harness.scorer import Scorer
@@ -77,15 +74,14 @@ def test_generated_texts_are_those_of_transformers(both):
     assert all(found)
 
 
-def test_the_command_runs_tasks_and_keeps_their_results(tmp_path: Path):
+def test_the_command_runs_tasks_and_keeps_their_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    from gptlite.commands.eval import run
     from gptlite.harness.tasks import results_file
 
     step = saved(tmp_path, "gpt2")
-    tool = CONF_DIR.parent / "tools" / "eval.py"
     arguments = [f"checkpoint={step}", f"tasks={NAMES}", f"include_path={TASKS}", "limit=5", "precision=fp32"]
-    result = subprocess.run([sys.executable, str(tool), *arguments], capture_output=True, text=True, timeout=300)
-    assert result.returncode == 0, result.stderr
-    *_, table, where, last = result.stdout.splitlines()
+    assert run(arguments) == 0
+    *_, table, where, last = capsys.readouterr().out.splitlines()
     figures = json.loads(last)
     assert figures.keys() == {"offline_choice", "offline_write", "offline_rolling"}
     assert 0 <= figures["offline_choice"]["acc"] <= 1

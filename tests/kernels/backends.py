@@ -13,6 +13,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from gptlite.cpu import level_limit
 from gptlite.kernels.activation import ACTIVATIONS, is_gated
 from kernels.library import CODES, GptliteAdam, GptliteDropout, GptliteHeads, Threads, signatures
 from kernels.memory import Buffer, Memory, argument
@@ -21,6 +22,15 @@ from kernels.options import Adam, Dropout, Loss, State
 UNSUPPORTED = 10001
 Made = tuple[Sequence[int], torch.dtype]  # an output
 Pair = tuple[Tensor | None, Tensor | None]
+
+
+def limit_isa(library: ctypes.CDLL, isa: str | None) -> bool:
+    """Limit a CPU library to an instruction set, of LEVELS; None: to what it is limited to in training. Return whether
+    the CPU has it."""
+    if library.gptlite_cpu_limit_isa((isa or level_limit()).encode()) != UNSUPPORTED:
+        return True
+    library.gptlite_cpu_limit_isa(None)
+    return isa is None
 
 
 def units_of(x: Tensor, kind: str) -> tuple[int, int]:
@@ -35,7 +45,7 @@ class Backend:
     name: str
     library: ctypes.CDLL
     prefix: str
-    isa: str | None = None  # the most that a CPU library uses; None: its best
+    isa: str | None = None  # the most that a CPU library uses; None: what it uses in training
     threads: Threads | None = None
     offsets: tuple[int, ...] = (0,)  # of the buffers in turn, in elements
 
@@ -43,6 +53,10 @@ class Backend:
 
     def having(self, **changes: object) -> "Backend":
         return dataclasses.replace(self, **changes)
+
+    def of_case(self, name: str) -> "Backend":
+        """The backend for one of the cases that a test loops over."""
+        return self
 
     @property
     def is_cpu(self) -> bool:
@@ -309,7 +323,7 @@ class Backend:
 
     def _run(self, function: ctypes._CFuncPtr, arguments: list, memory: Memory) -> int:
         if self.is_cpu:
-            self.library.gptlite_cpu_limit_isa(None if self.isa is None else self.isa.encode())
+            limit_isa(self.library, self.isa)
         return function(*arguments)
 
 

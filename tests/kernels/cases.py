@@ -1,18 +1,22 @@
 """Which backends, dtypes, sizes and values the kernels are tested with."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from gptlite.cpu import LEVELS, cpu_level
+from kernels.loop import Test, columns, loop_count, loop_over
+
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 DTYPES = (FP32, BF16, FP16)
 MASKS = (torch.bool, *DTYPES)  # a mask's dtypes
 
 BEST = "best"
-CPUS = (BEST, "avx512", "avx2", "baseline")
+LOWER = tuple(LEVELS)[: list(LEVELS).index(cpu_level())][::-1]  # instruction sets below this CPU's best, best first
+CPUS = (BEST, *LOWER)
 EMULATED = "emulated"
 BACKENDS = (*CPUS, EMULATED)
 PAIR = (BEST, EMULATED)  # for what is the same to every CPU
@@ -25,34 +29,50 @@ WIDTHS = (
 WIDE = (8192, 8193, 50257, 100_000)
 
 FEW = 6  # cases that every backend takes in the slow tests
+LOOP = 40  # cases that a slow or long test runs at most, so that a sample of the tests has some of every kind
+LOOP_EMULATED = 5  # which take seconds each
 
 # Values of rows; `rows_of` says what they are.
 KINDS = ("normal", "large", "tiny", "constant", "big_mean", "outlier", "zeros")
 
 
 def each(
-    names: str, cases: Iterable[Any], core: Iterable[Any] = (), backends: Iterable[str] = BACKENDS, mark: Any = None
-) -> pytest.MarkDecorator:
-    """Parametrizes `backend` and `names`: the best backend with all cases, the emulator with `core`. Of the rest every
-    third case of a backend, each backend's others, is for the slow tests: all of a few; the others are long, and those
-    that take the emulator seconds. `core` may have cases of its own."""
+    names: str, cases: Iterable[Any], core: Iterable[Any] = (), backends: Iterable[str] = BACKENDS
+) -> Callable[[Test], Test]:
+    """Loop over cases (see loop.py), on `backend`s: on the best one all cases, on the emulator those of `core`. Of the
+    rest every third case of a backend, each backend's others, is for the slow tests: all of a few; the others are long,
+    and those that take the emulator seconds. `core` may have cases of its own."""
     cases, core = list(cases), list(core)
-    single = "," not in names
-    params = []
-    for number, backend in enumerate(backends):
-        for index, case in enumerate([*core, *(case for case in cases if case not in core)]):
-            values = (case,) if single else case
-            marks = [mark] if mark else []
-            if not (backend == BEST or (backend == EMULATED and case in core) or mark):
-                # By thirds of their number, too: dtypes, which come in threes, take turns.
-                turn = len(cases) <= FEW or (index + index // 3 + number) % 3 == 0
-                wide = backend == EMULATED and _is_wide(values)
-                marks = [pytest.mark.slow if turn and not wide else pytest.mark.long]
-            params.append(pytest.param(backend, *values, marks=marks, id="-".join(map(_name, (backend, *values)))))
-    return pytest.mark.parametrize("backend," + names, params, indirect=["backend"])
+    every = [*core, *(case for case in cases if case not in core)]
+
+    def parametrized(test: Test) -> Test:
+        params = []
+        for number, backend in enumerate(backends):
+            kinds: dict[str, list[Any]] = {"core": [], "rest": [], "slow": [], "long": []}
+            for index, case in enumerate(every):
+                kind = "core" if index < len(core) else "rest"
+                if backend != BEST and (backend != EMULATED or kind != "core"):
+                    # By thirds of their number, too: dtypes, which come in threes, take turns.
+                    turn = len(cases) <= FEW or (index + index // 3 + number) % 3 == 0
+                    wide = backend == EMULATED and _is_wide(case)
+                    kind = "slow" if turn and not wide else "long"
+                kinds[kind].append(case)
+            most = max(1, (LOOP_EMULATED if backend == EMULATED else LOOP) // loop_count(test))
+            for kind, of_kind in kinds.items():
+                deselected = kind in ("slow", "long")
+                marks = [getattr(pytest.mark, kind)] if deselected else []
+                size = most if deselected else max(1, len(of_kind))
+                for first in range(0, len(of_kind), size):
+                    name = f"{backend}-{kind}" if len(of_kind) <= size else f"{backend}-{kind}-{first}"
+                    some = columns(names, of_kind[first : first + size])
+                    params.append(pytest.param(backend, *some, marks=marks, id=name))
+        return pytest.mark.parametrize("backend," + names, params, indirect=["backend"])(test)
+
+    return parametrized
 
 
-def _is_wide(values: Iterable[Any]) -> bool:
+def _is_wide(case: Any) -> bool:
+    values = case if isinstance(case, tuple) else (case,)
     return any(isinstance(value, tuple) and max(value) >= 50257 for value in values)
 
 
@@ -63,12 +83,8 @@ def on(backends: Iterable[str] = BACKENDS) -> pytest.MarkDecorator:
 
 
 def of_dtypes(dtypes: Iterable[torch.dtype] = DTYPES) -> pytest.MarkDecorator:
-    """Parametrizes `dtype` for every backend."""
-    return pytest.mark.parametrize("dtype", list(dtypes), ids=_name)
-
-
-def _name(value: object) -> str:
-    return str(value).removeprefix("torch.")
+    """Loop over `dtype`."""
+    return loop_over("dtype", dtypes)
 
 
 def generator(*seed: object) -> torch.Generator:

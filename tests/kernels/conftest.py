@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from kernels import library
-from kernels.backends import UNSUPPORTED, Backend
+from kernels.backends import Backend, limit_isa
 from kernels.cases import BEST, EMULATED
 from kernels.emulator import build_emulated, emulated
+from kernels.loop import pytest_pyfunc_call  # noqa: F401
 
 
 @pytest.fixture(scope="session")
@@ -33,7 +34,7 @@ def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
         return
     cpu = request.getfixturevalue("cpu_library")
     isa = None if request.param == BEST else request.param
-    if cpu.gptlite_cpu_limit_isa(None if isa is None else isa.encode()) == UNSUPPORTED:
+    if not limit_isa(cpu, isa):
         pytest.skip(f"no {isa} here")
     yield Backend(request.param, cpu, "gptlite_cpu_", isa=isa)
-    cpu.gptlite_cpu_limit_isa(None)  # torch's ops in this process are of the same library
+    limit_isa(cpu, None)  # torch's ops in this process are of the same library

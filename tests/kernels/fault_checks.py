@@ -169,7 +169,7 @@ def norm(backend: Emulated) -> None:
         test_norm.test_one_tensor(backend, width, dtype)
     test_norm.check_norm(backend, [normal([70_000], BF16, "x")], BF16)
     test_norm.test_many_tensors_of_all_sizes(backend, FP32)
-    test_alignment.test_any_alignment_gives_the_same_bits(backend, FP16, test_threads.norm, 65, (3, 0, 2, 1))
+    test_alignment.test_any_alignment_gives_the_same_bits(backend, FP16, 65, (3, 0, 2, 1), test_threads.norm)
     test_norm.check_norm(backend.having(offsets=(1, 3)), [normal([n], BF16, n) for n in (3, 64, 333)], BF16)
 
 

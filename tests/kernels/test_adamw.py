@@ -2,12 +2,12 @@
 
 from dataclasses import replace
 
-import pytest
 import torch
 from torch import Tensor
 
 from kernels.backends import Backend
 from kernels.cases import BF16, DTYPES, FP32, WIDTHS, each, generator, normal, on, same_bits
+from kernels.loop import loop_over
 from kernels.options import Adam, State
 from kernels.tolerances import ARITHMETIC, check
 
@@ -44,7 +44,7 @@ def check_step(before: State, after: State, gradient: Tensor, o: Adam, scale: fl
 
 
 @each("size,dtype", [(s, d) for s in (*WIDTHS, 50257) for d in DTYPES], [(s, d) for s in (1, 33, 2049) for d in DTYPES])
-@pytest.mark.parametrize("adam", [False, True])
+@loop_over("adam", [False, True])
 def test_one_step(backend: Backend, size, dtype, adam) -> None:
     for step, scale, found_inf in ((0, None, None), (1, 0.3, 0.0), (1000, 1e-3, None)):
         before, gradient, options = state_of(size, step), normal([size], dtype, "g"), Adam(adam=adam)
@@ -72,7 +72,7 @@ def test_options(backend: Backend, options) -> None:
 
 
 @on()
-@pytest.mark.parametrize("found", [1.0, 0.5, float("inf"), float("nan")])
+@loop_over("found", [1.0, 0.5, float("inf"), float("nan")])
 def test_nothing_changes_where_an_infinity_was_found(backend: Backend, found) -> None:
     states = [
         replace(state_of(size, 3, size), copy=torch.full([size], 0.5, dtype=torch.bfloat16)) for size in (1, 40, 1000)
@@ -87,7 +87,7 @@ COPIED = (torch.bfloat16, torch.float16)
 
 
 @each("size,dtype", [(s, d) for s in (1, 15, 33, 300, 5000) for d in DTYPES], [(33, BF16), (2049, FP32)])
-@pytest.mark.parametrize("adam", [False, True])
+@loop_over("adam", [False, True])
 def test_copies_are_what_the_parameters_are_rounded_to(backend: Backend, size, dtype, adam) -> None:
     """Of any alignment, beside parameters without; and all else has the bits it has without copies."""
     sizes = (size, 7, size + 1, 40)

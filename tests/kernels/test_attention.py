@@ -1,11 +1,11 @@
 """Causal attention of CPUs, forward and backward, against the formula in float64."""
 
-import pytest
 import torch
 from torch import Tensor
 
 from kernels.backends import Backend
 from kernels.cases import BF16, CPUS, DTYPES, FP32, each, normal, on, same_bits
+from kernels.loop import loop_over
 from kernels.test_threads import assert_same
 from kernels.tolerances import ARGUMENT, ARITHMETIC, ATTENTION, check
 
@@ -91,8 +91,8 @@ def test_sizes(backend: Backend, size, dtype) -> None:
 
 
 @each("dtype", DTYPES, (FP32, BF16), backends=CPUS)
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("offsets", [(0,), (1,), (3, 0, 2)])
+@loop_over("layout", LAYOUTS)
+@loop_over("offsets", [(0,), (1,), (3, 0, 2)])
 def test_any_layout_and_alignment_gives_the_same_bits(backend: Backend, dtype, layout, offsets) -> None:
     for size in ((2, 3, 35, 35, 24), (1, 2, 40, 40, 64)):
         q, k, v, dout = inputs(size, dtype)
@@ -104,7 +104,7 @@ def test_any_layout_and_alignment_gives_the_same_bits(backend: Backend, dtype, l
 
 
 @each("dtype", DTYPES, DTYPES, backends=CPUS)
-@pytest.mark.parametrize("scale", [1.0, 8.0, -0.5])
+@loop_over("scale", [1.0, 8.0, -0.5])
 def test_scores_of_all_sizes(backend: Backend, dtype, scale) -> None:
     """Up to hundreds: probabilities of one key alone, and of nothing at all."""
     q, k, v, dout = inputs((1, 2, 70, 90, 32), dtype)
@@ -134,7 +134,7 @@ def test_later_keys_are_of_no_matter(backend: Backend, dtype) -> None:
 
 
 @each("dtype", DTYPES, (FP32, BF16), backends=CPUS)
-@pytest.mark.parametrize("value", [float("nan"), INF])
+@loop_over("value", [float("nan"), INF])
 def test_what_is_not_finite_reaches_those_that_see_it(backend: Backend, dtype, value) -> None:
     for place in range(3):
         tensors = list(inputs((1, 1, 40, 40, 16), dtype))

@@ -3,7 +3,6 @@
 import math
 import re
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -11,6 +10,7 @@ from gptlite.kernels.activation import ACTIVATIONS, is_gated
 from kernels.backends import Backend, units_of
 from kernels.cases import BF16, DTYPES, FP16, FP32, WIDE, WIDTHS, each, normal, of_dtypes, on
 from kernels.library import HEADER
+from kernels.loop import loop_over
 from kernels.tolerances import ARITHMETIC, check
 
 TOLERANCE = ARITHMETIC["bias_activation"]
@@ -92,7 +92,7 @@ def test_sizes(backend: Backend, size, dtype, kind) -> None:
 
 
 @on()
-@pytest.mark.parametrize("kind", KINDS)
+@loop_over("kind", KINDS)
 @of_dtypes()
 def test_all_arguments(backend: Backend, dtype, kind) -> None:
     """Where tanh, erf and exp turn, saturate and underflow."""
@@ -106,7 +106,7 @@ def test_all_arguments(backend: Backend, dtype, kind) -> None:
 
 
 @on()
-@pytest.mark.parametrize("kind", KINDS)
+@loop_over("kind", KINDS)
 @of_dtypes()
 def test_large_arguments(backend: Backend, dtype, kind) -> None:
     """Whose cube is infinite in fp32: the function is v or 0 there, and its derivative 1 or 0; of relu2 2 v."""
@@ -127,7 +127,7 @@ def test_large_arguments(backend: Backend, dtype, kind) -> None:
 
 
 @on()
-@pytest.mark.parametrize("kind", KINDS)
+@loop_over("kind", KINDS)
 def test_nan_reaches_its_unit_alone(backend: Backend, kind) -> None:
     x = normal((2, 40), FP32, "x")
     x[0, 3] = x[1, 39] = x[1, 16] = float("nan")

@@ -2,12 +2,12 @@
 
 from dataclasses import replace
 
-import pytest
 import torch
 from torch import Tensor
 
 from kernels.backends import Backend
 from kernels.cases import BF16, DTYPES, FP16, FP32, KINDS, WIDE, WIDTHS, each, generator, normal, on, rows_of, same_bits
+from kernels.loop import loop_over
 from kernels.options import Loss
 from kernels.tolerances import ARGUMENT, ARITHMETIC, check
 
@@ -83,8 +83,8 @@ def test_sizes(backend: Backend, size, dtype, loss) -> None:
 
 
 @each("loss,dtype", [(loss, d) for loss in LOSSES for d in DTYPES], [(loss, FP32) for loss in LOSSES])
-@pytest.mark.parametrize("columns", [5, 1000])
-@pytest.mark.parametrize("padding", [1, 8])
+@loop_over("columns", [5, 1000])
+@loop_over("padding", [1, 8])
 def test_options_and_padded_rows(backend: Backend, loss, dtype, columns, padding) -> None:
     check_whole(backend, normal((6, columns), dtype, "x") * 2, targets_of(6, columns), loss, padding)
 
@@ -96,14 +96,14 @@ def test_any_number_may_say_ignored(backend: Backend) -> None:
 
 
 @each("kind,dtype", [(k, d) for k in KINDS for d in DTYPES], [("large", BF16), ("big_mean", FP32), ("outlier", FP16)])
-@pytest.mark.parametrize("columns", [31, 5000])
+@loop_over("columns", [31, 5000])
 def test_values_of_all_kinds(backend: Backend, kind, dtype, columns) -> None:
     for loss in (PLAIN, ALL):
         check_whole(backend, rows_of(kind, 4, columns, dtype), targets_of(4, columns), loss)
 
 
 @on()
-@pytest.mark.parametrize("columns", [1, 45, 3000])
+@loop_over("columns", [1, 45, 3000])
 def test_nan_and_infinity(backend: Backend, columns) -> None:
     logits, targets = normal((6, columns), FP32, "x"), torch.zeros(6, dtype=torch.int64)
     logits[1, columns // 2], logits[2, columns - 1], logits[3] = float("nan"), float("inf"), -float("inf")
@@ -136,7 +136,7 @@ def together(stats: list[Tensor], targets: Tensor, loss: Loss, count: int) -> tu
     [(c, n, d) for c in (1, 7, 33, 1000, 50257) for n in (1, 2, 3, 8) for d in DTYPES],
     [(7, 3, FP32), (33, 2, BF16), (1000, 3, FP16), (2, 3, FP32)],
 )
-@pytest.mark.parametrize("loss", [PLAIN, ALL])
+@loop_over("loss", [PLAIN, ALL])
 def test_cut_columns_are_the_whole(backend: Backend, columns, parts, dtype, loss) -> None:
     logits, targets = normal((6, columns), dtype, "x") * 3, targets_of(6, columns)
     expected, gradient, terms = reference(logits, targets, loss)
@@ -208,8 +208,8 @@ def test_empty_tensors(backend: Backend) -> None:
 
 
 @each("dtype", DTYPES, (FP32, BF16))
-@pytest.mark.parametrize("columns", [6, 65, 1030])
-@pytest.mark.parametrize("offsets", [(1,), (0, 1), (3, 0, 2)])
+@loop_over("columns", [6, 65, 1030])
+@loop_over("offsets", [(1,), (0, 1), (3, 0, 2)])
 def test_any_alignment(backend: Backend, dtype, columns, offsets) -> None:
     """On a CPU the bits are the same; on a GPU it is the alignment that says which thread sums what."""
     logits, targets, loss = normal((5, columns), dtype, "x"), targets_of(5, columns), replace(ALL, vocab_size=columns)

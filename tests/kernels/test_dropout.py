@@ -1,10 +1,10 @@
 """Dropout, bit for bit gptlite/ops/dropout.py's mask."""
 
-import pytest
 import torch
 
 from kernels.backends import Backend
 from kernels.cases import BF16, DTYPES, FP16, FP32, WIDE, WIDTHS, each, normal, of_dtypes, on, same_bits
+from kernels.loop import loop_over
 from kernels.options import Dropout
 
 # Below and above 2^32, where their upper half shares a word with the head.
@@ -39,7 +39,7 @@ NAMES = [
 
 
 @each("name", NAMES, NAMES[1:])
-@pytest.mark.parametrize("ids", [IDS[:1], IDS[3:6], IDS[6:]])
+@loop_over("ids", [IDS[:1], IDS[3:6], IDS[6:]])
 def test_names(backend: Backend, name, ids) -> None:
     x, dropout = normal((len(ids), 3, 4, 37), FP32, "x"), Dropout(0.5, ids, **name)
     assert same_bits(backend.dropout(x, dropout), expected(x, dropout))

@@ -1,11 +1,11 @@
 """Layer norm against the formula in float64, and its gradients against autograd's."""
 
-import pytest
 import torch
 from torch import Tensor
 
 from kernels.backends import Backend
 from kernels.cases import BF16, DTYPES, FP16, FP32, KINDS, PAIR, WIDE, WIDTHS, each, normal, of_dtypes, on, rows_of
+from kernels.loop import loop_over
 from kernels.tolerances import ARITHMETIC, check
 
 EPS = 1e-5
@@ -84,7 +84,7 @@ SIZES = [*((5, width) for width in WIDTHS), *((2, width) for width in WIDE), (1,
 CORE_SIZES = [(1, 1), (3, 33), (2, 768), (70, 17), (2, 777), (1, 4096), (1, 8193)]
 
 
-@each("size,dtype", [(s, d) for s in SIZES for d in DTYPES], [(s, d) for s in CORE_SIZES for d in DTYPES])
+@each("size,dtype", [(s, d) for s in SIZES for d in DTYPES], [(s, DTYPES[i % 3]) for i, s in enumerate(CORE_SIZES)])
 def test_sizes(backend: Backend, size, dtype) -> None:
     check_both(backend, normal(size, dtype, "x"), *affine(size[1], dtype))
 
@@ -102,7 +102,7 @@ def test_more_rows_than_a_gpu_holds_at_once(backend: Backend, width, dtype) -> N
 
 
 @each("dtype,weight_dtype", [(d, w) for d in DTYPES for w in DTYPES], [(BF16, FP32), (FP32, BF16), (FP16, FP32)])
-@pytest.mark.parametrize("width", [3, 96, 1300])
+@loop_over("width", [3, 96, 1300])
 def test_parameters_of_another_dtype_and_no_bias(backend: Backend, dtype, weight_dtype, width) -> None:
     x, (weight, bias) = normal((9, width), dtype, "x"), affine(width, weight_dtype)
     check_both(backend, x, weight, bias)
@@ -112,7 +112,7 @@ def test_parameters_of_another_dtype_and_no_bias(backend: Backend, dtype, weight
 @each(
     "kind,dtype", [(k, d) for k in KINDS for d in DTYPES], [("big_mean", FP32), ("constant", FP32), ("outlier", BF16)]
 )
-@pytest.mark.parametrize("width", [33, 1024, 5000])
+@loop_over("width", [33, 1024, 5000])
 def test_values_of_all_kinds(backend: Backend, kind, dtype, width) -> None:
     check_both(backend, rows_of(kind, 4, width, dtype), *affine(width, dtype))
 
@@ -123,7 +123,7 @@ def test_eps(backend: Backend, eps) -> None:
 
 
 @on()
-@pytest.mark.parametrize("width", [1, 50, 3000])
+@loop_over("width", [1, 50, 3000])
 def test_nan_and_infinity_reach_their_row_alone(backend: Backend, width) -> None:
     x, (weight, bias) = normal((4, width), FP32, "x"), affine(width, FP32)
     x[1, width // 2], x[2, width - 1] = float("nan"), float("inf")

@@ -2,12 +2,12 @@
 
 from dataclasses import replace
 
-import pytest
 import torch
 from torch import Tensor
 
 from kernels.backends import Backend
 from kernels.cases import BF16, DTYPES, FP16, FP32, KINDS, PAIR, WIDE, WIDTHS, each, normal, on, rows_of, same_bits
+from kernels.loop import loop_over
 from kernels.options import Dropout
 from kernels.test_layer_norm import EPS, MODEL_WIDTHS, affine, check_normed, check_stats, gradients, stats, terms_of
 from kernels.tolerances import ARITHMETIC, check
@@ -94,7 +94,7 @@ def test_sizes(backend: Backend, size, dtype, dropout) -> None:
     [(w, BF16, None) for w in (768, 1024, 1280, 2048)] + [(768, FP16, DROP), (768, FP32, None)],
     backends=PAIR,
 )
-@pytest.mark.parametrize("rest", [True, False])
+@loop_over("rest", [True, False])
 def test_more_rows_than_a_gpu_holds_at_once(backend: Backend, width, dtype, dropout, rest) -> None:
     check_both(backend, (2, 35 if width < 1030 else 7, width), dtype, FP32, dropout, rest)
 
@@ -104,7 +104,7 @@ def test_more_rows_than_a_gpu_holds_at_once(backend: Backend, width, dtype, drop
     [(d, w, p) for d in DTYPES for w in DTYPES for p in (None, DROP)],
     [(BF16, FP32, DROP), (FP16, FP32, None)],
 )
-@pytest.mark.parametrize("width", [3, 96, 1300])
+@loop_over("width", [3, 96, 1300])
 def test_parameters_of_another_dtype_and_null_arguments(backend: Backend, dtype, weight_dtype, dropout, width) -> None:
     check_both(backend, (2, 3, width), dtype, weight_dtype, dropout)
     check_both(backend, (2, 3, width), dtype, weight_dtype, dropout, rest=False)

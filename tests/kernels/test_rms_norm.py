@@ -1,11 +1,11 @@
 """RMS norm, alone and of h = residual + dropout(x + bias), against the formula in float64."""
 
-import pytest
 import torch
 from torch import Tensor
 
 from kernels.backends import Backend
 from kernels.cases import BF16, CPUS, DTYPES, FP16, FP32, KINDS, PAIR, WIDE, WIDTHS, each, normal, on, rows_of
+from kernels.loop import loop_over
 from kernels.options import Dropout
 from kernels.test_layer_norm import EPS, MODEL_WIDTHS
 from kernels.test_residual_norm import DROP, kept, some_ids
@@ -137,7 +137,7 @@ def test_more_rows_than_a_gpu_holds_at_once(backend: Backend, width, dtype, drop
     [(d, w, p) for d in DTYPES for w in DTYPES for p in (None, DROP)],
     [(BF16, FP32, DROP), (FP16, FP32, None)],
 )
-@pytest.mark.parametrize("width", [3, 96, 1300])
+@loop_over("width", [3, 96, 1300])
 def test_parameters_of_another_dtype_or_none(backend: Backend, dtype, weight_dtype, dropout, width) -> None:
     size = 2, 3, width
     x, residual, weight = normal(size, dtype, "x"), normal(size, dtype, "r"), gain_of(width, weight_dtype)
@@ -149,7 +149,7 @@ def test_parameters_of_another_dtype_or_none(backend: Backend, dtype, weight_dty
 
 
 @each("kind,dtype", [(k, d) for k in KINDS for d in DTYPES], [("big_mean", FP32), ("constant", BF16), ("zeros", FP16)])
-@pytest.mark.parametrize("width", [33, 5000])
+@loop_over("width", [33, 5000])
 def test_values_of_all_kinds(backend: Backend, kind, dtype, width) -> None:
     x = rows_of(kind, 4, width, dtype)
     check_alone(backend, x, gain_of(width, FP32))
@@ -166,7 +166,7 @@ def test_rows_whose_squares_overflow(backend: Backend, dtype) -> None:
 
 
 @on()
-@pytest.mark.parametrize("width", [1, 50, 3000])
+@loop_over("width", [1, 50, 3000])
 def test_nan_and_infinity_reach_their_row_alone(backend: Backend, width) -> None:
     x, weight = normal((4, width), FP32, "x"), gain_of(width, FP32)
     x[1, width // 2], x[2, width - 1] = float("nan"), float("inf")

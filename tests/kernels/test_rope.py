@@ -8,6 +8,7 @@ from torch import Tensor
 
 from kernels.backends import Backend, Pair
 from kernels.cases import BF16, DTYPES, FP16, FP32, each, normal, of_dtypes, on, rows_of, same_bits
+from kernels.loop import loop_over
 from kernels.tolerances import ARITHMETIC, check
 
 TOLERANCE, EPS = ARITHMETIC["rope"], 1e-5
@@ -124,7 +125,7 @@ def test_gains_of_fp32_and_a_single_gain(backend: Backend, dtype: torch.dtype) -
 
 @on()
 @of_dtypes()
-@pytest.mark.parametrize("kind", ["large", "tiny", "outlier", "zeros"])
+@loop_over("kind", ["large", "tiny", "outlier", "zeros"])
 def test_values_of_all_kinds(backend: Backend, kind: str, dtype: torch.dtype) -> None:
     for width in (64, 66):
         given = given_of((4, 1, 2, width), dtype, "both")

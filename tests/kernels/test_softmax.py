@@ -1,11 +1,11 @@
 """Masked and causal softmax against the formula in float64."""
 
-import pytest
 import torch
 from torch import Tensor
 
 from kernels.backends import Backend
 from kernels.cases import BF16, DTYPES, FP16, FP32, KINDS, MASKS, WIDE, WIDTHS, each, normal, on, rows_of, same_bits
+from kernels.loop import loop_over
 from kernels.tolerances import ARGUMENT, ARITHMETIC, check
 
 INF, NAN = float("inf"), float("nan")
@@ -65,7 +65,7 @@ BROADCAST = [
     [(w, m, d) for w in BROADCAST for m in MASKS for d in DTYPES],
     [(BROADCAST[i % 4], m, DTYPES[i % 3]) for i, m in enumerate((*MASKS, torch.bool))],
 )
-@pytest.mark.parametrize("keys", [19, 260])
+@loop_over("keys", [19, 260])
 def test_a_mask_of_any_dtype_broadcasts(backend: Backend, whole, mask_dtype, dtype, keys) -> None:
     size = (3, 2, 7, keys)
     shape = [length if kept else 1 for length, kept in zip(size, whole, strict=True)]
@@ -86,7 +86,7 @@ def test_a_mask_may_have_any_strides(backend: Backend, mask_dtype) -> None:
 
 
 @each("dtype", DTYPES, DTYPES)
-@pytest.mark.parametrize("keys", [1, 16, 45, 1100])
+@loop_over("keys", [1, 16, 45, 1100])
 def test_rows_with_nothing_left_are_zeros_with_zero_gradient(backend: Backend, dtype, keys) -> None:
     x = normal((1, 1, 4, keys), dtype, "x")
     left_out = torch.zeros(x.shape, dtype=torch.bool)
@@ -104,7 +104,7 @@ def test_rows_with_nothing_left_are_zeros_with_zero_gradient(backend: Backend, d
 
 
 @on()
-@pytest.mark.parametrize("keys", [5, 70, 2100])
+@loop_over("keys", [5, 70, 2100])
 def test_what_is_left_out_by_a_bool_mask_is_of_no_matter(backend: Backend, keys) -> None:
     x, mask = normal((1, 1, 3, keys), FP32, "x"), torch.zeros(1, 1, 3, keys, dtype=torch.bool)
     mask[..., 0], mask[..., keys // 2], mask[..., 1, -1] = True, True, True
@@ -121,7 +121,7 @@ def test_a_bool_mask_is_any_byte_but_zero(backend: Backend) -> None:
 
 
 @on()
-@pytest.mark.parametrize("keys", [1, 40, 1500])
+@loop_over("keys", [1, 40, 1500])
 def test_nan_and_infinity_reach_their_row_alone(backend: Backend, keys) -> None:
     x = normal((1, 1, 4, keys), FP32, "x")
     x[0, 0, 1, keys // 2], x[0, 0, 2, keys - 1] = NAN, INF
@@ -136,7 +136,7 @@ def test_nan_and_infinity_reach_their_row_alone(backend: Backend, keys) -> None:
 
 
 @each("kind,dtype", [(k, d) for k in KINDS for d in DTYPES], [("large", BF16), ("big_mean", FP32), ("outlier", FP16)])
-@pytest.mark.parametrize("keys", [31, 1024, 9000])
+@loop_over("keys", [31, 1024, 9000])
 def test_values_of_all_kinds(backend: Backend, kind, dtype, keys) -> None:
     x = rows_of(kind, 4, keys, dtype).view(1, 2, 2, keys)
     for scale in (1.0, 0.125, -1.0):
@@ -147,7 +147,7 @@ def test_values_of_all_kinds(backend: Backend, kind, dtype, keys) -> None:
 
 
 @on()
-@pytest.mark.parametrize("causal", [False, True])
+@loop_over("causal", [False, True])
 def test_empty_tensors(backend: Backend, causal) -> None:
     for size in [(0, 2, 3, 4), (2, 0, 3, 4), (2, 2, 0, 4), (2, 2, 3, 0)]:
         x = torch.empty(size)

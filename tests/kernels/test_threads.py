@@ -2,13 +2,13 @@
 
 from collections.abc import Callable, Sequence
 
-import pytest
 import torch
 from torch import Tensor
 
 from kernels.backends import Backend
 from kernels.cases import BF16, CPUS, EMULATED, FP32, each, normal, on, same_bits
 from kernels.library import Threads, halves, reversed_grains, uneven
+from kernels.loop import loop_over
 from kernels.options import Adam, Dropout, Loss
 from kernels.test_adamw import state_of
 
@@ -130,7 +130,7 @@ def assert_same(actual: Sequence[Tensor | None], expected: Sequence[Tensor | Non
 
 
 @each("dtype", (FP32, BF16), (FP32,), backends=CPUS)
-@pytest.mark.parametrize("op", OPS)
+@loop_over("op", OPS)
 def test_any_split_gives_the_same_bits(backend: Backend, dtype, op: Op) -> None:
     expected = op(backend, dtype, 400, 333)  # several tasks of CPU threads
     splits = {
@@ -146,7 +146,7 @@ def test_any_split_gives_the_same_bits(backend: Backend, dtype, op: Op) -> None:
 
 
 @on((EMULATED,))
-@pytest.mark.parametrize("op", OPS[:-1])
+@loop_over("op", OPS[:-1])
 def test_any_order_of_threads_and_blocks_gives_the_same_bits(backend: Backend, op: Op) -> None:
     expected = op(backend.having(seed=0), FP32, 10, 97)
     for seed in (1, 2):

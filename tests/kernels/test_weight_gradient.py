@@ -4,17 +4,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from gptlite.precision import cpu_flags
+from gptlite.cpu import cpu_flags
 from kernels.backends import Backend
-from kernels.cases import BEST, BF16, FP16, FP32, each, normal
+from kernels.cases import BEST, BF16, CPUS, FP16, FP32, LOWER, each, normal
 from kernels.library import Threads, halves, reversed_grains, uneven
 from kernels.test_threads import assert_same
 from kernels.tolerances import ARITHMETIC, check
 
 PRODUCTS = "avx512_bf16" in cpu_flags()
-AMX = {"amx_bf16", "amx_tile", "avx512_bf16"} <= cpu_flags()
-WITH_PRODUCTS = (BEST, "avx512") if AMX else (BEST,)  # by AMX, and by AVX512-BF16
-WITHOUT = ("avx2", "baseline") if PRODUCTS else ("avx512", "avx2", "baseline")
+WITH_PRODUCTS = (BEST, *(level for level in LOWER if level == "avx512_bf16"))  # by AMX, and by AVX512-BF16
+WITHOUT = tuple(level for level in CPUS if level not in WITH_PRODUCTS or not PRODUCTS)
 # [rows, outputs, inputs]: around tiles of 16 and 32, panels of 256 rows, blocks of 384 columns.
 SIZES = [
     *((n, 40, 24) for n in (0, 1, 2, 31, 32, 33, 255, 256, 257, 600)),

@@ -1,6 +1,7 @@
 """The model presets against the sizes that were published, and against the table in docs/models.md."""
 
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,7 @@ TABLE, IMPORTED = ([row for row in ROWS if len(row) == columns] for columns in (
 OUR_OWN = {"gpt-lite", "gpt-lite-modern", "moe-lite"}
 
 
+@cache
 def preset(name: str) -> GPTConfig:
     ConfigStore.instance().store(group="model", name="gpt_schema", node=GPTConfig)
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from run_files import without_plots
 from torch import Tensor, nn
 
 from gptlite.config import load
@@ -118,4 +119,5 @@ def train(folder: str, *overrides: str) -> int:
     """On every rank of a world."""
     from gptlite.pretrain import pretrain
 
-    return pretrain(config_of(f"run.dir={folder}", *overrides)).exit_code
+    with without_plots():
+        return pretrain(config_of(f"run.dir={folder}", *overrides)).exit_code

@@ -16,6 +16,7 @@ RUN = (
     "model=gpt-lite",
     "data=synthetic",
     "model.vocab_size=512",
+    "model.sequence_length=512",
     "precision=fp32",
     "data.global_batch_size=64",
     "data.micro_batch_size=32",

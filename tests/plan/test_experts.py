@@ -28,7 +28,7 @@ model.moe.experts=8 model.moe.top_k=2 model.moe.d_ff=64 data.micro_batch_size=2 
 """.split()
 TOLERANCE = 0.05
 LAYOUTS = [
-    (2, "data=2 expert=2"),
+    (2, "data=2 expert=2 data.global_batch_size=8"),
     (4, "data=4 expert=2 zero=3"),
     (4, "data=4 expert=2 zero=3 model.moe.every=2 model.moe.shared=1"),  # blocks of two kinds
     (4, "data=2 pipeline=2 expert=2 zero=2 schedule=zero_bubble"),
@@ -126,7 +126,8 @@ def test_every_degree_that_divides_the_experts_and_the_data_ranks_is_looked_at()
 
 
 def test_a_given_degree_is_kept():
-    best = chosen(planned("parallelism.expert=2"), world=4, log=lambda _: None)
+    given = ("parallelism.expert=2", "parallelism.tensor=1", "data.micro_batch_size=1")
+    best = chosen(planned(*given), world=4, log=lambda _: None)
     assert best.parallelism.expert == 2
     assert resolve(best.parallelism, 4).size(EXPERT) == 2
 
@@ -134,5 +135,6 @@ def test_a_given_degree_is_kept():
 def test_experts_that_do_not_fit_a_rank_are_shared():
     """0.5 billion weights with gradients and two moments, in 8 GiB: replicated they do not fit."""
     wide = ["model.moe.experts=16", "model.moe.d_ff=16384", "parallelism.zero=0", "cluster.memory_gib=8"]
-    plan = make_plan(planned(*wide, "parallelism.tensor=1", "parallelism.pipeline=1"), world=4, log=lambda _: None)
+    single = ("parallelism.tensor=1", "parallelism.pipeline=1", "data.micro_batch_size=1")
+    plan = make_plan(planned(*wide, *single), world=4, log=lambda _: None)
     assert 1 not in {each.work.layout.size(EXPERT) for each in plan.found.ranked}

@@ -13,7 +13,8 @@ from gptlite.plan.planning import make_plan, space_of
 from gptlite.plan.report import report, write
 from gptlite.plan.search import ERROR, distinct, equals, workloads
 
-GIVEN = ["model=gpt3-xl", "data=synthetic", "cluster=dgx-h100", "data.global_batch_size=64"]
+GIVEN = ["model=gpt3-xl", "data=synthetic", "data.global_batch_size=32", "parallelism.sequence=false"]
+GIVEN = [*GIVEN, "cluster=dgx-h100", "cluster.devices_per_node=4"]
 
 
 def planned(*more):
@@ -23,6 +24,12 @@ def planned(*more):
 @pytest.fixture(scope="module")
 def plan():
     return planned()
+
+
+@pytest.fixture(scope="module")
+def tight(plan):
+    """The plan of devices whose memory the pick of the other plan just fits."""
+    return planned(f"cluster.memory_gib={1.02 * plan.best.prediction.memory.total / 2**30 + 2}")
 
 
 def shown(plan, top=30):
@@ -58,32 +65,31 @@ def test_equal_layouts_are_marked_and_counted(plan):
 
 
 def test_a_single_layout_has_no_equals():
-    alone = planned("parallelism.data=8", "parallelism.zero=1", "data.micro_batch_size=1", "parallelism.sequence=false",
+    alone = planned("parallelism.data=4", "parallelism.zero=1", "data.micro_batch_size=1",
                     "parallelism.activation_checkpointing=none", "parallelism.dp_replicate=1")  # fmt: skip
     assert "none: all others are slower by more than the planner's error of 8%" in " ".join(
         " ".join(shown(alone)).split()
     )
 
 
-def test_memory_to_spare_is_that_of_the_pick(plan):
-    total, limit = plan.best.prediction.memory.total, rank_memory(plan.cluster, 8)
+def test_memory_to_spare_is_that_of_the_pick(plan, tight):
+    total, limit = plan.best.prediction.memory.total, rank_memory(plan.cluster, 4)
     words = words_of(plan)
     there = f"{total / 2**30:.1f} GiB predicted of {limit / 2**30:.1f} on the fullest rank"
     assert f"{there}, {1 - total / limit:.1%} to spare" in words
     assert ("prediction's error" in words) == (total > 0.95 * limit)
-    tight = planned(f"cluster.memory_gib={1.02 * total / 2**30 + 2}")
     assert "to spare: less than the prediction's error of 5%" in words_of(tight)
 
 
-def test_a_tight_pick_is_joined_by_an_equal_one_with_memory_to_spare(plan):
+def test_a_tight_pick_is_joined_by_an_equal_one_with_memory_to_spare(plan, tight):
     total = plan.best.prediction.memory.total
     least = min(each.prediction.memory.total for each in equals(plan.found))
     assert least < 0.9 * total
     assert "or, as fast within the error" not in report(plan, 5)
-    tight = report(planned(f"cluster.memory_gib={1.02 * total / 2**30 + 2}"), 5)
-    first, second = (line for line in tight.splitlines() if "train.py" in line)
+    words = report(tight, 5)
+    first, second = (line for line in words.splitlines() if "train.py" in line)
     assert first != second
-    spare = int(re.search(r"or, as fast within the error and with (\d+)% of the memory to spare", tight)[1])
+    spare = int(re.search(r"or, as fast within the error and with (\d+)% of the memory to spare", words)[1])
     assert 5 <= spare <= 100 * (1 - least / (1.02 * total)) + 1
 
 
@@ -93,7 +99,7 @@ def test_the_files_have_the_uncertainty_too(plan, tmp_path):
     whole = json.loads(files[-1].read_text())
     assert whole["error"] == ERROR
     assert whole["equal"] == len(equals(plan.found))
-    assert whole["memory_limit"] == rank_memory(plan.cluster, 8)
+    assert whole["memory_limit"] == rank_memory(plan.cluster, 4)
     assert whole["layouts"][0]["equal"] is True
 
 
@@ -110,14 +116,14 @@ def test_the_eta_of_a_search_leaves_out_the_time_before_it(monkeypatch):
     config = load(GIVEN)
     space = space_of(config, config.cluster, frozenset({"micro_batch_size"}))
     monkeypatch.setattr("gptlite.plan.search.layouts", lambda *_: [space.work.parallelism] * 4)
-    for number, _ in enumerate(workloads(space, config.cluster, 8, lines.append)):
+    for number, _ in enumerate(workloads(space, config.cluster, 4, lines.append)):
         now = (60.0, 66.0, 69.0, 72.0)[number]
     assert lines == [
-        "plan for 8 ranks: 3 of 4 combinations of degrees and options, ETA 0:00:03",
-        "plan for 8 ranks: checking the memory of the fastest layouts",
+        "plan for 4 ranks: 3 of 4 combinations of degrees and options, ETA 0:00:03",
+        "plan for 4 ranks: checking the memory of the fastest layouts",
     ]
 
 
 def test_a_command_for_several_nodes_can_be_pasted():
-    last = report(planned("cluster.nodes=2"), 3).splitlines()[-1]
-    assert last.startswith("torchrun --nnodes=2 --nproc-per-node=8 --rdzv-backend=c10d --rdzv-endpoint=HOST:29400 ")
+    last = report(planned("cluster.nodes=2", "parallelism.tensor=1", "data.micro_batch_size=1"), 3).splitlines()[-1]
+    assert last.startswith("torchrun --nnodes=2 --nproc-per-node=4 --rdzv-backend=c10d --rdzv-endpoint=HOST:29400 ")

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from marking import marked
 
 from gptlite.parallelism.config import ActivationCheckpointing
 from gptlite.plan.cost import predict
@@ -98,7 +99,7 @@ def test_a_fit_finds_the_constants_that_made_the_speeds():
 
 
 @pytest.mark.parametrize(
-    ("table", "splits"), [(MEGATRON, 20), pytest.param(MEGATRON, 252, marks=pytest.mark.slow), (DEEPSPEED, 35)]
+    ("table", "splits"), marked([(MEGATRON, 5), (DEEPSPEED, 5), (MEGATRON, 252), (DEEPSPEED, 35)], quick=2, slow=2)
 )
 def test_half_of_a_table_predicts_the_other(table, splits):
     results = cross_validation(table.rows, table.constants, splits)

@@ -19,13 +19,14 @@ from plan.truth_layouts import MODELS, Layout
 
 QUICK = [
     Layout(1, "norm=batch", "resnet"),
-    Layout(2, "norm=batch zero=3 micro=2", "resnet"),
+    Layout(2, "norm=batch zero=3", "resnet"),
     Layout(2, "norm=group pp=2", "resnet"),
     Layout(2, "zero=3", "perceptron"),
 ]
 SLOW = [
     *(Layout(2, f"norm=group {words}", "resnet") for words in ("zero=2", "zero=3", "pp=2 schedule=zero_bubble")),
     *(Layout(2, f"norm=batch {words}", "resnet") for words in ("zero=2", "pp=2", "pp=2 schedule=zbv")),
+    Layout(2, "norm=batch zero=3 micro=2", "resnet"),
     Layout(2, "norm=batch zero=1 recompute=full", "resnet"),
     Layout(1, "norm=group", "resnet"),
     Layout(1, "norm=batch dtype=bf16", "resnet"),
@@ -38,13 +39,16 @@ SLOW = [
 ]
 
 
-def name_of(layout: Layout) -> str:
-    return f"{layout.model} {layout.name}"
+SETS = [QUICK, *([each] for each in SLOW)]
 
 
-@pytest.mark.parametrize("layout", marked([*QUICK, *SLOW], quick=len(QUICK), slow=len(SLOW), name=name_of))
-def test_memory_and_collectives_are_those_of_real_ranks(layout):
-    assert wrong_twice([layout]) == []
+def name_of(layouts: list[Layout]) -> str:
+    return f"{layouts[0].model} {layouts[0].name}" if len(layouts) == 1 else "quick"
+
+
+@pytest.mark.parametrize("layouts", marked(SETS, quick=1, slow=len(SLOW), name=name_of))
+def test_memory_and_collectives_are_those_of_real_ranks(layouts):
+    assert wrong_twice(layouts) == []
 
 
 def test_blocks_that_differ_are_counted_one_by_one():
@@ -60,7 +64,7 @@ def test_blocks_that_differ_are_counted_one_by_one():
 
 def test_a_model_that_reads_samples_has_a_plan():
     Layout(1, "", "perceptron").config()  # registers the model
-    config = load([*MODELS["perceptron"], "cluster=dgx-a100", "data.micro_batch_size=null"])
+    config = load([*MODELS["perceptron"], "cluster=dgx-a100", "data.micro_batch_size=null", "data.global_batch_size=8"])
     config.run.overrides = ["cluster=dgx-a100"]
     made = make_plan(config, 2, lambda text: None)
     kinds = {(each.work.parallelism.pipeline, each.work.layout.data_size) for each in made.found.ranked}
@@ -68,7 +72,7 @@ def test_a_model_that_reads_samples_has_a_plan():
     assert made.best.prediction.memory == most(made.best.work)[1]
     text = report(made, 10)
     assert "samples/s" in text
-    assert "128 samples, fp32" in text
+    assert "8 samples, fp32" in text
     assert "vocabulary" not in text
 
 

@@ -112,10 +112,10 @@ def test_flops_are_those_of_the_model():
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved_1f1b"])
 def test_further_micro_batches_are_more_of_the_same(schedule):
     """All of them simulated, and the first ones with the difference for each of the others."""
-    layers = 4 if schedule == "interleaved_1f1b" else 2
-    work = workload(config(f"pipeline=2 schedule={schedule}", layers, micro_batches=8), 2)
-    assert enough(work)[1] == (6 if "inter" in schedule else 4)
-    assert simulate(work, 0) == Simulation.of(counted_of(work, 0, 8))
+    layers, count, few = (4, 8, 6) if schedule == "interleaved_1f1b" else (2, 6, 4)
+    work = workload(config(f"pipeline=2 schedule={schedule}", layers, micro_batches=count), 2)
+    assert enough(work)[1] == few
+    assert simulate(work, 0) == Simulation.of(counted_of(work, 0, count))
 
 
 def test_the_micro_batches_in_flight_come_out():

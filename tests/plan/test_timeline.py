@@ -6,6 +6,7 @@ from itertools import accumulate
 from types import SimpleNamespace
 
 import pytest
+from marking import marked
 from torch.distributed.pipelining import PipelineStage, schedules
 
 from gptlite.parallelism.config import ParallelismConfig
@@ -19,9 +20,12 @@ CASES = [
     for schedule, rule in SCHEDULES.items()
     for ranks in (2, 3, 4, 7, 8)
     for virtual in ([None] if rule.fixed else [1, 2, 3, 4])
-    for count in (1, 2, 3, 4, 5, 8, 12, 16, 21, 64)
+    for count in (1, 2, 3, 4, 5, 8, 12, 16, 21)
     if rule.runs(ranks, count)
 ]
+
+LONG = [(*case, 64) for case in dict.fromkeys(case[:3] for case in CASES)]
+SETS = pytest.mark.parametrize("cases", marked([CASES, LONG], quick=1, slow=1, name=lambda cases: f"{len(cases)}"))
 
 
 def config(schedule: str, ranks: int, virtual: int | None = None) -> ParallelismConfig:
@@ -79,17 +83,22 @@ class Stage(PipelineStage):
     get_bwd_recv_ops = get_bwd_send_ops = perform_reduce_grad = _nothing  # type: ignore[assignment]
 
 
-def test_every_order_is_torchs():
+def test_there_are_more_than_250_cases():
     assert len(CASES) > 250
-    for schedule, ranks, virtual, count in CASES:
+
+
+@SETS
+def test_every_order_is_torchs(cases):
+    for schedule, ranks, virtual, count in cases:
         layout = config(schedule, ranks, virtual)
         ours = {rank: order(layout, rank, count) for rank in range(ranks)}
         assert ours == torch_order(layout, count), (schedule, ranks, virtual, count)
 
 
-def test_every_order_runs_to_its_end():
+@SETS
+def test_every_order_runs_to_its_end(cases):
     """Also with messages: each stage has each micro-batch's passes once, and inputs before what needs them."""
-    for schedule, ranks, virtual, count in CASES:
+    for schedule, ranks, virtual, count in cases:
         layout = config(schedule, ranks, virtual)
         events = equal(layout, count, message=0.25).events
         kinds = "FIW" if SCHEDULES[schedule].splits_backward else "FB"
@@ -172,11 +181,12 @@ def test_micro_batches_in_flight():
     assert of("zero_bubble") == [8] * ranks  # until the weights' gradients, which the later ranks put off
 
 
-@pytest.mark.parametrize(("schedule", "ranks", "virtual", "count"), CASES)
-def test_the_first_rank_has_no_fewer_in_flight_than_the_search_takes_for_granted(schedule, ranks, virtual, count):
-    layout = config(schedule, ranks, virtual)
-    most = most_in_flight(layout, 0, count)
-    assert 0.45 * most <= least_in_flight(layout, count) <= most
+@SETS
+def test_the_first_rank_has_no_fewer_in_flight_than_the_search_takes_for_granted(cases):
+    for schedule, ranks, virtual, count in cases:
+        layout = config(schedule, ranks, virtual)
+        most = most_in_flight(layout, 0, count)
+        assert 0.45 * most <= least_in_flight(layout, count) <= most, (schedule, ranks, virtual, count)
 
 
 def test_one_rank_alternates():
@@ -195,7 +205,7 @@ def test_what_cannot_run_is_refused():
         timeline(config("gpipe", 4), 1, [1.0] * 3, [1.0] * 4, 0.0)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+@pytest.mark.parametrize("schedule", marked(["1f1b", "zero_bubble"], quick=1, slow=1))
 def test_a_large_pipeline_takes_about_a_second(schedule):
     started = time.process_time()
     assert equal(config(schedule, 64), 512).seconds > 3 * 512

@@ -10,7 +10,8 @@ from gptlite.plan import tuning
 from gptlite.plan.planning import make_plan
 from gptlite.plan.tuning import Trial, tune
 
-GIVEN = ["data=synthetic", "data.vocab_size=300", "data.global_batch_size=16", "cluster=dgx-h100"]
+GIVEN = ["data=synthetic", "data.vocab_size=300", "data.global_batch_size=16", "parallelism.sequence=false"]
+GIVEN = [*GIVEN, "cluster=dgx-h100", "cluster.devices_per_node=4"]
 
 
 @pytest.fixture(scope="module")

@@ -7,18 +7,19 @@ from gptlite.parallelism.layout import stages_of_rank
 from gptlite.plan.memory import ModelState
 from gptlite.plan.timeline import order
 from gptlite.plan.walk import gathers, turns
-from plan.test_timeline import CASES, config
+from plan.test_timeline import SETS, config
 
 
-def every():
-    for schedule, ranks, virtual, count in CASES:
+def every(cases):
+    for schedule, ranks, virtual, count in cases:
         layout = config(schedule, ranks, virtual)
         for rank in {0, 1, ranks - 1}:
             yield layout, rank, count, order(layout, rank, count)
 
 
-def test_turns_are_the_order():
-    for layout, rank, count, passes in every():
+@SETS
+def test_turns_are_the_order(cases):
+    for layout, rank, count, passes in every(cases):
         mine, (different, numbers) = stages_of_rank(layout, rank), turns(layout, rank, count)
         assert len(set(different)) == len(different)
         assert [different[number][:4] for number in numbers] == [
@@ -28,8 +29,9 @@ def test_turns_are_the_order():
         ]
 
 
-def test_model_state_is_that_of_every_backward_pass():
-    for layout, rank, count, passes in every():
+@SETS
+def test_model_state_is_that_of_every_backward_pass(cases):
+    for layout, rank, count, passes in every(cases):
         mine = stages_of_rank(layout, rank)
         place = {stage: index for index, stage in enumerate(mine)}
         for frees in (False, True):
@@ -70,8 +72,9 @@ def walked(passes, place, count, frees):
             there.discard(mine)
 
 
-def test_gathers_are_counted_pass_by_pass():
-    for layout, rank, count, passes in every():
+@SETS
+def test_gathers_are_counted_pass_by_pass(cases):
+    for layout, rank, count, passes in every(cases):
         found = gathers(layout, rank, count)
         for place, stage in enumerate(stages_of_rank(layout, rank)):
             kinds = [kind for kind, number, _ in passes if number == stage and (kind != "I" or stage > 0)]

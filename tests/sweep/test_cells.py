@@ -48,14 +48,14 @@ def test_a_digest_is_of_what_is_trained_not_of_where() -> None:
     (a, b), (c, d) = cells("seed=1,2"), cells("seed=2,1", "run.name=other", "hydra.sweep.dir=t")
     assert (a.digest, b.digest) == (d.digest, c.digest)
     assert a.digest != b.digest
-    assert cells("seed=1,2", "trainer.max_steps=4")[0].digest != a.digest
+    assert cells("seed=1", "trainer.max_steps=4")[0].digest != a.digest
 
 
 def test_illegal_cells_have_their_reason_and_the_rest_none() -> None:
-    found = cells("parallelism.tensor=1,2,4", "parallelism.zero=0,5")
+    found = cells("parallelism.tensor=1,4", "parallelism.zero=0,5")
     reasons = [cell.reason for cell in found]
-    assert [bool(reason) for reason in reasons] == [False, True, False, True, True, True]
-    assert reasons[4] == "model.num_heads=2 is not divisible by parallelism.tensor=4; try 1, 2"
+    assert [bool(reason) for reason in reasons] == [False, True, True, True]
+    assert reasons[2] == "model.num_heads=2 is not divisible by parallelism.tensor=4; try 1, 2"
     assert reasons[1] == "parallelism.zero=5 is not a ZeRO stage; use 0, 1, 2 or 3"
 
 
@@ -73,11 +73,16 @@ def test_what_depends_on_the_number_of_ranks_prunes_too() -> None:
         (["parallelism=single,ddpp"], "parallelism=ddpp does not exist; did you mean ddp?"),
         (["parallelism.tensor=1,abc"], "parallelism.tensor: abc is not a whole number"),
         (["parallelism.tensor=3,5"], "none of the 2 cells can run; the first one: model.num_heads=2 is not divisible"),
-        (["+parallelism.tensr=1,2"], "none of the 2 cells can run; the first one: parallelism.tensr is not a key"),
+        pytest.param(
+            ["+parallelism.tensr=1,2"],
+            "none of the 2 cells can run; the first one: parallelism.tensr is not a key",
+            marks=pytest.mark.slow,
+        ),
         (["seed=1,2", "hydra.sweep.subdir=x"], "hydra.sweep.subdir gives cells 1 and 2 the same folder, s/x"),
-        (
+        pytest.param(
             ["seed=1,2", "trainer.host_memory_limit=-1"],
             "none of the 2 cells can run; the first one: trainer.host_memory",
+            marks=pytest.mark.slow,
         ),
         (["+sweep=paralelism"], "sweep=paralelism does not exist; did you mean parallelism?"),
     ],

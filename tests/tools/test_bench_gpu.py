@@ -6,6 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,6 @@ def call(*arguments: str) -> subprocess.CompletedProcess[str]:
     [
         (["prat=model"], "did you mean part?"),
         (["part=model", "wheels=nowhere"], "wheels=nowhere is not a folder"),
-        (["part=steps"], "finds no GPU"),
-        ([], "part=all: torch"),
     ],
 )
 def test_wrong_inputs_are_refused_in_a_line(arguments: list[str], named: str) -> None:
@@ -54,7 +53,8 @@ def test_wrong_inputs_are_refused_in_a_line(arguments: list[str], named: str) ->
         ({"part": "model", "device": "tpu"}, "device=tpu is neither cuda nor cpu"),
         ({"part": "model", "size": "huge"}, "size=huge is neither full nor tiny"),
         ({"part": "steps", "device": "cpu"}, "add size=tiny"),
-        *(({"part": part}, "finds no GPU") for part in ("gates", "ceilings", "kernels", "profile")),
+        *(({"part": part}, "finds no GPU") for part in ("gates", "ceilings", "kernels", "profile", "steps")),
+        ({}, "part=all: torch"),
     ],
 )
 def test_what_cannot_run_is_named(given: dict[str, Any], named: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,11 +91,11 @@ def test_all_parts_run_on_a_cpu_into_one_report(tmp_path: Path) -> None:
         assert int.from_bytes(header, "big") == PICTURE_WIDTH
 
 
-def test_a_part_that_fails_is_recorded_and_the_exit_code_is_1(tmp_path: Path) -> None:
+def test_a_part_that_fails_is_recorded_and_the_exit_code_is_1(tmp_path: Path, script: Callable) -> None:
     bad = tmp_path / "test_bad.py"
     bad.write_text("def test_bad():\n    assert 1 == 2, 'planted'\n")
-    done = call("part=gates", "device=cpu", f"output={tmp_path / 'out'}", f"tests={bad}")
-    assert done.returncode == 1, done.stderr
+    done = script("bench_gpu", "part=gates", "device=cpu", f"output={tmp_path / 'out'}", f"tests={bad}")
+    assert done.code == 1, done.err
     (failure,) = json.loads((tmp_path / "out" / "gates.json").read_text())["failures"]
     assert failure.startswith(f"pytest {bad}: exit code 1")
     assert "planted" in (tmp_path / "out" / "report.md").read_text()

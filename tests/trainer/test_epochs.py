@@ -64,7 +64,7 @@ def test_the_schedule_is_checked_against_the_steps_of_the_epochs():
 
 
 def test_a_run_of_epochs_goes_on_with_another_data_degree(tmp_path, capsys):
-    words = ("data.samples=40", "trainer.eval_interval=0", "schedule=cosine")
+    words = ("data.samples=40", "trainer.eval_interval=0", "checkpoint.interval=0", "schedule=cosine")
     given = (*words, "trainer.max_epochs=2")  # 80 samples in 5 steps
     assert train(str(tmp_path), *given, "trainer.stop_step=2", "data.micro_batch_size=8") == 0
     with Ranks(2) as ranks:

@@ -1,6 +1,7 @@
 """What a run prints for a person: its optimizer, how it ended and how to go on; errors on standard error."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,62 +14,58 @@ from gptlite.trainer import eval as evaluation
 
 
 def test_a_run_ends_early_on_the_schedule_of_the_whole_and_goes_on(run, tmp_path: Path, capsys) -> None:
-    common = ("schedule=cosine", "trainer.max_steps=6", "checkpoint.interval=0")
+    common = ("schedule=cosine", "trainer.max_steps=4", "checkpoint.interval=0")
     run("whole", *common)
     capsys.readouterr()
-    code, _ = run("parts", *common, "trainer.stop_step=3")
+    code, _ = run("parts", *common, "trainer.stop_step=2")
     said = capsys.readouterr().out
     assert code == 0
     assert json.loads((tmp_path / "parts" / "result.json").read_text())["status"] == "stopped: trainer.stop_step"
-    assert "step 3 of 6" in said
+    assert "step 2 of 4" in said
     assert f"run.dir={tmp_path / 'parts'} trainer.stop_step=null" in said
-    with pytest.raises(ConfigError, match=r"trainer\.stop_step=2 is below step 3 of .*; give 3 or more"):
-        run("parts", *common, "trainer.stop_step=2")
-    run("parts", *common, "trainer.stop_step=3")  # no step is trained
+    with pytest.raises(ConfigError, match=r"trainer\.stop_step=1 is below step 2 of .*; give 2 or more"):
+        run("parts", *common, "trainer.stop_step=1")
+    run("parts", *common, "trainer.stop_step=2")  # no step is trained
     assert "nvidia-ml-py" not in capsys.readouterr().out
     run("parts", *common, "trainer.stop_step=null")
-    assert differing(tmp_path / "whole", tmp_path / "parts", 6) == []
+    assert differing(tmp_path / "whole", tmp_path / "parts", 4) == []
 
 
-def test_a_finished_run_is_left_as_it_is(run, tmp_path: Path, capsys) -> None:
-    run("a", "trainer.max_steps=2")
-    before = {name: digest for name, digest in snapshot(tmp_path / "a").items() if name != "train.log"}
+def test_a_finished_run_is_left_as_it_is(run, begun: Path, capsys) -> None:
+    before = {name: digest for name, digest in snapshot(begun).items() if name != "train.log"}
     capsys.readouterr()
     code, _ = run("a", "trainer.max_steps=2")
     said = capsys.readouterr().out
     assert code == 0
     assert said.splitlines()[-1] == "already complete: step 2 of 2; to train further give trainer.max_steps=4"
-    assert {name: digest for name, digest in snapshot(tmp_path / "a").items() if name != "train.log"} == before
+    assert {name: digest for name, digest in snapshot(begun).items() if name != "train.log"} == before
 
 
-def test_the_hint_says_that_the_rate_rises_again(run, capsys) -> None:
-    run("a", "schedule=wsd", "trainer.max_steps=10")
+def test_the_hint_says_that_the_rate_rises_again(run, begun: Path, capsys) -> None:
+    run("b", "schedule=wsd", "trainer.max_steps=4")
     told = capsys.readouterr().out
-    assert "trainer.max_steps=20\n           (this stretches the schedule: the learning rate rises from " in told
-    run("b", "schedule=constant", "trainer.max_steps=2")
-    assert "stretches" not in capsys.readouterr().out
+    assert "trainer.max_steps=8\n           (this stretches the schedule: the learning rate rises from " in told
+    constant = (begun / "train.log").read_text()
+    assert "trainer.max_steps=4" in constant
+    assert "stretches" not in constant
 
 
-def test_the_banner_names_the_optimizer_and_its_schedule_and_no_kernel_of_another(run, capsys) -> None:
-    run("a", "trainer.max_steps=2", "optimizer=lion", "optimizer.lr=0.0002", "schedule=wsd")
-    said = " ".join(capsys.readouterr().out.split())
+def test_the_banner_names_the_optimizer_and_its_schedule_and_no_kernel_of_another(banner: Callable[..., str]) -> None:
+    said = banner("a", "optimizer=lion", "optimizer.lr=0.0002", "schedule=wsd")
     assert "optimizer lion: peak rate 0.0002, weight decay 1, clipped at a gradient norm of 1; schedule wsd" in said
     assert "adamw" not in said
-    run("b", "trainer.max_steps=2", "optimizer.clip_norm=0")
-    said = " ".join(capsys.readouterr().out.split())
+    said = banner("b", "optimizer.clip_norm=0")
     assert "optimizer adamw: peak rate" in said
     assert "not clipped" in said
     assert "adamw" in said[said.index(" ops ") : said.index(" optimizer ")]
     for name, steps_by_kernel in (("adam", True), ("muon", True), ("sgd", False)):
-        run(name, "trainer.max_steps=2", f"optimizer={name}")
-        said = " ".join(capsys.readouterr().out.split())
+        said = banner(name, f"optimizer={name}")
         assert ("adamw" in said[said.index(" ops ") : said.index(" optimizer ")]) is steps_by_kernel, name
 
 
-def test_weights_of_another_machine_are_no_resumed_run(run, tmp_path: Path, capsys, monkeypatch) -> None:
-    run("first", "trainer.max_steps=2")
+def test_weights_of_another_machine_are_no_resumed_run(run, begun: Path, capsys, monkeypatch) -> None:
     monkeypatch.setattr("gptlite.run.folder.environment_changes", lambda *_: ["threads 1 (was 2)"])
-    start = f"checkpoint.resume={tmp_path / 'first'}"
+    start = f"checkpoint.resume={begun}"
     capsys.readouterr()
     run("weights", start, "checkpoint.load=weights", "trainer.max_steps=2")
     assert "resuming with a change" not in capsys.readouterr().out

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,14 +18,14 @@ from gptlite.errors import ConfigError
 from gptlite.trainer.config import SpikeConfig
 from gptlite.trainer.spike import SpikeWatch
 
-# 24 steps of 4 samples. The band is known after 8; two high losses in a row are a spike.
+# 16 steps of 4 samples. The band is known after 8; two high losses in a row are a spike.
 SPIKE = [
-    "trainer.max_steps=24", "checkpoint.interval=5", "checkpoint.keep=2", "trainer.spike.policy=skip",
+    "trainer.max_steps=16", "checkpoint.interval=5", "checkpoint.keep=2", "trainer.spike.policy=skip",
     "trainer.spike.window=8", "trainer.spike.patience=2", "trainer.spike.threshold=2", "trainer.spike.rise=0.5",
     "optimizer.lr=0.01", "model.dropout=0.1",
 ]  # fmt: skip
-POISON = (64, 72)  # samples of steps 17 and 18
-SKIPPED = (60, 72)  # with those of the step before
+POISON = (48, 56)  # samples of steps 13 and 14
+SKIPPED = (44, 56)  # with those of the step before
 
 
 @pytest.fixture
@@ -48,34 +49,42 @@ def curve(folder: Path) -> list[tuple[int, float]]:
     return [(row["step"], row["loss"]) for row in read_metrics(folder) if "loss" in row]
 
 
-def test_a_run_goes_on_as_if_it_had_never_read_what_made_the_spike(
-    run: Callable, tmp_path: Path, poisoned: list, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert run("spiked", *SPIKE)[0] == 0
+@pytest.fixture
+def spiked(run: Callable, tmp_path: Path, kept: Path, poisoned: list) -> Path:
+    """The folder of a run of which the poisoned samples were left out: a copy, for all tests but the first."""
     folder = tmp_path / "spiked"
+    if (kept / "spiked").exists():
+        return shutil.copytree(kept / "spiked", folder)
+    assert run("spiked", *SPIKE)[0] == 0
+    shutil.copytree(folder, kept / "spiked")
+    return folder
+
+
+def test_a_run_goes_on_as_if_it_had_never_read_what_made_the_spike(
+    run: Callable, tmp_path: Path, spiked: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = spiked
     (line,) = [line for line in (folder / "train.log").read_text().splitlines() if line.startswith("spike at step")]
-    assert line.startswith("spike at step 18: loss ")
-    assert line.endswith("(2 consecutive steps). Resuming from step-00000015 without samples 60 to 71")
+    assert line.startswith("spike at step 14: loss ")
+    assert line.endswith("(2 consecutive steps). Resuming from step-00000010 without samples 44 to 55")
     (row,) = [row for row in read_metrics(folder) if "spike_step" in row]
     assert {key: row[key] for key in ("step", "spike_step", "skipped_from", "skipped_to")} == {
-        "step": 15, "spike_step": 18, "skipped_from": 60, "skipped_to": 72,
+        "step": 10, "spike_step": 14, "skipped_from": 44, "skipped_to": 56,
     }  # fmt: skip
-    assert [step for step, _ in curve(folder)] == list(range(1, 25))
+    assert [step for step, _ in curve(folder)] == list(range(1, 17))
     replaced = (folder / "metrics.replaced.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in replaced] == [16, 17]
+    assert [json.loads(line)["step"] for line in replaced] == [11, 12, 13]
     order = [json.loads(line) for line in (folder / "data_order.jsonl").read_text().splitlines()]
     order = [row for row in order if "spike_step" in row]
-    assert order == [{"step": 15, "spike_step": 18, "skipped": list(SKIPPED)}]
-    meta = read_manifest(folder / "checkpoints" / "step-00000024").meta
+    assert order == [{"step": 10, "spike_step": 14, "skipped": list(SKIPPED)}]
+    meta = read_manifest(folder / "checkpoints" / "step-00000016").meta
     assert meta["skipped_samples"] == [list(SKIPPED)]
-    assert (meta["consumed_samples"], meta["tokens"]) == (24 * 4 + 12, 24 * 4 * 32)
+    assert (meta["consumed_samples"], meta["tokens"]) == (16 * 4 + 12, 16 * 4 * 32)
 
-    assert run("again", *SPIKE, "checkpoint.interval=3")[0] == 0
-    assert differing(tmp_path / "again", folder, 24) == [], "from another checkpoint, or not repeatable"
     known = BatchSchedule(4).skipping([SKIPPED])
     monkeypatch.setattr("gptlite.data.build.batch_schedule", lambda *_: known)
     assert run("known", *SPIKE, "trainer.spike.policy=none")[0] == 0
-    assert differing(tmp_path / "known", folder, 24) == []
+    assert differing(tmp_path / "known", folder, 16) == []
     assert curve(tmp_path / "known") == curve(folder)
 
 
@@ -98,7 +107,7 @@ def test_a_kill_meanwhile_changes_nothing(
         if where == "in the spike":
             real = Reporter.step
             patch.setattr(
-                Reporter, "step", lambda self, state, *a: die() if state.step == 17 else real(self, state, *a)
+                Reporter, "step", lambda self, state, *a: die() if state.step == 13 else real(self, state, *a)
             )
         elif where == "before the rewind is done":
             patch.setattr("gptlite.run.folder.load_tensors", die)
@@ -107,20 +116,19 @@ def test_a_kill_meanwhile_changes_nothing(
         with pytest.raises(Killed):
             run("killed", *SPIKE)
     assert run("killed", *SPIKE)[0] == 0
-    assert differing(tmp_path / "killed", tmp_path / "whole", 24) == []
+    assert differing(tmp_path / "killed", tmp_path / "whole", 16) == []
     assert curve(tmp_path / "killed") == curve(tmp_path / "whole")
     assert (tmp_path / "killed" / "data_order.jsonl").read_text().count("spike_step") == 1
 
 
-def test_checkpoints_from_within_the_spike_are_renamed(run: Callable, tmp_path: Path, poisoned: list) -> None:
-    """With an interval of 4, step 16 is saved, which has read samples that are skipped with the spike of step 18."""
+def test_checkpoints_from_within_the_spike_are_renamed(run: Callable, tmp_path: Path, spiked: Path) -> None:
+    """With an interval of 4, step 12 is saved, which has read samples that are skipped with the spike of step 14."""
     assert run("a", *SPIKE, "checkpoint.interval=4")[0] == 0
     folders = sorted(path.name for path in (tmp_path / "a" / "checkpoints").iterdir() if path.is_dir())
-    assert folders[:2] == ["step-00000020", "step-00000024"]
-    assert folders[2].startswith("superseded-step-00000016-")
-    assert "Resuming from step-00000012" in (tmp_path / "a" / "train.log").read_text()
-    assert run("b", *SPIKE)[0] == 0
-    assert differing(tmp_path / "a", tmp_path / "b", 24) == []
+    assert folders[:2] == ["step-00000012", "step-00000016"]
+    assert folders[2].startswith("superseded-step-00000012-")
+    assert "Resuming from step-00000008" in (tmp_path / "a" / "train.log").read_text()
+    assert differing(tmp_path / "a", spiked, 16) == [], "from another checkpoint, or not repeatable"
 
 
 def test_a_gradient_that_is_not_finite_is_a_spike_at_once(
@@ -132,19 +140,20 @@ def test_a_gradient_that_is_not_finite_is_a_spike_at_once(
 
     def forward(self: GPT, x: torch.Tensor, targets: torch.Tensor, sample_ids: torch.Tensor | None = None, **more):
         out = real(self, x, targets, sample_ids, **more)
-        return out * math.inf if sample_ids is not None and (sample_ids == 50).any() else out
+        return out * math.inf if sample_ids is not None and (sample_ids == 14).any() else out
 
     monkeypatch.setattr(GPT, "forward", forward)
-    assert run("a", *SPIKE)[0] == 0
+    options = [*SPIKE, "trainer.max_steps=6", "checkpoint.interval=2"]
+    assert run("a", *options)[0] == 0
     log = (tmp_path / "a" / "train.log").read_text()
-    assert "spike at step 13: loss inf, gradient norm nan. Resuming from step-00000010 without samples 44 to 51" in log
-    assert run("b", *SPIKE, "trainer.spike.policy=none")[0] == 1
-    assert json.loads((tmp_path / "b" / "result.json").read_text())["status"].startswith("diverged: step 13: loss inf")
+    assert "spike at step 4: loss inf, gradient norm nan. Resuming from step-00000002 without samples 8 to 15" in log
+    assert run("b", *options, "trainer.spike.policy=none")[0] == 1
+    assert json.loads((tmp_path / "b" / "result.json").read_text())["status"].startswith("diverged: step 4: loss inf")
 
 
 def test_a_run_that_does_not_stop_spiking_ends_in_words(run: Callable, tmp_path: Path, poisoned: list, capsys) -> None:
     poisoned[:] = [(64, 10**9)]
-    assert run("a", *SPIKE, "trainer.spike.max_rewinds=2")[0] == 1
+    assert run("a", *SPIKE, "trainer.max_steps=24", "trainer.spike.max_rewinds=2")[0] == 1
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert "the run has already been rewound trainer.spike.max_rewinds=2 times" in line
     result = json.loads((tmp_path / "a" / "result.json").read_text())
@@ -156,7 +165,7 @@ def test_a_run_that_does_not_stop_spiking_ends_in_words(run: Callable, tmp_path:
 def test_without_a_checkpoint_from_before_there_is_no_way_back(run: Callable, poisoned: list, capsys) -> None:
     assert run("a", *SPIKE, "checkpoint.interval=100")[0] == 1
     out = capsys.readouterr().err
-    assert "there is no checkpoint from before its samples, 60 to 71; set a smaller checkpoint.interval" in out
+    assert "there is no checkpoint from before its samples, 44 to 55; set a smaller checkpoint.interval" in out
 
 
 def test_the_band_is_the_median_and_its_deviation() -> None:

@@ -27,7 +27,8 @@ LIKE = ("step", "loss", "grad_norm", "train_accuracy", "val_accuracy")
 
 
 def test_rows_lines_and_plots_have_them(tmp_path):
-    assert train(str(tmp_path), "trainer.max_epochs=2", "optimizer.lr=3e-3", "data.micro_batch_size=4") == 0
+    words = ("data.samples=64", "trainer.max_epochs=2", "optimizer.lr=3e-3", "data.micro_batch_size=8")
+    assert train(str(tmp_path), *words, "checkpoint.interval=0") == 0
     rows = [row for row in read_metrics(tmp_path) if "loss" in row]
     assert all(16 * row["train_accuracy"] == int(16 * row["train_accuracy"]) for row in rows)
     assert rows[-1]["train_accuracy"] > rows[0]["train_accuracy"]
@@ -42,7 +43,7 @@ def test_a_lag_changes_nothing(tmp_path, monkeypatch, precision):
     for lag in (0, 1):
         with monkeypatch.context() as patch:
             patch.setattr(sys.modules["gptlite.pretrain"], "train", partial(loop.train, lag=lag))
-            assert train(str(tmp_path / str(lag)), f"precision={precision}") == 0
+            assert train(str(tmp_path / str(lag)), f"precision={precision}", "checkpoint.interval=0") == 0
         found.append([[row.get(key) for key in LIKE] for row in read_metrics(tmp_path / str(lag))])
     assert found[0] == found[1]
 

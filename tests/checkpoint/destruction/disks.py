@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-PRIVATE = ("unshare", "--user", "--map-root-user", "--mount")
+from checkpoint.destruction.forks import PRIVATE
 
 
 @cache

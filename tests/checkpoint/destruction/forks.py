@@ -6,12 +6,17 @@
 
 The server itself computes nothing and has no threads, which a fork would lose. A function is named `module:function`;
 what it returns is the exit code of its process. `wrapper` is a command that the server runs under, as `unshare ...`.
+
+In the quick tests, the server is forked from the one that ranks are forked from (distributed/ranks.py), which has
+imported torch and gptlite, and calls unshare by itself.
 """
 
 from __future__ import annotations
 
 import atexit
+import ctypes
 import importlib
+import multiprocessing
 import os
 import pickle
 import signal
@@ -22,13 +27,23 @@ import time
 import traceback
 from collections.abc import Sequence
 from functools import cache
-from multiprocessing import Pipe
+from multiprocessing import Pipe, forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
+from unittest import mock
 
 TESTS = Path(__file__).parents[2]
-PRELOAD = ("gptlite.commands.train", "gptlite.pretrain", "matplotlib.figure", "checkpoint.destruction.lives")
+PRELOAD = ("gptlite.commands.train", "gptlite.pretrain", "gptlite.models.gpt.model", "checkpoint.destruction.composed")
+PRIVATE = ("unshare", "--user", "--map-root-user", "--mount")  # a wrapper: mounts that nobody else sees
+# sched.h and sys/mount.h
+CLONE_NEWUSER, CLONE_NEWNS, MS_REC, MS_PRIVATE = 0x10000000, 0x00020000, 1 << 14, 1 << 18
+
+
+class Process(Protocol):
+    """What is asked of the server's process."""
+
+    def kill(self) -> None: ...
 
 
 class Forked:
@@ -75,15 +90,10 @@ class ForkServer:
         self._pipe, theirs = Pipe()
         paths = [str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")]
         environment = {"OMP_NUM_THREADS": "1", "MPLBACKEND": "agg", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-        with open(self._log, "wb") as log:
-            self._process = subprocess.Popen(
-                [*wrapper, sys.executable, "-u", __file__, str(theirs.fileno()), str(os.getpid())],
-                env=os.environ | environment,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                pass_fds=[theirs.fileno()],
-            )
+        from distributed.ranks import Ranks
+
+        start = self._fork if Ranks.fork and tuple(wrapper) in ((), PRIVATE) else self._spawn
+        self._process = start(wrapper, theirs, os.environ | environment)
         theirs.close()  # so that the server's end is the end of the pipe
 
     def __enter__(self) -> ForkServer:
@@ -123,9 +133,31 @@ class ForkServer:
         for pid in self._running:
             os.kill(pid, signal.SIGKILL)  # not waited for yet, so the number is still its own
         self._process.kill()
-        self._process.wait()
+        self._process.wait() if isinstance(self._process, subprocess.Popen) else self._process.join()
         self._pipe.close()
         self._folder.cleanup()
+
+    def _spawn(self, wrapper: Sequence[str], pipe: Connection, environment: dict[str, str]) -> Process:
+        with open(self._log, "wb") as log:
+            return subprocess.Popen(
+                [*wrapper, sys.executable, "-u", __file__, str(pipe.fileno()), str(os.getpid())],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=[pipe.fileno()],
+            )
+
+    def _fork(self, wrapper: Sequence[str], pipe: Connection, environment: dict[str, str]) -> Process:
+        from distributed.ranks import FORKING, PRELOADED
+
+        FORKING.set_forkserver_preload(PRELOADED)
+        with mock.patch.dict(os.environ, environment):
+            forkserver.ensure_running()
+        arguments = pipe, str(self._log), environment, os.getcwd(), bool(wrapper)
+        process = FORKING.Process(target=_forked, args=arguments)
+        process.start()
+        return process
 
     def _ask(self, *request: Any) -> Any:
         try:
@@ -157,6 +189,30 @@ def _find(function: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
+def _forked(pipe: Connection, log: str, environment: dict[str, str], folder: str, private: bool) -> None:
+    """The server as a process that was forked. It ends with the one that forked it, and that with its parent."""
+    _die_with(os.getppid())
+    multiprocessing.set_start_method(None, force=True)  # as in a new process
+    _print_to(log)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    if private:
+        _unshare()
+    _serve(pipe)
+
+
+def _unshare() -> None:
+    """As `unshare --user --map-root-user --mount`."""
+    libc, user, group = ctypes.CDLL(None, use_errno=True), os.getuid(), os.getgid()
+    if libc.unshare(CLONE_NEWUSER | CLONE_NEWNS):
+        raise OSError(ctypes.get_errno(), "unshare")
+    for name, text in (("setgroups", "deny"), ("uid_map", f"0 {user} 1"), ("gid_map", f"0 {group} 1")):
+        Path("/proc/self", name).write_text(text)
+    if libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None):
+        raise OSError(ctypes.get_errno(), "mount")
+
+
 def _serve(pipe: Connection) -> None:
     for name in PRELOAD:
         importlib.import_module(name)
@@ -176,10 +232,7 @@ def _fork(pipe: Connection, function: str, args: tuple[Any, ...], output: str, e
     try:
         _die_with(server)
         pipe.close()
-        descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-        os.dup2(descriptor, 1)
-        os.dup2(descriptor, 2)
-        os.close(descriptor)
+        _print_to(output)
         os.environ.update(env)
         code = _find(function)(*args)
     except BaseException:
@@ -190,6 +243,14 @@ def _fork(pipe: Connection, function: str, args: tuple[Any, ...], output: str, e
         os._exit(code)
 
 
+def _print_to(path: str) -> None:
+    """Appends to a file all that this process prints."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+
+
 def _status(pid: int) -> int | None:
     ended, status = os.waitpid(pid, os.WNOHANG)
     return os.waitstatus_to_exitcode(status) if ended else None
@@ -197,8 +258,6 @@ def _status(pid: int) -> int | None:
 
 def _die_with(parent: int) -> None:
     """A killed test run leaves nothing behind."""
-    import ctypes
-
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     if os.getppid() != parent:
         os._exit(1)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from checkpoint.destruction.points import Points
+from run_files import without_plots
 
 # As little of everything as there can be; a warm-up of one step, so that trainer.max_steps changes no number.
 TINY = [
@@ -67,7 +68,8 @@ def live(
             return code
         return pretrain(config, stop_signal=StopSignal()).exit_code
 
-    code = guarded(train)
+    with without_plots():
+        code = guarded(train)
     for name, count in points.counts.items():
         notes.write(f"count {name} {count}")
     notes.write(f"end {code}")
