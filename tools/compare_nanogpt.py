@@ -32,6 +32,7 @@ class Arguments:
 
 def main(arguments: Arguments) -> int:
     """Train both models, print their losses, and return the exit code."""
+    check_clone(arguments.peer)
     import torch
     from real_step import config_of
 
@@ -41,7 +42,6 @@ def main(arguments: Arguments) -> int:
     from gptlite.optimizer.clip import clip_grad_norm
     from gptlite.optimizer.config import AdamWConfig
 
-    check_clone(arguments.peer)
     torch.manual_seed(0)
     peer = nanogpt_model(arguments.peer, SIZE, bias=True)
     ours = GPT(replace(config_of(SIZE), bias=True, mlp=MLPKind.gelu_erf))
