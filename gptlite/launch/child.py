@@ -32,7 +32,7 @@ def main() -> NoReturn:
     try:
         config = from_yaml(Path(folder, "config.yaml").read_text(encoding="utf-8"), imports=True)
         ended = start_ranks(config, int(world), float(started))
-        answer = {"exit_code": ended.exit_code}
+        answer = {"exit_code": ended.exit_code, "reason": ended.reason}
     except ConfigError as error:
         answer = {"refused": str(error)}
     write_whole(Path(folder, ANSWER), json.dumps(answer))
