@@ -43,6 +43,7 @@ def run(
             code = process.wait(timeout)
         finally:
             process.kill()
+            process.wait()
         texts = [os.pread(each.fileno(), os.fstat(each.fileno()).st_size, 0).decode() for each in (out, err)]
     return subprocess.CompletedProcess(words, code, *texts)
 
@@ -170,8 +171,7 @@ def _main(words: list[str], folder: str, environment: dict[str, str], out: int, 
     words = words[len(flags) :]
     given = [each for each in environment.get("PYTHONPATH", "").split(os.pathsep) if each]
     first = [] if "-P" in flags else [_first(words)]
-    # Last comes the folder of this file, which the processes of ranks import.
-    sys.path[:] = [*first, *given, *(each for each in sys.path if each != str(TESTS)), str(TESTS)]
+    sys.path[:] = [*first, *given, *(each for each in sys.path if each != str(TESTS))]
     try:
         with _forking():
             _run(words)

@@ -54,10 +54,12 @@ def refusal(action):
     return str(caught.value)
 
 
-# auto has no degrees of its own: tests/plan/test_search.py
-@pytest.mark.parametrize("name", sorted({path.stem for path in (CONF_DIR / "parallelism").glob("*.yaml")} - {"auto"}))
+@pytest.mark.parametrize("name", sorted(path.stem for path in (CONF_DIR / "parallelism").glob("*.yaml")))
 def test_every_preset_runs_as_it_is_on_a_cpu(name):
     config = load([f"parallelism={name}", *NEEDS.get(name, [])])
+    assert from_yaml(to_yaml(config)) == config
+    if name == "auto":  # which has no degrees of its own: tests/plan/test_search.py
+        return
     layout = Layout(PRESETS[name], (CONTEXT.get(name, 1),))
     assert check_world(config, wanted_world(config.parallelism, gpus=0)) == layout
     assert config.parallelism.zero == ZERO.get(name, 0)

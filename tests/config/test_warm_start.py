@@ -9,11 +9,10 @@ from token_folders import write_folder
 from yaml import safe_load
 
 from gptlite.checkpoint.compare import compare_configs
+from gptlite.commands.train import main
 from gptlite.config import CONF_DIR, load, to_dict, to_yaml
 from gptlite.config.warm_start import model_overrides
 from gptlite.data.tokenizer import CharTokenizer
-from gptlite.errors import ConfigError
-from gptlite.launch.launcher import launch
 
 TRAIN = CONF_DIR.parent / "train.py"
 MODEL = (
@@ -62,31 +61,23 @@ def test_the_command_composes_it_and_remembers_it(checkpoint):
     assert (model["num_layers"], model["d_model"], model["vocab_size"]) == (2, 768, 257)
 
 
-@pytest.fixture
-def larger(checkpoint, tmp_path):
-    """Overrides of a run that begins with the checkpoint's weights, with data of more ids."""
+@pytest.mark.parametrize("more", [(), ("parallelism=ddp",)])
+def test_data_with_more_ids_than_the_weights_is_refused_before_a_rank_starts(
+    checkpoint, tmp_path, more, monkeypatch, capsys
+):
     folder = write_folder(tmp_path / "big", CharTokenizer(map(chr, range(200, 700))))
     data = ("data=tokens", f"data.path={folder}", f"run.dir={tmp_path / 'new'}")
-    return [f"checkpoint.resume={checkpoint}", "checkpoint.load=weights", *data]
-
-
-def test_data_with_more_ids_than_the_weights_is_refused(larger, tmp_path):
-    done = call(*larger)
-    assert done.returncode == 2
-    check_refusal(done.stderr.strip().splitlines()[-1], tmp_path / "new")
-
-
-def test_data_with_more_ids_than_the_weights_is_refused_before_a_rank_starts(larger, tmp_path):
-    with pytest.raises(ConfigError) as refusal:
-        launch(load([*larger, "parallelism=ddp"]), 0.0)
-    check_refusal(str(refusal.value), tmp_path / "new")
-
-
-def check_refusal(line: str, new: Path) -> None:
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")  # which the command sets
+    given = (f"checkpoint.resume={checkpoint}", "checkpoint.load=weights", *data, *more)
+    monkeypatch.setattr(sys, "argv", [str(TRAIN), *given])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 2
+    line = capsys.readouterr().err.strip().splitlines()[-1]
     assert "has a vocabulary size of 257, less than the 502" in line
     assert "leave out checkpoint.resume and checkpoint.load" in line
     assert "model.vocab_size" not in line  # no value of it would do
-    assert not new.exists()
+    assert not (tmp_path / "new").exists()
 
 
 def test_another_model_is_refused_by_what_helps():

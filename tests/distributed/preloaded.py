@@ -3,6 +3,7 @@
 import gc
 
 import composition
+import forked  # noqa: F401 - which programs import to start ranks, and may not have on their path
 import matplotlib.backends.backend_agg
 import matplotlib.figure  # noqa: F401
 import pytest  # noqa: F401 - in the test files that have functions for ranks

@@ -26,6 +26,7 @@ STAGES = {
     "1f1b": ("parallelism.pipeline=2", "parallelism.schedule=1f1b", "data.micro_batch_size=4"),
     "zero bubble": ("parallelism.pipeline=2", "parallelism.schedule=zero_bubble", "data.micro_batch_size=2"),
 }
+SLOW = dict.fromkeys(("zero1", "1f1b"), pytest.mark.slow)  # of which others take every step
 
 
 @pytest.fixture(scope="module")
@@ -77,14 +78,14 @@ def test_one_process_equals_a_plain_loop(alone, name, module):
     assert alone[name]["samples"] == [8] * LAST
 
 
-@pytest.mark.parametrize("name", DATA)
+@pytest.mark.parametrize("name", [pytest.param(each, marks=SLOW.get(each, ())) for each in DATA])
 def test_two_data_ranks_equal_one_process(two, alone, name):
     for found in two.run("engine.loops:train", "net", LAST, *DATA[name], timeout=300):
         near(found, alone["net"])
         assert found["samples"] == [8] * LAST
 
 
-@pytest.mark.parametrize("name", STAGES)
+@pytest.mark.parametrize("name", [pytest.param(each, marks=SLOW.get(each, ())) for each in STAGES])
 def test_a_pipeline_equals_one_process(two, alone, name):
     for found in two.run("engine.loops:train", "stages", LAST, *STAGES[name], timeout=300):
         near(found, alone["stages"])

@@ -28,9 +28,9 @@ SOURCES = {
     "units.py": "",
     "build.py": "",
     "include/gptlite_kernels.h": "",
-    "cpu/dispatch.cpp": """extern "C" __attribute__((visibility("default"))) const char* gptlite_cpu_isa() {
-      return "tiny";
-    }""",
+    "cpu/dispatch.cpp": """#define EXPORTED extern "C" __attribute__((visibility("default")))
+    EXPORTED const char* gptlite_cpu_isa() { return "tiny"; }
+    EXPORTED int gptlite_cpu_limit_isa(const char*) { return 0; }""",
     # A name of its own: the real library may be loaded in the process that is forked.
     "binding/schemas.cpp": "#include <torch/csrc/stable/library.h>\n"
     'STABLE_TORCH_LIBRARY(gptlite_tiny, m) { m.def("twice(Tensor x) -> Tensor"); }',

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from functools import cache
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from marking import marked
@@ -34,9 +35,9 @@ found = re.search(r"AnonHugePages: *([0-9]+) kB", open("/proc/self/smaps_rollup"
 print(faults, int(found[1]) * 1024)
 """
 
-# Prints the bytes in huge pages of a rank's first tensors, made where its training would begin.
+# Prints the same of a rank's first tensors, made where its training would begin.
 RANK = """
-import os, re, sys, tempfile
+import os, re, resource, sys, tempfile
 from pathlib import Path
 from gptlite.launch import worker
 from gptlite.config import load, to_yaml
@@ -44,9 +45,14 @@ from gptlite.launch.starter import Starter
 
 def train_rank(*given, **also):
     import torch
+    torch.set_num_threads(1)
     first = torch.ones(16 * 2**20)
+    del first
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    second = torch.ones(15 * 2**20)
+    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
     found = re.search(r"AnonHugePages: *([0-9]+) kB", open("/proc/self/smaps_rollup").read())
-    print(int(found[1]) * 1024, flush=True)
+    print(faults, int(found[1]) * 1024, flush=True)
     return 0
 
 worker.train_rank = train_rank
@@ -70,6 +76,7 @@ def measured(how: str, **environment: str) -> tuple[int, int]:
     return int(faults), int(huge)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="only there malloc is told so")
 def test_freed_memory_is_kept():
     assert measured("kept")[0] < 64
@@ -84,18 +91,33 @@ def test_other_processes_give_it_back():
     assert huge < 8 * MIB or not HUGE.exists() or "[madvise]" not in HUGE.read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not HUGE.exists() or "[never]" in HUGE.read_text(), reason="this kernel gives no huge pages")
 def test_large_tensors_are_in_huge_pages():
     assert measured("kept")[1] >= 32 * MIB
 
 
 @pytest.mark.parametrize("starter", marked(["ours", "torchrun"], 1, 1))
-@pytest.mark.skipif(not HUGE.exists() or "[never]" in HUGE.read_text(), reason="this kernel gives no huge pages")
-def test_so_are_those_of_each_rank(starter):
+@pytest.mark.skipif(sys.platform != "linux", reason="only there malloc is told so")
+def test_each_rank_keeps_its_memory_and_has_it_in_huge_pages(starter):
     given = {key: value for key, value in os.environ.items() if key != "THP_MEM_ALLOC_ENABLE"}
     command = [sys.executable, "-c", RANK, starter]
     found = subprocess.run(command, env=given, capture_output=True, text=True, timeout=120, check=False)
-    assert int(found.stdout) >= 32 * MIB, found.stderr
+    assert found.stdout, found.stderr
+    faults, huge = map(int, found.stdout.split())
+    assert faults < 64
+    assert huge >= 32 * MIB or not HUGE.exists() or "[never]" in HUGE.read_text()
+
+
+class Kept(Exception):
+    """That memory is to be kept."""
+
+
+def test_a_command_keeps_its_memory_before_all_else(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(launcher, "keep_freed_memory", mock.Mock(side_effect=Kept))
+    monkeypatch.setattr(launcher, "planned", None)
+    with pytest.raises(Kept):
+        launcher.launch(load(["run.dir=unused"]), 0.0)
 
 
 def test_a_rank_of_torchrun_keeps_its_memory_before_it_trains(monkeypatch: pytest.MonkeyPatch):

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from run_files import without_plots
 from torch import Tensor, nn
 
 from gptlite.config import load
@@ -117,6 +116,8 @@ def config_of(*overrides: str):
 
 def train(folder: str, *overrides: str) -> int:
     """On every rank of a world."""
+    from run_files import without_plots  # not above: tests copy this file, as a plugin in a folder of its own
+
     from gptlite.pretrain import pretrain
 
     with without_plots():

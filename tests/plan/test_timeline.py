@@ -24,7 +24,7 @@ CASES = [
     if rule.runs(ranks, count)
 ]
 
-LONG = [(*case, 64) for case in dict.fromkeys(case[:3] for case in CASES)]
+LONG = [(*case, 64) for case in dict.fromkeys(case[:3] for case in CASES) if SCHEDULES[case[0]].runs(case[1], 64)]
 SETS = pytest.mark.parametrize("cases", marked([CASES, LONG], quick=1, slow=1, name=lambda cases: f"{len(cases)}"))
 
 

@@ -341,9 +341,12 @@ def test_a_put_off_evaluation_is_made_up_for(run, tmp_path: Path, monkeypatch: p
 
 
 def test_old_configurations_are_kept(tiny: list[str], begun: Path) -> None:
+    words = [*tiny, f"run.dir={begun}", "run.name=a"]
+    folder = RunFolder(load(words), Mesh(torch.device("cpu")))
+
     def write(steps: int) -> None:
-        config = load([*tiny, f"run.dir={begun}", "run.name=a", f"trainer.max_steps={steps}"])
-        RunFolder(config, Mesh(torch.device("cpu"))).write_config()
+        folder.config = load([*words, f"trainer.max_steps={steps}"])
+        folder.write_config()
 
     for steps in (3, 4):
         write(steps)

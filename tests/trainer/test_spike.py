@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from run_files import differing, read_metrics
+from run_files import differing, meta, read_metrics
 
-from gptlite.checkpoint.manifest import read_manifest
 from gptlite.config import load
 from gptlite.data.batches import BatchSchedule
 from gptlite.data.loader import Batch, Loader
@@ -77,9 +76,9 @@ def test_a_run_goes_on_as_if_it_had_never_read_what_made_the_spike(
     order = [json.loads(line) for line in (folder / "data_order.jsonl").read_text().splitlines()]
     order = [row for row in order if "spike_step" in row]
     assert order == [{"step": 10, "spike_step": 14, "skipped": list(SKIPPED)}]
-    meta = read_manifest(folder / "checkpoints" / "step-00000016").meta
-    assert meta["skipped_samples"] == [list(SKIPPED)]
-    assert (meta["consumed_samples"], meta["tokens"]) == (16 * 4 + 12, 16 * 4 * 32)
+    stored = meta(folder, 16)
+    assert stored["skipped_samples"] == [list(SKIPPED)]
+    assert (stored["consumed_samples"], stored["tokens"]) == (16 * 4 + 12, 16 * 4 * 32)
 
     known = BatchSchedule(4).skipping([SKIPPED])
     monkeypatch.setattr("gptlite.data.build.batch_schedule", lambda *_: known)
@@ -129,6 +128,13 @@ def test_checkpoints_from_within_the_spike_are_renamed(run: Callable, tmp_path: 
     assert folders[2].startswith("superseded-step-00000012-")
     assert "Resuming from step-00000008" in (tmp_path / "a" / "train.log").read_text()
     assert differing(tmp_path / "a", spiked, 16) == [], "from another checkpoint, or not repeatable"
+
+
+def test_a_resumed_run_still_leaves_out_what_made_the_spike(run: Callable, spiked: Path) -> None:
+    assert run("spiked", *SPIKE, "trainer.max_steps=17")[0] == 0
+    stored = meta(spiked, 17)
+    assert stored["skipped_samples"] == [list(SKIPPED)]
+    assert stored["consumed_samples"] == 17 * 4 + 12
 
 
 def test_a_gradient_that_is_not_finite_is_a_spike_at_once(

@@ -29,8 +29,9 @@ from collections.abc import Sequence
 from functools import cache
 from multiprocessing import Pipe, forkserver
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from unittest import mock
 
 TESTS = Path(__file__).parents[2]
@@ -40,10 +41,7 @@ PRIVATE = ("unshare", "--user", "--map-root-user", "--mount")  # a wrapper: moun
 CLONE_NEWUSER, CLONE_NEWNS, MS_REC, MS_PRIVATE = 0x10000000, 0x00020000, 1 << 14, 1 << 18
 
 
-class Process(Protocol):
-    """What is asked of the server's process."""
-
-    def kill(self) -> None: ...
+Process = subprocess.Popen[bytes] | BaseProcess
 
 
 class Forked:

@@ -1,0 +1,75 @@
+"""Forked programs end, print and find modules as new Python processes do."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import forked
+import pytest
+from distributed.ranks import TESTS, Ranks
+
+SEEN = """
+import json, os, sys
+print(json.dumps([sys.argv, os.getcwd(), sys.path[:2], os.environ["GIVEN"], __name__]))
+print(sorted(os.environ.keys() - {"LC_CTYPE"}))  # which Python sets in a locale of ASCII
+"""
+
+
+def new(*words: str, folder: Path, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *words], cwd=folder, env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+@pytest.mark.parametrize("words", [("-c", SEEN), ("-m", "seen"), ("seen.py",)], ids=["code", "module", "file"])
+def test_what_a_program_is_given(words: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "seen.py").write_text(SEEN)
+    environment = {"PATH": os.environ["PATH"], "GIVEN": "x", "PYTHONPATH": "/somewhere"}
+    found, expected = (
+        run(*words, "a", "b c", folder=tmp_path, environment=environment).stdout.splitlines()
+        for run in (forked.run, new)
+    )
+    assert found[1] == expected[1]
+    seen, wanted = (json.loads(lines[0]) for lines in (found, expected))
+    wanted[2][0] = wanted[2][0] or str(tmp_path)  # of -c
+    assert seen == wanted
+
+
+@pytest.mark.parametrize(
+    ("code", "status"),
+    [
+        ("import sys; print('out'); print('err', file=sys.stderr); sys.exit(3)", 3),
+        ("print('out'); raise SystemExit('err')", 1),
+        ("print('out'); 1 / 0", 1),
+        ("print('out', flush=True); raise KeyboardInterrupt", -signal.SIGINT),
+        ("import atexit; atexit.register(print, 'out')", 0),
+        ("import os; print('out', flush=True); os._exit(7)", 7),
+    ],
+)
+def test_how_a_program_ends(code: str, status: int, tmp_path: Path) -> None:
+    done = forked.run("-c", code, folder=tmp_path)
+    assert (done.returncode, done.stdout) == (status, "out\n")
+    assert ("err" in done.stderr) == ("err" in code)
+    assert ("ZeroDivisionError" in done.stderr) == ("1 / 0" in code)
+
+
+def test_a_program_does_not_find_the_modules_of_tests(tmp_path: Path) -> None:
+    assert (TESTS / "token_folders.py").is_file()
+    assert "No module named 'token_folders'" in forked.run("-c", "import token_folders", folder=tmp_path).stderr
+
+
+def test_a_program_that_takes_too_long_is_killed(tmp_path: Path) -> None:
+    with pytest.raises(subprocess.TimeoutExpired):
+        forked.run("-c", "import os, time; open(str(os.getpid()), 'w'); time.sleep(60)", folder=tmp_path, timeout=1)
+    (noted,) = tmp_path.iterdir()
+    assert not Path("/proc", noted.name).exists()
+
+
+def test_they_are_new_processes_in_the_slow_tests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = "import sys; print('torch' in sys.modules)"
+    assert forked.run("-c", code, folder=tmp_path).stdout == "True\n"
+    monkeypatch.setattr(Ranks, "fork", False)
+    assert forked.run("-c", code, folder=tmp_path).stdout == "False\n"
