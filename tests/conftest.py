@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import hashlib
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -80,6 +81,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background of a script, and so in what tests start
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if "not slow" in config.option.markexpr:
         Ranks.fork = True
         compose.compose = composition.compose

@@ -24,7 +24,7 @@ from typing import IO, Any
 from unittest import mock
 
 import torch
-from distributed.ranks import FORKING, PRELOADED, TESTS, Ranks
+from distributed.ranks import FORKING, PRELOADED, TESTS, Ranks, die_with
 from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
 from gptlite.launch import api
@@ -151,7 +151,8 @@ def _detached(descriptor: Any) -> int:
 
 
 def _main(words: list[str], folder: str, environment: dict[str, str], out: int, err: int) -> None:
-    """The program, in its process."""
+    """The program, in its process, which ends with the server."""
+    die_with(os.getppid())
     os.setsid()
     multiprocessing.set_start_method(None, force=True)  # for the workers of a data loader; here it is forkserver
     for descriptor, standard in ((out, 1), (err, 2)):

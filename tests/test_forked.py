@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import forked
@@ -73,3 +74,31 @@ def test_they_are_new_processes_in_the_slow_tests(tmp_path: Path, monkeypatch: p
     assert forked.run("-c", code, folder=tmp_path).stdout == "True\n"
     monkeypatch.setattr(Ranks, "fork", False)
     assert forked.run("-c", code, folder=tmp_path).stdout == "False\n"
+
+
+LEFT = """
+import forked
+from distributed.ranks import Ranks
+left = forked.Popen(["python", "-c", "import time; time.sleep(600)"])
+Ranks.end_server()
+print(left.pid)
+"""
+
+
+@pytest.mark.slow
+def test_what_a_test_left_running_ends_with_the_tests(tmp_path: Path) -> None:
+    environment = os.environ | {"PYTHONPATH": f"{TESTS}{os.pathsep}{TESTS.parent}"}
+    done = new("-c", LEFT, folder=tmp_path, environment=environment)
+    until = time.monotonic() + 20
+    while Path("/proc", done.stdout.strip()).exists():
+        assert time.monotonic() < until, done.stderr
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+def test_programs_can_be_interrupted_though_the_tests_cannot(tmp_path: Path) -> None:
+    """The background of a script ignores SIGINT, and hands this down."""
+    words = ["-m", "pytest", "-p", "no:cacheprovider", "-n", "1", f"{TESTS}/test_forked.py::test_how_a_program_ends"]
+    command = [sys.executable, *words, "-k", "KeyboardInterrupt"]
+    code = f"import os, signal; signal.signal(signal.SIGINT, signal.SIG_IGN); os.execv({command[0]!r}, {command!r})"
+    assert "1 passed" in new("-c", code, folder=TESTS.parent, environment=dict(os.environ)).stdout

@@ -18,6 +18,7 @@ from __future__ import annotations
 import importlib
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -159,8 +160,11 @@ class Ranks:
 
     @staticmethod
     def end_server() -> None:
-        """End the process that ranks are forked from, so that its processor time counts as this process's."""
-        forkserver._forkserver._stop()  # type: ignore[attr-defined]
+        """End the process that ranks are forked from, and any that is left, so that their time counts as this one's."""
+        server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+        if server._forkserver_pid is not None:
+            os.kill(server._forkserver_pid, signal.SIGKILL)  # asked to end, it waits for all that it has forked
+            server._stop()
 
     def _log(self, rank: int) -> Path:
         return Path(self._folder.name) / f"{rank}.log"
@@ -248,13 +252,13 @@ class GrowingRanks:
 def _spawned() -> None:
     """A rank that is a new process."""
     descriptor, parent, join, timeout = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])
-    _die_with(parent)
+    die_with(parent)
     _serve(Connection(descriptor), bool(join), timeout)
 
 
 def _forked(pipe: Connection, log: str, environment: dict[str, str], folder: str, join: bool, timeout: float) -> None:
     """A rank of the server, which ends with the server and that with its parent."""
-    _die_with(os.getppid())
+    die_with(os.getppid())
     multiprocessing.set_start_method(None, force=True)  # for the workers of a data loader; here it is forkserver
     descriptor = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     for standard in (1, 2):
@@ -284,10 +288,9 @@ def _serve(pipe: Connection, join: bool, timeout: float) -> None:
         pipe.send(result)
 
 
-def _die_with(parent: int) -> None:
+def die_with(parent: int) -> None:
     """A killed test run leaves no ranks behind."""
     import ctypes
-    import signal
 
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     if os.getppid() != parent:
