@@ -319,7 +319,10 @@ class _Stage:
             gathered, ahead = (each * self.frees * (not self.split) for each in (bucket.gathered, bucket.ahead))
             reductions = bucket.reductions * (reduces and not self.split)
             for count in (1, bucket.times - 1):
-                blocks = self.tape((profile.blocks_back[kind] for kind in reversed(bucket.kinds)), self.added, given)
+                last, *others = reversed(bucket.kinds)
+                segments = [(profile.blocks_back if given else profile.received)[last]]
+                segments += [profile.blocks_back[kind] for kind in others]
+                blocks = self.tape(segments, self.added, given)
                 reduced, before = self.reduced(reductions, before)
                 tape += repeated([gathered + ahead, *blocks, -gathered, *reduced, -ahead], count)
                 given = True

@@ -45,7 +45,8 @@ from gptlite.trainer.build import build_parts
 class _Part:
     """A part of the model being recorded. `marks` maps names of segments to the indices in the watch's log at which
     segments begin. The sets hold numbers of storages: `gradients` of the parameters' gradients, `entered` of the
-    blocks' inputs, `upstream` of the gradients of the blocks' outputs, and `unseen` of storages that are not counted.
+    blocks' inputs, `upstream` of the gradients of the blocks' outputs, `strided` of those among them that are not
+    contiguous, and `unseen` of storages that are not counted. `buffers` holds received gradients.
     """
 
     work: Workload
@@ -57,6 +58,8 @@ class _Part:
     entered: set[int] = field(default_factory=set)
     upstream: set[int] = field(default_factory=set)
     unseen: set[int] = field(default_factory=set)
+    strided: set[int] = field(default_factory=set)
+    buffers: list[Tensor] = field(default_factory=list)
 
     def mark(self, name: str) -> None:
         """Begin a segment, unless a segment of that name has begun already."""
@@ -118,6 +121,13 @@ class _Part:
         not counted, because the estimate counts them as buffers of the pipeline."""
         return self.uncounted(torch.zeros(block_input(self.work, block), dtype=self.model.dtype))
 
+    def received(self, gradient: Tensor) -> Tensor:
+        """Return a gradient as it is received from another stage: contiguous, and in a buffer that the pipeline holds
+        and the estimate counts."""
+        self.buffers.append(gradient.contiguous())
+        self.unseen.update(self.numbers([gradient, self.buffers[-1]]))
+        return self.buffers[-1]
+
     def forward(self, x: Any, targets: Any, tokens: Tensor | None = None) -> Tensor:
         """Run the part on a micro-batch."""
         numbers = self.uncounted(torch.zeros(self.work.micro_batch_size, dtype=torch.int64))
@@ -131,8 +141,17 @@ class _Part:
 
 def record(work: Workload, tp_rank: int = 0) -> Profile:
     """Return the profile of a workload's model, recorded at the workload's micro-batch size."""
+    profile, strided = _record(work, tp_rank)
+    if strided and work.layout.size("pp") > 1:
+        return replace(profile, received=_record(work, tp_rank, receives=True)[0].blocks_back)
+    return profile
+
+
+def _record(work: Workload, tp_rank: int, receives: bool = False) -> tuple[Profile, bool]:
+    """Return a profile, and True if a block's output has a gradient that is not contiguous. `receives`: make these
+    gradients contiguous, as they are if they come from another stage."""
     with _recorded(work, tp_rank, BLOCKS) as part:
-        numbers = [f"{number}" for number in _mark_blocks(part)]
+        numbers = [f"{number}" for number in _mark_blocks(part, receives)]
         loss = part.forward(*part.uncounted(zero_batch(work)))
         loss.register_hook(lambda _: part.mark("end back"))
         loss.backward()
@@ -143,7 +162,8 @@ def record(work: Workload, tp_rank: int = 0) -> Profile:
     begin, *blocks, end = (part.segment(*each, entered=each[0] in numbers) for each in pairwise(there))
     end_back, *blocks_back, begin_back = (part.segment(*each) for each in pairwise(back))
     kept = slice(-1, None) if repeats(work.model) else slice(None)
-    return Profile(begin, tuple(blocks[kept]), end, begin_back, tuple(blocks_back[::-1][kept]), end_back)
+    back_kept = tuple(blocks_back[::-1][kept])
+    return Profile(begin, tuple(blocks[kept]), end, begin_back, back_kept, end_back, back_kept), bool(part.strided)
 
 
 def record_halves(work: Workload, blocks: range | None) -> Halves:
@@ -262,8 +282,9 @@ def _own_parameters(model: Model, module: nn.Module, gathers: Policy | None) -> 
             setattr(each, name, nn.Parameter(parameter.detach().to(dtype or parameter.dtype), parameter.requires_grad))
 
 
-def _mark_blocks(part: _Part) -> list[int]:
-    """Register hooks that begin a segment at each block, forward and backward. Returns the blocks' numbers."""
+def _mark_blocks(part: _Part, receives: bool = False) -> list[int]:
+    """Register hooks that begin a segment at each block, forward and backward. Returns the blocks' numbers. `receives`:
+    see `_record`."""
     blocks = part.model.blocks(part.module)
     if not blocks:
         return []
@@ -276,6 +297,8 @@ def _mark_blocks(part: _Part) -> list[int]:
     )
     for (number, block), before in zip(blocks.items(), [None, *blocks], strict=False):
         block.register_forward_pre_hook(partial(_enter, part, f"{number}", before), prepend=True)
+        if receives:
+            block.register_forward_hook(lambda _, __, out: _at_gradients(out, part.received))
         block.register_forward_hook(partial(_leave, part, f"{number} back"))
     last.register_forward_hook(lambda *_: part.mark("end"))
     return list(blocks)
@@ -291,13 +314,15 @@ def _enter(part: _Part, name: str, before: int | None, block: nn.Module, args: A
 def _leave(part: _Part, name: str, block: nn.Module, args: Any, out: Any) -> None:
     def given(gradient: Tensor) -> None:
         part.mark(name)
-        part.upstream.update(part.numbers(gradient))
+        part.upstream.update(held := part.numbers(gradient))
+        part.strided.update(() if local_tensor(gradient).is_contiguous() else held)
 
     _at_gradients(out, given)
 
 
-def _at_gradients(values: Any, then: Callable[[Tensor], None]) -> None:
-    """Call `then` with the gradient of each tensor among `values` when the backward pass has computed it."""
+def _at_gradients(values: Any, then: Callable[[Tensor], Tensor | None]) -> None:
+    """Call `then` with the gradient of each tensor among `values` when the backward pass has computed it. A result
+    replaces the gradient."""
     for each in tree_leaves(values):
         if isinstance(each, Tensor) and each.requires_grad:
             each.register_hook(then)

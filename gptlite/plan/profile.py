@@ -112,7 +112,8 @@ class Halves:
 @dataclass(frozen=True)
 class Profile:
     """Segments of a model's forward pass, and of its backward pass in the fields that end in `back`. `blocks` has one
-    segment per kind of block."""
+    segment per kind of block. `received`: `blocks_back` of blocks whose output's gradient was received from the next
+    stage, and so is contiguous."""
 
     begin: Segment
     blocks: tuple[Segment, ...]
@@ -120,6 +121,7 @@ class Profile:
     begin_back: Segment
     blocks_back: tuple[Segment, ...]
     end_back: Segment
+    received: tuple[Segment, ...]
 
     @cached_property
     def pairs(self) -> list[tuple[Segment, Segment]]:

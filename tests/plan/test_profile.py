@@ -138,13 +138,13 @@ TOYS = {
 
 @pytest.mark.parametrize(("world", "words"), [(world, words) for world, each in TOYS.items() for words in each])
 def test_the_second_model_is_planned_as_it_is_simulated(world, words):
-    """Model state and transfers exactly, activations within 5%, with nothing written for it."""
+    """Model state and transfers exactly, activations within 1%, with nothing written for it."""
     work = toy_work(world, *words.split())
     for rank in range(work.layout.size("pp")):
         found, planned = simulate(work, rank * (world // work.layout.size("pp"))), estimate(work, rank)
         state = [(each.parameters, each.gradients, each.optimizer) for each in (found.peak, planned)]
         assert state[0] == state[1]
-        assert planned.activations == pytest.approx(found.peak.activations, rel=0.05)
+        assert planned.activations == pytest.approx(found.peak.activations, rel=0.01)
         assert set(transfers(work, rank)) == set(found.transfers)
 
 
