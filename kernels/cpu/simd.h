@@ -402,7 +402,7 @@ GPTLITE_INLINE void for_columns(int64_t width, Body body) {
 template <int count, class Body>
 GPTLITE_INLINE void sum_columns(int64_t width, float (&sums)[count], Body body) {
   constexpr int accumulators = count == 1 ? 4 : 2;
-  constexpr int64_t block = 4096;
+  constexpr int64_t block = 256 * kLanes;  // at most 128 terms are added in each lane
   Vec totals[count] = {};
   for (int64_t first = 0; first < width; first += block) {
     Vec terms[accumulators][count] = {};
