@@ -1,4 +1,4 @@
-"""Name and instruction sets of this machine's CPU, as the libraries may use them."""
+"""Name, cores and instruction sets of this machine's CPU, as the libraries may use them."""
 
 import os
 
@@ -45,6 +45,11 @@ def cpu_level() -> str:
 def cpu_name() -> str:
     """Return the name of the CPU; empty if the operating system does not report it."""
     return _cpuinfo("model name")
+
+
+def cpu_cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _level_of(flag: str) -> str:

@@ -6,8 +6,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 import pytest
 
-from gptlite.cpu import LIMITS, cpu_level, cpu_name
-from gptlite.plan.local import cpu_cores
+from gptlite.cpu import LIMITS, cpu_cores, cpu_level, cpu_name
 
 PACKAGES = ("torch", "numpy", "hydra-core", "transformers")
 

@@ -60,8 +60,8 @@ def main() -> NoReturn:
 
 def prepare(arguments: Arguments) -> int:
     """Prepare the folder and return the exit code."""
+    from gptlite.cpu import cpu_cores
     from gptlite.data.find_tokenizer import find_tokenizer
-    from gptlite.plan.local import cpu_cores
     from gptlite.preprocess.pool import WorkerDied
     from gptlite.preprocess.run import preprocess
     from gptlite.preprocess.settings import make_settings

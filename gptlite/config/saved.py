@@ -9,8 +9,7 @@ from dataclasses import fields, is_dataclass
 from enum import Enum
 from functools import cache
 from pathlib import Path
-from types import NoneType
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -27,27 +26,10 @@ LENGTHS = ("trainer.max_steps", "trainer.max_epochs")  # setting one replaces th
 
 def to_dict(config: Config) -> dict[str, Any]:
     """Convert a configuration to nested dicts, with the names of enum members, for YAML, manifests and trackers."""
-    return _plain(config) | {"schemas": schema_names(config)}
-
-
-def _plain(value: Any, hint: Any = None) -> Any:
-    """Convert a value annotated with `hint` to dicts, lists and scalars, and an int to the float that its field is."""
-    if is_dataclass(value):  # by hand: OmegaConf.structured validates each value, and takes 25 ms
-        hints = _hints(type(value))
-        return {item.name: _plain(getattr(value, item.name), hints[item.name]) for item in fields(value)}
-    if NoneType in get_args(hint):
-        hint = next(each for each in get_args(hint) if each is not NoneType)
-    inner = next(reversed(get_args(hint)), None)
-    if isinstance(value, Mapping):
-        return {key: _plain(each, inner) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(each, inner) for each in value]
-    if isinstance(value, Enum):
-        return value.name
-    return float(value) if hint is float and type(value) is int else value
-
-
-_hints = cache(get_type_hints)
+    # resolve=False: the values are already resolved, and interpolations in saved overrides must stay as typed.
+    container = OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True, resolve=False)
+    assert isinstance(container, dict)
+    return {str(key): value for key, value in container.items()} | {"schemas": schema_names(config)}
 
 
 def to_yaml(config: Config) -> str:

@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from gptlite.cpu import cpu_flags, cpu_name
+from gptlite.cpu import cpu_cores, cpu_flags, cpu_name
 from gptlite.errors import ConfigError
 from gptlite.invocation import command
 from gptlite.plan.config import ClusterConfig, LinkConfig
@@ -172,8 +172,3 @@ def assumed() -> ClusterConfig:
 def physical_gib() -> float:
     """Return the physical memory of this machine in GiB."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-
-
-def cpu_cores() -> int:
-    """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

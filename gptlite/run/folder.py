@@ -66,7 +66,6 @@ class RunFolder:
         self.checkpointer = Checkpointer(config.checkpoint, self.path, mesh, self.layout)
         from_main(mesh, self._refuse_folder)
         self.resume_from = self.checkpointer.find(config.checkpoint.resume, self.log)
-        self._converted: tuple[Config, str] | None = None  # the configuration, and the same as YAML
         self._saved: Config | None = None  # that of the checkpoint, on rank 0
         if self.resume_from is not None:
             from_main(mesh, self._refuse_checkpoint)
@@ -176,7 +175,7 @@ class RunFolder:
     def save(self, state: TrainState) -> Path:
         """Save a checkpoint of the state, or start an asynchronous save. Return its folder. Raises SaveFailed."""
         with self._failing_in_words(f"the checkpoint of step {state.step}"):
-            return self.checkpointer.save(state.tensors(), state.meta(), self._text(), self.tokenizer, self.log)
+            return self.checkpointer.save(state.tensors(), state.meta(), to_yaml(self.config), self.tokenizer, self.log)
 
     def rewind(self, state: TrainState, spike: Spike) -> Path | None:
         """Load the newest intact checkpoint from before the spike's samples, and make the state skip these samples.
@@ -330,14 +329,8 @@ class RunFolder:
         with suppress(OSError), open(self.path / LOG, "r+", encoding="utf-8") as log:
             self._try_lock(log)
 
-    def _text(self) -> str:
-        """Return the configuration as YAML, for config.yaml and each checkpoint. Converted once, which takes 15 ms."""
-        if self._converted is None or self._converted[0] is not self.config:
-            self._converted = self.config, to_yaml(self.config)
-        return self._converted[1]
-
     def _write_config(self) -> None:
-        target, text = self.path / "config.yaml", self._text()
+        target, text = self.path / "config.yaml", to_yaml(self.config)
         if target.exists() and (old := target.read_text(encoding="utf-8")) != text:
             number = 1
             while (kept := self.path / f"config.{number}.yaml").exists():

@@ -1,13 +1,14 @@
 """A run by our kernels, by the references, and on a machine that cannot compile."""
 
+import os
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
+import forked
 import pytest
 import torch
 from run_files import snapshot
-from trainer import command
 
 from gptlite.config import load
 from gptlite.parallelism.mesh import Mesh
@@ -54,14 +55,14 @@ def test_the_banner_leaves_out_ops_that_the_model_does_not_run(banner: Callable[
 
 @pytest.fixture
 def without_compiler(tmp_path: Path) -> dict[str, str]:
-    return {"PATH": str(tmp_path / "nothing"), "XDG_CACHE_HOME": str(tmp_path / "home"), "CXX": ""}
+    return os.environ | {"PATH": str(tmp_path / "nothing"), "XDG_CACHE_HOME": str(tmp_path / "home"), "CXX": ""}
 
 
 def test_a_machine_without_a_compiler_trains_and_says_why(tiny, tmp_path: Path, without_compiler) -> None:
     options = [*tiny, f"run.dir={tmp_path / 'a'}", "trainer.max_steps=2"]
-    ended = command.train(tmp_path, *options, **without_compiler)
-    assert ended.code == 0
-    words = " ".join(ended.out.split())  # the banner wraps
+    ended = forked.run("-m", "gptlite", "train", *options, folder=tmp_path, environment=without_compiler)
+    assert ended.returncode == 0
+    words = " ".join(ended.stdout.split())  # the banner wraps
     assert "adamw reference (no C++ compiler" in words
 
 
@@ -69,8 +70,8 @@ def test_a_machine_without_a_compiler_trains_and_says_why(tiny, tmp_path: Path, 
 def test_kernels_asked_for_where_there_are_none_are_refused(tiny, tmp_path: Path, without_compiler, layout) -> None:
     before = snapshot(tmp_path)
     options = [*tiny, f"run.dir={tmp_path / 'a'}", "ops=fused", f"parallelism={layout}"]
-    ended = command.train(tmp_path, *options, **without_compiler)
-    assert ended.code == 2
-    assert ended.err.startswith("error: ops=fused: no C++ compiler")
-    assert ended.err.count("\n") == 1
+    ended = forked.run("-m", "gptlite", "train", *options, folder=tmp_path, environment=without_compiler)
+    assert ended.returncode == 2
+    assert ended.stderr.startswith("error: ops=fused: no C++ compiler")
+    assert ended.stderr.count("\n") == 1
     assert snapshot(tmp_path) == before

@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 
+import forked
 import pytest
 import torch
 from marking import marked
 from run_files import checkpoint, differing, meta, read_metrics, snapshot
 from torch import Tensor
-from trainer import command
 
 from gptlite.config import CONF_DIR, from_yaml, load, read_saved
 from gptlite.errors import ConfigError
@@ -253,11 +253,13 @@ def test_a_wrong_key_exits_2_with_one_line_and_writes_nothing(tiny: list[str], t
 
 def test_a_refusal_after_the_composition_exits_2_with_one_line(tiny: list[str], tmp_path: Path) -> None:
     before = snapshot(tmp_path)
-    ended = command.train(tmp_path, *tiny, f"run.dir={tmp_path / 'a'}", "data.path=nowhere.txt")
-    assert (ended.code, ended.out) == (2, "")
-    assert ended.err.startswith("error: ")
-    assert "data.path=nowhere.txt" in ended.err
-    assert ended.err.count("\n") == 1
+    ended = forked.run(
+        "-m", "gptlite", "train", *tiny, f"run.dir={tmp_path / 'a'}", "data.path=nowhere.txt", folder=tmp_path
+    )
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr.startswith("error: ")
+    assert "data.path=nowhere.txt" in ended.stderr
+    assert ended.stderr.count("\n") == 1
     assert snapshot(tmp_path) == before
 
 
