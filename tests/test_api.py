@@ -21,6 +21,7 @@ import torch.distributed as dist
 from distributed.ranks import Ranks
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
+from listeners import listening
 from marking import marked
 
 import gptlite
@@ -302,9 +303,16 @@ def test_an_interrupt_ends_every_rank(how: str, number: int, ranks: int, tmp_pat
         assert process.poll() is None, (tmp_path / "err").read_text()
         assert time.monotonic() < until
         time.sleep(0.05)
-    assert len(processes_in(here)) >= (1 if ranks == 1 else 4)  # this script, the launcher, the ranks
+    running = processes_in(here)
+    assert len(running) >= (1 if ranks == 1 else 4)  # this script, the launcher, the ranks
+    listeners = listening(running)
+    assert all(each.is_loopback for each in listeners), listeners
+    assert len(listeners) >= (0 if ranks == 1 else 3)  # the store, and gloo in each rank
     process.send_signal(number)
-    returncode = process.wait(60)
+    try:
+        returncode = process.wait(60)
+    finally:
+        process.kill()
     output, errors = ((tmp_path / name).read_text() for name in ("out", "err"))
     until = time.monotonic() + 10
     while left := processes_in(here):

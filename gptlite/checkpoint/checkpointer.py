@@ -196,7 +196,7 @@ class Checkpointer:
     def _shared(self, tensors: Mapping[str, Tensor]) -> Parts:
         """Return this rank's parts, with the boxes that it writes. Raises TypeError on all ranks for a non-tensor."""
         parts = together(self.mesh, lambda: Parts(tensors))
-        parts.share(from_all(self.mesh, lambda: parts.offers), self.mesh.rank)
+        parts.share(from_all(self.mesh, lambda: parts.offered), self.mesh.rank)
         return parts
 
     def _write(

@@ -48,7 +48,7 @@ def load_tensors(
     a damaged folder, ConfigError if the keys, shapes or dtypes differ.
     """
     if verified:
-        manifest = from_main(mesh, lambda: verify(path, log, hashes=False))
+        manifest = _of_main(mesh, path, log)
     else:
         manifest = verify_together(path, log, mesh)
     wanted: Entries = {}
@@ -80,7 +80,7 @@ def verify_together(folder: Path, log: Log, mesh: Mesh, agree: dist.ProcessGroup
     """
     if mesh.world_size == 1:
         return verify(folder, log)
-    manifest = from_main(mesh, lambda: verify(folder, log, hashes=False), agree)
+    manifest = _of_main(mesh, folder, log, agree)
     load = [0] * mesh.world_size
     mine = []
     for name, entry in sorted(manifest.files.items(), key=lambda each: -each[1]["bytes"]):
@@ -91,6 +91,11 @@ def verify_together(folder: Path, log: Log, mesh: Mesh, agree: dist.ProcessGroup
             mine.append(name)
     from_all(mesh, lambda: check_hashes(folder, manifest, mine, log), agree)
     return manifest
+
+
+def _of_main(mesh: Mesh, folder: Path, log: Log, agree: dist.ProcessGroup | None = None) -> Manifest:
+    """Return rank 0's manifest, whose files rank 0 has checked except for their hashes, on every rank."""
+    return Manifest(**from_main(mesh, lambda: vars(verify(folder, log, hashes=False)), agree))
 
 
 def not_finite(tensor: Tensor) -> str:

@@ -1,6 +1,8 @@
 """The parts of a checkpoint's tensors that a rank holds, and the choice of the rank that writes each part."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,6 +12,8 @@ from torch.distributed.checkpoint.planner import TensorWriteData
 from gptlite.checkpoint.manifest import Entries, in_words, spell
 from gptlite.parallelism.boxes import local_box, local_part
 from gptlite.progress import Log, Progress
+
+Offer = tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]]  # offset and sizes of a box, and its tensor's `spell`
 
 
 class Parts:
@@ -43,25 +47,32 @@ class Parts:
         self.described: Entries = {}
         self.total_bytes = 0
 
-    def share(self, offers: Sequence[Mapping[str, TensorWriteData]], rank: int) -> None:
+    @property
+    def offered(self) -> dict[str, Offer]:
+        """Offset, sizes and description of each offer, for the other ranks."""
+        return {
+            key: (tuple(each.chunk.offsets), tuple(each.chunk.sizes), spell(each.size, each.properties.dtype))
+            for key, each in self.offers.items()
+        }
+
+    def share(self, offers: Sequence[Mapping[str, Offer]], rank: int) -> None:
         """Assign each box to one of the ranks that hold it: the one with the fewest bytes to write so far.
 
-        `offers` has the attribute `offers` of every rank's Parts, in rank order, so all ranks compute the same
+        `offers` has the attribute `offered` of every rank's Parts, in rank order, so all ranks compute the same
         assignment. Raises ValueError if the shape or dtype of a key differs between ranks.
         """
-        holders: dict[tuple[str, torch.Size], list[int]] = {}
+        holders: dict[tuple[str, tuple[int, ...]], list[int]] = {}
         for each, offered in enumerate(offers):
-            for key, offer in offered.items():
-                holders.setdefault((key, offer.chunk.offsets), []).append(each)
-                here = spell(offer.size, offer.properties.dtype)
+            for key, (offset, _, here) in offered.items():
+                holders.setdefault((key, offset), []).append(each)
                 if here != (told := self.described.setdefault(key, here)):
                     words = f"{in_words(here)} on rank {each}, but {in_words(told)} on a lower rank"
                     raise ValueError(f"checkpoint key {key} is {words}")
         load = [0] * len(offers)
         for (key, _), ranks in holders.items():
             writer = min(ranks, key=lambda each: load[each])  # a tie goes to the lowest rank, on all ranks alike
-            offer = offers[writer][key]
-            load[writer] += offer.chunk.sizes.numel() * offer.properties.dtype.itemsize
+            _, sizes, described = offers[writer][key]
+            load[writer] += prod(sizes) * getattr(torch, described["dtype"]).itemsize
             if writer == rank:
                 self.written.append(key)
         self.total_bytes = sum(load)

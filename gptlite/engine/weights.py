@@ -32,11 +32,11 @@ def check_module(module: nn.Module, mesh: Mesh) -> None:
     """Raise ConfigError, on all ranks, if ranks have different modules, or if rank 0's module has tensors without
     values. Collective."""
 
-    def described() -> list[tuple[str, tuple[int, ...], torch.dtype]]:
+    def described() -> list[tuple[str, tuple[int, ...], str]]:
         for name, tensor in _values(module):
             if is_lazy(tensor) or (tensor.is_meta and mesh.is_main):
                 raise ConfigError(f"model: {name} has no values (a lazy or meta tensor); initialize it on rank 0 first")
-        return [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in _values(module)]
+        return [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in _values(module)]
 
     found = from_all(mesh, described)
     for rank, theirs in enumerate(found):

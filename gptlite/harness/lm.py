@@ -49,7 +49,7 @@ class GptliteLM(TemplateLM):
                     f"{self.max_length}; choose other tasks"
                 )
             scored.append(Scored((context + continuation)[-self.max_length - 1 :], len(continuation)))
-        answers: list[tuple[float, bool]] = self._scorer.call("score", scored)
+        answers = self._scorer.score(scored)
         for (texts, *_), answer in zip(requests, answers, strict=True):
             if texts is not None:
                 self.cache_hook.add_partial("loglikelihood", texts, answer)
@@ -76,8 +76,8 @@ class GptliteLM(TemplateLM):
         if not self._spec.writes_text:
             raise ConfigError(f"tasks: one of the tasks generates text, which a {self._spec.name} model cannot do; "
                               "choose other tasks")  # fmt: skip
-        texts = self._scorer.call(
-            "generate", [self._prompt(each.args[0], each.args[1], seed) for seed, each in enumerate(requests)]
+        texts = self._scorer.generate(
+            [self._prompt(each.args[0], each.args[1], seed) for seed, each in enumerate(requests)]
         )
         for request, text in zip(requests, texts, strict=True):
             self.cache_hook.add_partial("generate_until", request.args, text)

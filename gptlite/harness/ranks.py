@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import astuple
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
-from gptlite.harness.scorer import Scorer
+from gptlite.harness.scorer import Prompt, Scored, Scorer
+from gptlite.models.sampling import Sampling
+from gptlite.parallelism.collectives import broadcast_bytes
 from gptlite.parallelism.mesh import Mesh
+from gptlite.parallelism.messages import decode, encode
 
 WAIT = timedelta(days=7)  # rank 0 may download data sets between two calls
 
@@ -24,13 +28,22 @@ class SharedScorer:
         self._group: Any = dist.new_group(backend="gloo", timeout=WAIT) if mesh.world_size > 1 else None
         self._calling = False
 
-    def call(self, method: str, requests: list[Any]) -> list[Any]:
-        """Call a method on every rank, and return its result. Only rank 0 may call this."""
+    def score(self, requests: Sequence[Scored]) -> list[tuple[float, bool]]:
+        """Call Scorer.score on every rank, and return its result. Only rank 0 may call this."""
+        with self._called("score", [tuple(each) for each in requests]):
+            return self._scorer.score(requests)
+
+    def generate(self, prompts: Sequence[Prompt]) -> list[str]:
+        """Call Scorer.generate on every rank, and return its result. Only rank 0 may call this."""
+        with self._called("generate", [(*each[:-1], astuple(each.sampling)) for each in prompts]):
+            return self._scorer.generate(prompts)
+
+    @contextmanager
+    def _called(self, method: str, requests: list[Any]) -> Iterator[None]:
         self._calling = True
         self._exchange((method, requests))
-        result = getattr(self._scorer, method)(requests)
+        yield
         self._calling = False
-        return result
 
     @contextmanager
     def serving(self) -> Iterator[bool]:
@@ -44,14 +57,16 @@ class SharedScorer:
                     self._exchange(None)
             return
         while (asked := self._exchange(None)) is not None:
-            method, requests = asked
-            getattr(self._scorer, method)(requests)
+            match asked:
+                case "score", list(requests):
+                    self._scorer.score([Scored(*each) for each in requests])
+                case "generate", list(requests):
+                    prompts = [Prompt(tokens, most, until, Sampling(*how)) for tokens, most, until, how in requests]
+                    self._scorer.generate(prompts)
+                case _:
+                    raise RuntimeError("rank 0 sent a call that there is not")
         yield False
 
-    def _exchange(self, message: tuple[str, list[Any]] | None) -> tuple[str, list[Any]] | None:
+    def _exchange(self, message: tuple[str, list[Any]] | None) -> Any:
         """Return rank 0's message on every rank."""
-        if self._group is None:
-            return message
-        box = [message]
-        dist.broadcast_object_list(box, src=0, group=self._group)
-        return box[0]
+        return message if self._group is None else decode(broadcast_bytes(encode(message), self._group))

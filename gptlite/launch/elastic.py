@@ -25,6 +25,7 @@ from gptlite.errors import ConfigError
 from gptlite.launch.host_memory import kernel_kills, was_near
 from gptlite.launch.rank_log import log_path
 from gptlite.launch.rank_stop import EXIT_TERMINATED, SAME_SECONDS, SIGNALS
+from gptlite.launch.rendezvous import ADDRESS, BACKEND
 
 ABORTS = (-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS)
 SHOWN_LINES = 12  # of a failed rank's traceback or log
@@ -108,9 +109,8 @@ def run_once(folder: Path, world: int, requests: "Requests", arguments: tuple[st
         max_nodes=1,
         nproc_per_node=world,
         run_id="gptlite",
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",  # port 0: any free port, so that runs do not conflict
-        local_addr="localhost",  # the machine's own name may not resolve
+        rdzv_backend=BACKEND,
+        local_addr=ADDRESS,  # the machine's own name may not resolve
         max_restarts=0,  # rank_ending restarts instead, since some failures must not be retried
         # Requests handles SIGINT, SIGTERM and SIGUSR1. A SIGHUP that nohup ignores must stay ignored.
         signals_to_handle="SIGQUIT" if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else "SIGQUIT,SIGHUP",

@@ -1,7 +1,7 @@
 """Collectives used outside layers."""
 
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gptlite.parallelism.boxes import Cut
 from gptlite.parallelism.mesh import Mesh
+from gptlite.parallelism.messages import decode, encode
 from gptlite.parallelism.torch_private import all_gather_single
 
 T = TypeVar("T")
@@ -65,9 +66,39 @@ def _ordered_sum(flat: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def gather_objects(mesh: Mesh, value: T) -> list[T]:
-    """Return every rank's value in rank order, on every rank. Values are pickled and should be small."""
-    if mesh.world_size == 1:
-        return [value]
-    values: list[Any] = [None] * mesh.world_size
-    dist.all_gather_object(values, value)
-    return values
+    """Return every rank's value in rank order, on every rank. Values have the types of messages.py and are small."""
+    return [value] if mesh.world_size == 1 else [decode(each) for each in gather_bytes(encode(value))]
+
+
+def gather_bytes(own: bytes, group: dist.ProcessGroup | None = None) -> list[bytes]:
+    """Return the bytes of every rank of a group, or of the world, in rank order, on every rank."""
+    device, ranks = _device(group), dist.get_world_size(group)
+    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(ranks)]
+    dist.all_gather(sizes, torch.tensor([len(own)], device=device), group=group)
+    longest = max(map(int, sizes))
+    found = [torch.empty(longest, dtype=torch.uint8, device=device) for _ in range(ranks)]
+    dist.all_gather(found, _tensor(own.ljust(longest), device), group=group)
+    return [each.cpu().numpy().tobytes()[: int(size)] for each, size in zip(found, sizes, strict=True)]
+
+
+def broadcast_bytes(own: bytes, group: dist.ProcessGroup | None = None) -> bytes:
+    """Return the bytes of rank 0 on every rank of a group, or of the world; those of other ranks do not matter."""
+    device = _device(group)
+    size = torch.tensor([len(own)], device=device)
+    dist.broadcast(size, src=0, group=group)
+    data = _tensor(own.ljust(int(size))[: int(size)], device)
+    dist.broadcast(data, src=0, group=group)
+    return data.cpu().numpy().tobytes()
+
+
+def _device(group: dist.ProcessGroup | None) -> torch.device:
+    """Return the device of the tensors that a group exchanges."""
+    return torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
+
+
+def _tensor(data: bytes, device: torch.device) -> Tensor:
+    return (
+        torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
+        if data
+        else torch.empty(0, dtype=torch.uint8, device=device)
+    )

@@ -22,6 +22,7 @@ def join(timeout_seconds: float) -> None:
     reached.
     """
     timeout = timedelta(seconds=timeout_seconds)
+    _choose_interfaces()
     if torch.cuda.is_available():
         # Under srun, each rank may see only its own GPU.
         local_rank = int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count()
@@ -29,8 +30,6 @@ def join(timeout_seconds: float) -> None:
         # With device_id NCCL connects now, not in the first collective.
         dist.init_process_group("nccl", timeout=timeout, device_id=torch.device("cuda", local_rank))
     else:
-        if "GLOO_SOCKET_IFNAME" not in os.environ and (name := _interface()):  # the user's choice comes first
-            os.environ["GLOO_SOCKET_IFNAME"] = name
         dist.init_process_group("gloo", timeout=timeout)
 
 
@@ -54,18 +53,28 @@ def leave() -> None:
 
 def broadcast_text(text: str) -> str:
     """Return rank 0's text on every rank."""
-    box = [text]
-    dist.broadcast_object_list(box, src=0)
-    return box[0]
+    from gptlite.parallelism.collectives import broadcast_bytes  # imports FSDP, which the launcher does without
+
+    return broadcast_bytes(text.encode()).decode()
+
+
+def _choose_interfaces() -> None:
+    """Have gloo, which also serves a run on GPUs, and NCCL listen on loopback if all ranks are on this machine.
+
+    Otherwise gloo uses an interface that reaches rank 0, and NCCL chooses. The user's choice comes first.
+    """
+    local = os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
+    found = {"GLOO_SOCKET_IFNAME": _loopback() if local else _interface()}
+    if local:
+        found["NCCL_SOCKET_IFNAME"] = _loopback()
+    for variable, name in found.items():
+        if name is not None:
+            os.environ.setdefault(variable, name)
 
 
 def _interface() -> str | None:
-    """Return the interface for gloo: loopback if all ranks are on this machine, otherwise one that reaches rank 0.
-
-    If none is found, return None: gloo then uses the interface that the host name resolves to.
-    """
-    if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
-        return _loopback()
+    """Return an interface that reaches rank 0. If none is found, return None: gloo then uses the interface that the
+    host name resolves to."""
     # On rank 0's machine, MASTER_ADDR may resolve to loopback, which the other machines cannot reach.
     for host in (os.environ["MASTER_ADDR"], NOWHERE):
         if (address := _address_towards(host)) and not address.startswith("127."):

@@ -11,7 +11,6 @@ other ranks if a rank dies or hangs.
 
 from __future__ import annotations
 
-import pickle
 import traceback
 import uuid
 from collections.abc import Callable, Sequence
@@ -22,7 +21,9 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from gptlite.parallelism.collectives import broadcast_bytes, gather_bytes
 from gptlite.parallelism.mesh import Mesh
+from gptlite.parallelism.messages import decode, decode_error, encode, encode_error
 
 T = TypeVar("T")
 ALONE = Mesh(torch.device("cpu"))  # a single process
@@ -33,8 +34,8 @@ PIECE = timedelta(seconds=1)
 def from_main(mesh: Mesh, action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
     """Run an action on rank 0 only and return its result on every rank. An exception is raised on every rank.
 
-    Results and exceptions are pickled. All ranks must call this within the time limit of a collective. Without a
-    `group`, the action itself has no time limit.
+    Results and exceptions are of the types that messages.py encodes. All ranks must call this within the time limit of
+    a collective. Without a `group`, the action itself has no time limit.
     """
     if mesh.world_size == 1:
         return action()
@@ -60,36 +61,37 @@ def together(mesh: Mesh, action: Callable[[], T], group: dist.ProcessGroup | Non
 
 
 def _exchange(mesh: Mesh, action: Callable[[], T], sources: Sequence[int], group: dist.ProcessGroup | None) -> list[T]:
-    answer, own_error = None, None
+    answer, own_error = b"", None
     if group is not None:
         if mesh.rank in sources:
-            answer, own_error = _run_packed(mesh.rank, action)
-        gathered: list[Any] = [None] * mesh.world_size
-        dist.all_gather_object(gathered, answer, group=group)
-        return _unpack([pickle.loads(gathered[rank]) for rank in sources], sources, mesh.rank, own_error)
+            answer, own_error = _run_encoded(mesh.rank, action)
+        gathered = gather_bytes(answer, group)
+        return _decoded([gathered[rank] for rank in sources], sources, mesh.rank, own_error)
     store: Any = dist.distributed_c10d._get_default_store()
     # The name is unique across calls and runs, as a restarted run may find the previous run's store.
-    name = [uuid.uuid4().hex]
-    dist.broadcast_object_list(name, src=0, device=mesh.device)
-    keys = [f"{name[0]}/{rank}" for rank in sources]
+    name = broadcast_bytes(uuid.uuid4().hex.encode()).decode()
+    keys = [f"{name}/{rank}" for rank in sources]
     if mesh.rank in sources:
-        answer, own_error = _run_packed(mesh.rank, action)
-        store.set(f"{name[0]}/{mesh.rank}", answer)
+        answer, own_error = _run_encoded(mesh.rank, action)
+        store.set(f"{name}/{mesh.rank}", answer)
     while not _keys_exist(store, keys):
         pass
-    answers = [pickle.loads(answer) for answer in store.multi_get(keys)]
-    if store.add(f"{name[0]}/read", 1) == mesh.world_size:  # the last reader deletes the keys
-        for key in (*keys, f"{name[0]}/read"):
+    answers = store.multi_get(keys)
+    if store.add(f"{name}/read", 1) == mesh.world_size:  # the last reader deletes the keys
+        for key in (*keys, f"{name}/read"):
             store.delete_key(key)
-    return _unpack(answers, sources, mesh.rank, own_error)
+    return _decoded(answers, sources, mesh.rank, own_error)
 
 
-def _unpack(answers: list[Any], sources: Sequence[int], own_rank: int, own_error: BaseException | None) -> list[Any]:
+def _decoded(answers: list[bytes], sources: Sequence[int], own_rank: int, own_error: BaseException | None) -> list[Any]:
     """Return the results of the ranks that ran the action, or raise the exception of the first rank that failed."""
-    for rank, (raised, content, words) in zip(sources, answers, strict=True):
-        if raised:
-            raise own_error if own_error is not None and rank == own_rank else _unpack_error(content, words)
-    return [pickle.loads(content) for _, content, _ in answers]
+    results = []
+    for rank, answer in zip(sources, answers, strict=True):
+        result, error, words = decode(answer)
+        if words:
+            raise own_error if own_error is not None and rank == own_rank else _with_words(decode_error(error), words)
+        results.append(result)
+    return results
 
 
 def _keys_exist(store: Any, keys: list[str]) -> bool:
@@ -100,24 +102,18 @@ def _keys_exist(store: Any, keys: list[str]) -> bool:
     return False
 
 
-def _run_packed(rank: int, action: Callable[[], Any]) -> tuple[bytes, BaseException | None]:
-    """Run an action; return pickled (raised, pickled result or exception, traceback text), and the exception itself."""
+def _run_encoded(rank: int, action: Callable[[], Any]) -> tuple[bytes, BaseException | None]:
+    """Run an action; return the message (result, encoded exception, traceback text), and the exception itself."""
     try:
-        # Pickled twice, so that the outer tuple can be read on a rank that cannot load the result.
-        return pickle.dumps((False, pickle.dumps(action()), "")), None
+        return encode((action(), b"", "")), None
     except BaseException as error:  # includes KeyboardInterrupt, as the other ranks wait for an answer
         words = f"on rank {rank}:\n{''.join(traceback.format_exception(error))}"
-        try:
-            content = pickle.dumps(error)
-        except Exception:
-            content = b""
-        return pickle.dumps((True, content, words)), error
+        return encode((None, encode_error(error), words)), error
 
 
-def _unpack_error(content: bytes, words: str) -> BaseException:
-    try:
-        error = pickle.loads(content)
-        error.add_note(words)
-    except Exception:  # the exception cannot be pickled, or its class is unknown on this rank
-        error = RuntimeError(words)
+def _with_words(error: BaseException | None, words: str) -> BaseException:
+    """Return the error of another rank with its traceback text; None stands for an exception that cannot be sent."""
+    if error is None:
+        return RuntimeError(words)
+    error.add_note(words)
     return error

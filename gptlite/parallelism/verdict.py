@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
+from typing import get_type_hints
 
 from gptlite.parallelism.stack_sampling import Place
 
@@ -26,6 +28,20 @@ class Heartbeat:
     place: Place
     stood: float
 
+    def encoded(self) -> bytes:
+        """Return the heartbeat as JSON, for the other ranks."""
+        return json.dumps(asdict(self)).encode()
+
+    @staticmethod
+    def decoded(message: bytes) -> Heartbeat | None:
+        """Return the heartbeat that a rank has encoded; None for anything else."""
+        try:
+            found = json.loads(message)
+            beat = Heartbeat(**{**found, "place": Place(**found["place"])})
+        except (ValueError, TypeError, KeyError, RecursionError):
+            return None
+        return beat if _typed(beat) and _typed(beat.place) else None
+
     @property
     def who(self) -> str:
         """Return e.g. `rank 3 (node7, pid 4711)`."""
@@ -35,6 +51,12 @@ class Heartbeat:
     def where(self) -> str:
         """Return e.g. `step 12, backward, in ...`."""
         return f"step {self.step}, {self.place.words}" if self.step else self.place.words
+
+
+def _typed(record: Heartbeat | Place) -> bool:
+    """Return True if each field has the type that its annotation names."""
+    hints = get_type_hints(type(record))
+    return all(type(getattr(record, each.name)) is hints[each.name] for each in fields(record))
 
 
 def judge(before: Sequence[Heartbeat | None], beats: Sequence[Heartbeat | None], now: float) -> str:

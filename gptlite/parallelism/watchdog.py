@@ -10,7 +10,6 @@ other ranks.
 from __future__ import annotations
 
 import os
-import pickle
 import signal
 import socket
 import sys
@@ -154,15 +153,16 @@ class Watch:
         while self._beat_ready.wait() and not self._closed.is_set():
             self._beat_ready.clear()
             with suppress(dist.DistError):  # the store is gone, together with the launcher
-                self._store.set(self._keys[self._mesh.rank], pickle.dumps(self._own))
+                self._store.set(self._keys[self._mesh.rank], self._own.encoded())
                 # Keep the first and the last reading; _verdict_now compares them.
                 self._readings = [*self._readings[:1], (time.monotonic(), self._read())] if self._suspecting else []
                 self._last_answer = time.monotonic()
 
     def _read(self) -> list[Heartbeat | None]:
         if self._store.check(self._keys):
-            return [pickle.loads(answer) for answer in self._store.multi_get(self._keys)]
-        return [pickle.loads(self._store.get(key)) if self._store.check([key]) else None for key in self._keys]
+            return [Heartbeat.decoded(answer) for answer in self._store.multi_get(self._keys)]
+        answers = (self._store.get(key) if self._store.check([key]) else b"" for key in self._keys)
+        return [Heartbeat.decoded(answer) for answer in answers]
 
     def _within_time(self, call: Callable[[], Any]) -> Any:
         """Call the store and return the result, or None if it does not answer in time."""

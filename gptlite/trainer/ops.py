@@ -16,7 +16,8 @@ def agreed_ops(config: OpsConfig, mesh: Mesh, documents: bool = False) -> Ops:
     restricted to documents. Raises ConfigError on all ranks if any rank cannot run an op that is requested by name.
     """
     ops = together(mesh, lambda: select_ops(config, mesh.device, documents=documents))
-    paths = gather_objects(mesh, replace(ops, chosen=()))  # `chosen` has reasons, which may differ with the hardware
+    # `chosen` has reasons, which may differ with the hardware.
+    paths = gather_objects(mesh, str(replace(ops, chosen=())))
     if len(set(paths)) == 1:
         return ops
     others = next(rank for rank, path in enumerate(paths) if path != paths[0])

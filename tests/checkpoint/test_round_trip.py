@@ -127,7 +127,7 @@ def test_ranks_that_mean_different_tensors_by_a_key_are_refused(tensor, words):
     with pytest.raises(
         ValueError, match=re.escape(f"checkpoint key w is {words} on rank 1, but float32 [4] on a lower rank")
     ):
-        parts.share([parts.offers, Parts({"w": tensor}).offers], 0)
+        parts.share([parts.offered, Parts({"w": tensor}).offered], 0)
 
 
 def test_damage_is_found_before_a_tensor_is_touched(save, tensors):
