@@ -181,6 +181,7 @@ def ranks() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("ranks")
+@pytest.mark.slow
 def test_several_layouts_in_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd) -> None:
     monkeypatch.chdir(tmp_path)
     before = state()

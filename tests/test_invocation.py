@@ -123,7 +123,7 @@ def test_elsewhere_it_is_the_installed_command_or_pythons(monkeypatch: pytest.Mo
     assert command("plan") == "python -m gptlite plan"
 
 
-@pytest.mark.parametrize("where", ["installed", "checkout"])
+@pytest.mark.parametrize("where", ["installed", pytest.param("checkout", marks=pytest.mark.slow)])
 def test_every_command_of_the_help_has_a_help_with_its_own_name(where: str, installed: Path, tmp_path: Path):
     def python(*words: str) -> subprocess.CompletedProcess[str]:
         if where == "installed":

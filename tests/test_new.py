@@ -67,6 +67,7 @@ def installed(site: Path, name: str, entry_point: str) -> None:
     (info / "entry_points.txt").write_text(f"[gptlite.plugins]\n{entry_point}\n")
 
 
+@pytest.mark.slow
 def test_the_printed_command_trains(made: tuple[Path, str]) -> None:
     folder, train = made
     more = ("run.dir=run", "trainer.max_steps=30", "trainer.log_interval=1", "schedule.warmup_steps=1")

@@ -48,6 +48,7 @@ def test_the_modules_of_a_command_line() -> None:
     assert named_in(["run.name=plugins=[a]"]) == []
 
 
+@pytest.mark.slow
 def test_they_train_and_go_on_on_two_ranks(folder: Path) -> None:
     done = command(folder, *OWN, "run.dir=run", "trainer.max_steps=3")
     assert done.returncode == 0, done.stderr

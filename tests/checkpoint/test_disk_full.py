@@ -91,15 +91,15 @@ def test_too_little_space_for_the_next_one(server, tmp_path, mode):
 @pytest.mark.parametrize(
     ("mode", "stage", "index"),
     marked(
-        [("sync", "data", 3), ("async", "manifest", 0)]
+        [("async", "manifest", 0), ("sync", "data", 3)]
         + [
             (mode, stage, index)
             for stage, index in (("before rename", 0), ("data", 5), ("retention", 0), ("before data", 0), ("data", 0),
                                  ("after data", 1), ("manifest", 1), ("after rename", 0))
             for mode in MODES
         ],
-        quick=2,
-        slow=5,
+        quick=1,
+        slow=6,
     ),
 )  # fmt: skip
 def test_the_disk_fills_amid_a_save(server, tmp_path, mode, stage, index):
@@ -131,6 +131,7 @@ def test_every_rank_learns_of_a_full_disk(server, tmp_path, world, mode, stage):
     disk.check_goes_on(6)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_written_can_be_read(server, tmp_path):
     lives = Lives(server, tmp_path)
 

@@ -114,6 +114,7 @@ def test_ways_that_a_folder_stores_the_same_weights(folder, tmp_path):
         assert [key for key in expected if not torch.equal(found[key], expected[key])] == [], name
 
 
+@pytest.mark.slow
 def test_it_trains_on_from_their_loss(text, tmp_path):
     sizes = {"vocab_size": 257, "n_positions": 32, "initializer_range": 0.1}
     folder = theirs(tmp_path / "theirs", **sizes, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)

@@ -58,7 +58,7 @@ class Stopped(Lives):
 
 
 @pytest.mark.parametrize(
-    ("name", "mode"), marked([("SIGTERM", "sync"), ("SIGINT", "async"), ("SIGUSR1", "sync")], quick=2, slow=1)
+    ("name", "mode"), marked([("SIGINT", "async"), ("SIGTERM", "sync"), ("SIGUSR1", "sync")], quick=1, slow=2)
 )
 def test_a_signal_saves(tmp_path, name, mode):
     stopped = Stopped(tmp_path, 0, mode, interval=1000)  # so that there is no save but for the signal

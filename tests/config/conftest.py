@@ -1,4 +1,4 @@
-"""Configurations of these tests are composed as users compose them."""
+"""Composition as users compose."""
 
 import hydra
 import pytest
@@ -6,7 +6,7 @@ import pytest
 from gptlite.config import compose
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def composed_by_hydra(monkeypatch: pytest.MonkeyPatch) -> None:
     """Presets are read and merged each time: see composition.py."""
     monkeypatch.setattr(compose, "compose", hydra.compose)

@@ -12,6 +12,8 @@ from gptlite.config import compose
 from gptlite.config.compose import _initialized
 from gptlite.config.schema import CONF_DIR, register
 
+pytestmark = pytest.mark.usefixtures("composed_by_hydra")
+
 RUN = ["run.dir=unused", "run.name=x"]
 
 

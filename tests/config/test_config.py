@@ -19,6 +19,8 @@ from gptlite.ops import apex
 from gptlite.optimizer.config import LionConfig
 from gptlite.optimizer.schedule_config import CosineConfig
 
+pytestmark = pytest.mark.usefixtures("composed_by_hydra")
+
 ROOT = CONF_DIR.parent
 GROUPS = sorted(folder.name for folder in CONF_DIR.iterdir() if folder.is_dir() and folder.name[0] not in "._")
 SWEEPS = "sweep"  # whose presets set hydra's keys alone: tests/sweep
@@ -260,7 +262,7 @@ def test_tool_arguments() -> None:
             parse_arguments(Arguments, arguments)
 
 
-@pytest.mark.parametrize("arguments", [["--cfg", "job"], ["--help"]])
+@pytest.mark.parametrize("arguments", [["--cfg", "job"], pytest.param(["--help"], marks=pytest.mark.slow)])
 def test_a_light_start(arguments: list[str]) -> None:
     """Half a second of processor time, in the best of five tries: neither torch nor numpy is imported.
 

@@ -53,7 +53,6 @@ COMPILED = Cell(data=2, zero=3, accumulation=2, shared=LOSSES, more=("parallelis
 SELECTIVE = Cell(data=2, zero=3, accumulation=2, checkpointing="selective", shared=LOSSES, more=COMPILED.more[:1])
 # For every run: experts in copies, over ranks of a sequence and of data; and a pipeline that recomputes.
 QUICK = [
-    SELECTIVE,
     Cell(data=2, context=2, accumulation=2, shared=LOSSES, more=("parallelism.expert=2",)),
     Cell(tensor=2, data=2, zero=3, sequence=True, shared=SIGMOID, more=("parallelism.expert=2",)),
     Cell(pipeline=2, data=2, zero=1, schedule="1f1b", accumulation=4, checkpointing="full", shared=BIAS,

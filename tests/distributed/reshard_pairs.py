@@ -194,5 +194,13 @@ EXPERTS = [
 
 VALUES = Pair(Layout(tensor=2, pipeline=2, schedule="zbv"), Layout(data=3, zero=3), "values")
 ALL = [*SMALL, *_far_apart(), *CONTEXT, *EXPERTS, VALUES]
-QUICK = [*SMALL[:3], *CONTEXT[:1], *EXPERTS[:1]]
-SLOW = [*SMALL[3:], *_far_apart()[::10], _far_apart()[15], *CONTEXT[1:4], *EXPERTS[1:3], VALUES]  # the rest are long
+QUICK = [*SMALL[:2], *EXPERTS[:1]]
+SLOW = [
+    *SMALL[2:],
+    *CONTEXT[:1],
+    *_far_apart()[::10],
+    _far_apart()[15],
+    *CONTEXT[1:4],
+    *EXPERTS[1:3],
+    VALUES,
+]  # the rest are long

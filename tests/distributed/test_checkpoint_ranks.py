@@ -60,7 +60,9 @@ def test_what_ranks_save_comes_back_bit_for_bit(four, tmp_path, layout, beside):
     verify(folder, print)
 
 
-@pytest.mark.parametrize("beside", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize(
+    "beside", [pytest.param(False, id="sync", marks=pytest.mark.slow), pytest.param(True, id="async")]
+)
 def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_nothing(four, tmp_path, beside):
     (tmp_path / "file").write_text("")
     raised = four.run(CASES + "fail_to_save", tmp_path, "fsdp2_tp2", beside)

@@ -4,15 +4,15 @@ import pytest
 from marking import marked
 
 from distributed.cell import QUICK_STEPS, STEPS
-from distributed.moe_cells import BALANCES, CELLS, COMPILED, DEGREES, HYBRID, QUICK
+from distributed.moe_cells import BALANCES, CELLS, COMPILED, DEGREES, HYBRID, QUICK, SELECTIVE
 from distributed.parity_cells import Pool
 
 FIRST = (37, 70)  # a pipeline; tensor, context and expert parallelism with ZeRO
 OTHERS = [cell for index, cell in enumerate(CELLS) if index not in FIRST]
-LAYOUTS = [*QUICK, *(CELLS[index] for index in FIRST), COMPILED, *OTHERS, HYBRID]
+LAYOUTS = [*QUICK, SELECTIVE, *(CELLS[index] for index in FIRST), COMPILED, *OTHERS, HYBRID]
 
 
-@pytest.mark.parametrize("cell", marked(LAYOUTS, quick=len(QUICK), slow=9, name=lambda cell: cell.id))
+@pytest.mark.parametrize("cell", marked(LAYOUTS, quick=len(QUICK), slow=10, name=lambda cell: cell.id))
 def test_a_layout_trains_as_one_process_does(cell, pool: Pool):
     pool.check(cell, timeout=240, steps=QUICK_STEPS if cell in QUICK else STEPS)
 

@@ -79,6 +79,7 @@ def test_a_refusal_is_one_line_and_not_tried_again(ranks: Start, tmp_path: Path)
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_request_to_stop_saves_once(ranks: Start, tmp_path: Path) -> None:
     run = ranks("fine", "trainer.max_restarts=1")
     run.until(*training(tmp_path))

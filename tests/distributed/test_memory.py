@@ -75,7 +75,7 @@ def test_gradients_that_a_pipeline_holds_back_are_seen(imagined: Imagined):
         assert result.found.state.gradients == pytest.approx(4 * result.parameters, rel=0.01)
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "interleaved_1f1b"])
+@pytest.mark.parametrize("schedule", marked(["interleaved_1f1b", "gpipe"], quick=1, slow=1))
 def test_other_schedules_take_the_same(schedule, imagined: Imagined):
     cases = [Case(8, 2, zero, "bf16", 15, schedule, accumulation=4) for zero in range(4)]
     assert wrong(cases, imagined(cases)) == {}

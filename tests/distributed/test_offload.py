@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -91,7 +92,7 @@ COUNTED = [
 ]
 
 
-@pytest.mark.parametrize("case", marked(COUNTED, 6, 4, lambda case: case.words))
+@pytest.mark.parametrize("case", marked(COUNTED, 4, 6, lambda case: case.words))
 def test_the_bytes_moved_are_those_of_the_formula(case: Case, ranks, tmp_path: Path):
     for found, planned in ranks(case.world).run(CASES + "counted", case, "nvme", str(tmp_path), timeout=150):
         assert found == planned
@@ -110,7 +111,7 @@ MEASURED = [
 ]
 
 
-@pytest.mark.parametrize("case", marked(MEASURED, 4, 2, lambda case: case.words))
+@pytest.mark.parametrize("case", marked(MEASURED, 3, 3, lambda case: case.words))
 def test_memory_is_what_the_plan_says(case: Case, ranks, tmp_path: Path):
     """On a CPU, whose memory is the device's and the host's. For the moments, in the file, there are two buffers."""
     for found, planned, _ in ranks(case.world).run(CASES + "memory", case, "nvme", str(tmp_path), timeout=150):
@@ -148,14 +149,15 @@ def test_a_gpus_memory_and_its_hosts():
     assert found.host <= 8 * count + 2 * 2**20 + counters
 
 
-@pytest.mark.parametrize("offload", ["cpu", "nvme"])
+PLACES = ["cpu", "nvme"]
+QUICK = [*product(ALONE[:3], ["nvme"]), *zip(TWO[:4], 2 * PLACES, strict=True)]
+SLOW = [each for each in product([*ALONE, *TWO[:8], *MORE[:2]], PLACES) if each not in QUICK]
+LONG = list(product([*TWO[8:], *MORE[2:]], PLACES))
+
+
 @pytest.mark.parametrize(
-    "case",
-    [
-        *marked(ALONE, 3, 3, lambda case: case.words),
-        *marked(TWO, 4, 4, lambda case: case.words),
-        *marked(MORE, 0, 2, lambda case: case.words),
-    ],
+    ("case", "offload"),
+    marked([*QUICK, *SLOW, *LONG], len(QUICK), len(SLOW), lambda each: f"{each[0].words}-{each[1]}"),
 )
 def test_a_run_is_the_same_to_the_bit(case: Case, offload: str, ranks, tmp_path: Path):
     path = str(tmp_path) if offload == "nvme" else None

@@ -131,6 +131,7 @@ def test_a_disk_that_fills_after_it_was_looked_at_is_refused_in_one_line(
 
 
 @needs_mounts
+@pytest.mark.slow
 def test_a_disk_that_others_fill_later_does_not_touch_the_file(server: ForkServer, begun, undisturbed):
     """Its blocks are its own from the beginning."""
     run = begun(1)

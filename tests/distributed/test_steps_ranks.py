@@ -11,6 +11,7 @@ from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
+from marking import marked
 from torch import Tensor
 
 from distributed.building import built
@@ -60,13 +61,13 @@ FP16 = [
 SAMPLES = 8  # of a step
 CELLS = [
     (Cell(data=2, zero=1, accumulation=2), []),
-    (Cell(data=2, zero=3, accumulation=2, precision="fp16"), FP16),
-    (Cell(tensor=2, accumulation=2, precision="fp16"), FP16),
     (Cell(pipeline=2, schedule="1f1b", accumulation=4), []),
+    (Cell(tensor=2, accumulation=2, precision="fp16"), FP16),
+    (Cell(data=2, zero=3, accumulation=2, precision="fp16"), FP16),
 ]
 
 
-@pytest.mark.parametrize(("cell", "more"), CELLS, ids=lambda each: each.id if isinstance(each, Cell) else "")
+@pytest.mark.parametrize(("cell", "more"), marked(CELLS, quick=2, slow=2, name=lambda each: each[0].id))
 def test_steps_are_the_same_steps(two: Ranks, cell: Cell, more: list[str]) -> None:
     micro = SAMPLES // (cell.data * cell.accumulation)
     small = ["model.num_layers=2", f"data.global_batch_size={SAMPLES}", f"data.micro_batch_size={micro}"]

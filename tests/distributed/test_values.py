@@ -27,7 +27,7 @@ def written(config: Config, world: int, name: str) -> list[int] | None:
             return list(state.model.spec.generate(state.runner, [3, 1, 4], 20, **options))
 
 
-@pytest.mark.parametrize("sequence", ["false", "true"])
+@pytest.mark.parametrize("sequence", ["true", pytest.param("false", marks=pytest.mark.slow)])
 def test_generated_tokens_are_those_of_one_process(growing: GrowingRanks, tmp_path: Path, sequence: str):
     pair = Pair(SINGLE, CUT, "values")
     expected = written(config_of(pair, SINGLE, tmp_path), 1, "one")

@@ -26,7 +26,9 @@ STAGES = {
     "1f1b": ("parallelism.pipeline=2", "parallelism.schedule=1f1b", "data.micro_batch_size=4"),
     "zero bubble": ("parallelism.pipeline=2", "parallelism.schedule=zero_bubble", "data.micro_batch_size=2"),
 }
-SLOW = dict.fromkeys(("zero1", "1f1b"), pytest.mark.slow)  # of which others take every step
+SLOW = dict.fromkeys(
+    ("zero0", "zero1", "zero3 recomputed", "1f1b", "gpipe"), pytest.mark.slow
+)  # of which others take every step
 
 
 @pytest.fixture(scope="module")

@@ -18,10 +18,11 @@ def test_initial_weights_are_the_cpus() -> None:
 
 
 FP32 = pytest.param(["precision=fp32"], marks=ON_A_CPU_SLOW)
+BF16 = pytest.param(["precision=bf16"], marks=ON_A_CPU_SLOW)
 COMPILED = pytest.param(["precision=bf16", "trainer.compile=true"], marks=ON_A_CPU_SLOW)
 
 
-@pytest.mark.parametrize("overrides", [FP32, ["precision=bf16"], COMPILED], ids=" ".join)
+@pytest.mark.parametrize("overrides", [FP32, BF16, COMPILED], ids=" ".join)
 def test_a_run_trains_and_resumes(run, tmp_path: Path, overrides: list[str]) -> None:
     with without_plots():
         assert run("a", *overrides, "trainer.max_steps=4")[0] == 0

@@ -152,7 +152,7 @@ def test_a_changed_source_is_another_library(sources: Path) -> None:
     assert first.exists()  # another run may be using it
 
 
-@pytest.mark.parametrize("present", [[], ["gcc"]])
+@pytest.mark.parametrize("present", [[], pytest.param(["gcc"], marks=pytest.mark.slow)])
 def test_without_a_compiler_there_is_a_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, present: list[str]
 ) -> None:

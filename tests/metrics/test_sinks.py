@@ -172,6 +172,7 @@ def test_wandb_without_a_key_goes_offline_keeps_its_id_and_stays_in_the_run_fold
         assert list((tmp_path / outside).rglob("*")) == []
 
 
+@pytest.mark.slow
 def test_wandb_online_asked_for_without_a_key_is_refused(tmp_path):
     pytest.importorskip("wandb")
     result = wandb_run(tmp_path, mode="online")
@@ -181,6 +182,7 @@ def test_wandb_online_asked_for_without_a_key_is_refused(tmp_path):
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
+@pytest.mark.slow
 def test_jobs_of_a_sweep_in_one_process_each_keep_their_files(tmp_path, monkeypatch, capfd):
     pytest.importorskip("wandb")
     for name in [name for name in os.environ if name.startswith("WANDB_")]:

@@ -119,6 +119,7 @@ def test_parts_of_a_pipeline_add_up_before_they_send(batch):
     torch.testing.assert_close(loss, whole(tokens, targets, ids), rtol=1e-6, atol=0)
 
 
+@pytest.mark.slow
 def test_compiled_blocks_give_the_same(batch):
     """Also if an earlier model in the process had another dropout, which Dynamo would turn into a symbol."""
     for p in (0.1, 0.2):

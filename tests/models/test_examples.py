@@ -61,8 +61,12 @@ def alone(tmp_path_factory):
     return found
 
 
-# Of the ResNet every layout that it can have, with both norms: each layout quickly with one of them.
-RESNET = sorted(set(LAYOUTS) - {"alone", "alone recomputed", "offloaded activations", "zero3 offload"})
+# Of the ResNet every layout that it can have, with both norms; those first in the list quickly, with one of them.
+QUICK = ["1f1b", "interleaved", "zero bubble", "zero2", "zero3"]
+RESNET = [
+    *QUICK,
+    *sorted(set(LAYOUTS) - {*QUICK, "alone", "alone recomputed", "offloaded activations", "zero3 offload"}),
+]
 GROUP = {"zero2", "zero3", "zero bubble"}  # those with group norm
 NORMS = [("resnet group" if layout in GROUP else "resnet", layout) for layout in RESNET]
 NORMS += [each for each in product(["resnet", "resnet group"], RESNET) if each not in NORMS]
@@ -72,7 +76,7 @@ OTHERS = [("mlp", "1f1b"), *((name, layout) for layout, name in product(PLACED, 
 
 @pytest.mark.parametrize(
     ("name", "layout"),
-    [*marked(OTHERS, quick=4, slow=10), *marked(NORMS, quick=len(RESNET), slow=len(RESNET))],
+    [*marked(OTHERS, quick=4, slow=10), *marked(NORMS, quick=len(QUICK), slow=len(NORMS) - len(QUICK))],
 )
 def test_every_layout_has_the_curve_of_one_process(alone, two, tmp_path, name, layout):
     train_in(layout, name, tmp_path, two)
@@ -81,7 +85,7 @@ def test_every_layout_has_the_curve_of_one_process(alone, two, tmp_path, name, l
     assert not resnet or correct(tmp_path) == correct(alone(name))
 
 
-@pytest.mark.parametrize("layout", ["recomputed", "1f1b"])
+@pytest.mark.parametrize("layout", marked(["1f1b", "recomputed"], quick=1, slow=1))
 def test_one_process_goes_on_with_what_two_ranks_have_saved(alone, two, tmp_path, layout):
     train_in(layout, "resnet", tmp_path, two, "trainer.stop_step=2")
     train_in("alone", "resnet", tmp_path, None, "parallelism=single", "trainer.stop_step=null")
@@ -109,7 +113,7 @@ SOME += product(EXAMPLES, PRECISIONS, ["zero3"])
 SOME += product(["resnet"], PRECISIONS, ["alone", "alone recomputed", "offload", "1f1b"])
 
 
-@pytest.mark.parametrize(("name", "precision", "layout"), marked(list(dict.fromkeys(SOME)), quick=1, slow=9))
+@pytest.mark.parametrize(("name", "precision", "layout"), marked(list(dict.fromkeys(SOME)), slow=10))
 def test_16_bit_losses_are_near_those_of_fp32(alone, two, tmp_path, name, precision, layout):
     half = precision in ("fp16", "amp_o1")
     scale = ["precision.initial_scale_power=8"] if half else []  # so that no step overflows and is skipped

@@ -157,7 +157,7 @@ def test_materialized_is_as_built_directly(batch, tied):
     assert float(got["loss"]) == pytest.approx(float((batch[1] >= 0).sum()) * math.log(53), rel=0.01)
 
 
-@pytest.mark.parametrize("recompute", [NONE, FULL, SELECTIVE], ids=lambda mode: mode.value)
+@pytest.mark.parametrize("recompute", marked([NONE, FULL, SELECTIVE], quick=1, slow=2, name=lambda mode: mode.value))
 def test_all_layers_share_one_compiled_graph(tiny, batch, monkeypatch, recompute):
     """With a graph a layer, layers beyond torch's limit of 8 graphs would run uncompiled."""
     graphs = []

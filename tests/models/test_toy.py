@@ -6,6 +6,7 @@ import shutil
 import pytest
 import torch
 from distributed.ranks import Ranks
+from marking import marked
 from models.toy import ConvConfig, config_of, train
 from run_files import read_metrics
 
@@ -59,7 +60,7 @@ def test_the_banner_says_what_is_known_of_it(alone):
     assert {row["mfu"] for row in read_metrics(alone) if "mfu" in row} == {None}
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", marked(list(LAYOUTS), quick=2, slow=len(LAYOUTS) - 2))
 def test_every_layout_trains_alike_and_goes_on_where_another_stopped(alone, two, tmp_path, name):
     assert two.run("models.toy:train", str(tmp_path / "whole"), *LAYOUTS[name]) == [0, 0]
     assert losses(tmp_path / "whole") == pytest.approx(losses(alone), rel=2e-5)

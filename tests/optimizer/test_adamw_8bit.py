@@ -134,6 +134,7 @@ def test_the_plan_knows_its_bytes():
     assert sum(storage_sizes(state_of(run.optimizer)).values()) == sum(sizes) + 2 * 4 * CODES_8BIT
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_fp32_moments_and_back(run, tmp_path: Path):
     for optimizer, step in (("adamw_8bit", 3), ("adamw", 4), ("adamw_8bit", 5)):
         with without_plots():

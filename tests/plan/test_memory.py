@@ -40,6 +40,7 @@ def wrong_twice(layouts: list[Layout]) -> list[str]:
     return wrong(list(run([each for each in layouts if each in again]))) if again else []
 
 
+@pytest.mark.slow
 def test_real_ranks_take_what_is_planned():
     rows = list(run(QUICK))
     assert len(rows) >= len(QUICK)
@@ -97,7 +98,7 @@ STATE_CASES = combinations(
 )
 
 
-@pytest.mark.parametrize(("config", "layout"), marked(STATE_CASES, quick=3, slow=20))
+@pytest.mark.parametrize(("config", "layout"), marked(STATE_CASES, quick=1, slow=22))
 def test_an_optimizers_state_is_what_is_planned(config, layout):
     """By a step of rank 0 with imagined ranks."""
     work = replace(workload(layout.config(), layout.world), optimizer=config())

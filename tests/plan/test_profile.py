@@ -148,6 +148,7 @@ def test_the_second_model_is_planned_as_it_is_simulated(world, words):
         assert set(transfers(work, rank)) == set(found.transfers)
 
 
+@pytest.mark.slow
 def test_the_second_model_has_a_plan():
     config = toy("cluster=dgx-a100", "cluster.nodes=1", "data.global_batch_size=64")
     config.run.overrides = ["cluster=dgx-a100"]

@@ -99,7 +99,7 @@ def test_all_virtual_stages_that_divide_are_looked_at(layers, counts):
 @pytest.mark.parametrize(
     "given",
     [
-        ("model.num_layers=8",),
+        pytest.param(("model.num_layers=8",), marks=pytest.mark.slow),
         ("data.micro_batch_size=2", "model.num_layers=9", "model.tied_embeddings=false", "parallelism.bucket_layers=2"),
         ("data.micro_batch_size=2", "model.dropout=0.1"),
         ("parallelism.offload=cpu", "model.sequence_length=4096", "data.micro_batch_size=2"),
@@ -156,11 +156,16 @@ def test_tensor_parallelism_stays_inside_a_node():
     ("given", "key", "values"),
     [
         ("parallelism.tensor=2", "tensor", {2}),
-        ("parallelism.pipeline=4", "pipeline", {4}),
+        pytest.param("parallelism.pipeline=4", "pipeline", {4}, marks=pytest.mark.slow),
         ("parallelism.zero=3", "zero", {3}),
         ("parallelism.data=2", "data", {2}),
         ("parallelism.schedule=gpipe", "schedule", {"gpipe", "1f1b"}),  # the default where there is no pipeline
-        ("parallelism.activation_checkpointing=full", "activation_checkpointing", {ActivationCheckpointing.full}),
+        pytest.param(
+            "parallelism.activation_checkpointing=full",
+            "activation_checkpointing",
+            {ActivationCheckpointing.full},
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_what_is_given_stays(given, key, values):
@@ -280,6 +285,7 @@ def test_where_no_layout_is_legal_the_checks_say_why():
         search(space, config.cluster, 4)
 
 
+@pytest.mark.slow
 def test_the_smallest_layout_is_the_smallest(sizes):
     """Where all are refused for their model state, too: its mean over ranks says nothing of the fullest one."""
     none = ("cluster.memory_gib=0.01", "cluster.reserved_gib=0")

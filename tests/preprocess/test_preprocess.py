@@ -190,7 +190,7 @@ def test_where_blocks_end_and_workers_do_not_matter(expected, tmp_path: Path, mo
     assert tree(tmp_path / "1") == tree(tmp_path / "2") == tree(expected)
 
 
-@pytest.mark.parametrize("part", [5, 64, 100_000])
+@pytest.mark.parametrize("part", [64, 100_000, pytest.param(5, marks=pytest.mark.slow)])
 def test_long_texts_come_in_parts_cut_between_characters(expected: Path, tmp_path: Path, monkeypatch, part) -> None:
     (tmp_path / "in").mkdir()
     for n, text in enumerate(TEXTS):

@@ -112,6 +112,7 @@ def test_a_step_of_a_blend_shows_what_was_fed_and_where_it_is(show: Show, fed: C
 
 
 @pytest.mark.usefixtures("blended")
+@pytest.mark.slow
 def test_steps_of_a_growing_batch(show: Show, fed: Callable, tmp_path: Path):
     steps = fed("trainer.max_steps=6", "data.batch_ramp=[2,2,6]")
     assert [len(samples) for samples in steps.values()] == [2, 2, 2, 4, 4, 4]
@@ -119,6 +120,7 @@ def test_steps_of_a_growing_batch(show: Show, fed: Callable, tmp_path: Path):
 
 
 @pytest.mark.usefixtures("blended")
+@pytest.mark.slow
 def test_steps_of_either_sequence_length_and_of_other_weights(show: Show, fed: Callable, tmp_path: Path):
     fed("trainer.max_steps=2")
     fed("trainer.max_steps=4", "data.sequence_length=16")

@@ -242,6 +242,7 @@ def results(tree: Path, tmp_path: Path) -> Callable[..., dict[str, tuple[str, st
     return tried
 
 
+@pytest.mark.slow
 def test_verdicts(results: Callable[..., Any], tree: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = {path: path.read_bytes() for path in tree.rglob("*.py")}
     test = "tests/plan/test_cost.py::test_"

@@ -63,6 +63,7 @@ def test_the_schedule_is_checked_against_the_steps_of_the_epochs():
     assert with_epochs(config, 200).trainer.max_steps == 25
 
 
+@pytest.mark.slow
 def test_a_run_of_epochs_goes_on_with_another_data_degree(tmp_path, capsys):
     words = ("data.samples=40", "trainer.eval_interval=0", "checkpoint.interval=0", "schedule=cosine")
     given = (*words, "trainer.max_epochs=2")  # 80 samples in 5 steps

@@ -63,7 +63,7 @@ def test_a_run_leaves_what_the_contract_says(run, drawn, tmp_path: Path) -> None
 RESUMED = ("precision=fp32", "precision=bf16", "precision=bf16_stochastic", "optimizer=adamw_8bit model.d_model=64")
 
 
-@pytest.mark.parametrize("options", RESUMED)
+@pytest.mark.parametrize("options", marked(RESUMED, quick=2, slow=2))
 def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(run, tmp_path: Path, options: str) -> None:
     steps = ("checkpoint.interval=2", "trainer.max_steps=4")
     common = (*options.split(), "model.num_layers=2", "model.dropout=0.1", *steps)
@@ -217,7 +217,7 @@ def start() -> Iterator[Callable[..., subprocess.Popen]]:
             each.stdout.close()
 
 
-@pytest.mark.parametrize("number", marked([signal.SIGTERM, signal.SIGINT, signal.SIGUSR1], quick=1, slow=2))
+@pytest.mark.parametrize("number", marked([signal.SIGTERM, signal.SIGINT, signal.SIGUSR1], slow=3))
 def test_a_signal_saves_and_exits_with_its_code(tiny: list[str], run, tmp_path: Path, number: int, start) -> None:
     folder = tmp_path / "a"
     process = start(tiny, folder, "trainer.max_steps=1000000", "trainer.log_interval=5")

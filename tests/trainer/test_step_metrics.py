@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from marking import marked
 from models.resnet import config_of, train
 from run_files import read_metrics
 from torch import nn
@@ -37,7 +38,7 @@ def test_rows_lines_and_plots_have_them(tmp_path):
     assert plot_curves(tmp_path / "metrics.jsonl", tmp_path / "again.png").stat().st_size > 10_000
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", marked(["bf16", "fp32"], quick=1, slow=1))
 def test_a_lag_changes_nothing(tmp_path, monkeypatch, precision):
     found = []
     for lag in (0, 1):

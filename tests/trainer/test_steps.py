@@ -89,14 +89,14 @@ def said(folder: Path, words: str) -> list[str]:
 
 STEPPED = {
     "kernel": ["model.dropout=0.1"],
-    "torch": ["ops.adamw=reference", "trainer.log_interval=4"],
     "fp16": FP16,
+    "torch": ["ops.adamw=reference", "trainer.log_interval=4"],
     "adam": ["optimizer=adam"],
     "sgd": ["optimizer=sgd"],  # the host decides, and so a lag makes no difference
 }
 
 
-@pytest.mark.parametrize("options", marked([*STEPPED.values()], quick=3, slow=2), ids=STEPPED)
+@pytest.mark.parametrize("options", marked([*STEPPED.values()], quick=2, slow=3), ids=STEPPED)
 def test_steps_are_the_same_steps(late: Callable[..., int], tmp_path: Path, options: list[str]) -> None:
     run = [*LONG, *options]
     assert late(0, "now", *run) == 0
@@ -194,7 +194,7 @@ def test_what_is_halted_goes_on_after_a_rewind(tiny: list[str], tmp_path: Path, 
     ("numbers", "more"),
     [
         pytest.param([14], ["trainer.max_steps=6", "checkpoint.interval=2"], id="infinite"),
-        pytest.param([-number for number in range(48, 56)], [], id="high"),
+        pytest.param([-number for number in range(48, 56)], [], id="high", marks=pytest.mark.slow),
     ],
 )
 def test_a_spike_is_left_out_alike(

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from dispatched import Watching
+from marking import marked
 from torch import Tensor, nn
 
 from gptlite.config import Config, load
@@ -22,14 +23,14 @@ from gptlite.trainer.step import Step
 
 CPU = torch.device("cpu")
 CASES = {
-    "bf16": ["precision=bf16"],
+    "fp16": ["precision=fp16", "precision.initial_scale_power=24", "precision.hysteresis=1"],
+    "muon": ["precision=bf16", "optimizer=muon"],
     "untied": ["precision=bf16", "model.tied_embeddings=false", "model.dropout=0.1"],
     "recomputed": ["precision=bf16", "parallelism.activation_checkpointing=full"],
     "reference": ["precision=bf16", "ops=reference", "ops.adamw=fused"],
     "linear": ["precision=bf16", "ops.linear=reference"],
     "lion": ["precision=bf16", "optimizer=lion"],
-    "muon": ["precision=bf16", "optimizer=muon"],
-    "fp16": ["precision=fp16", "precision.initial_scale_power=24", "precision.hysteresis=1"],
+    "bf16": ["precision=bf16"],
     "amp_o1": ["precision=amp_o1"],
     "amp_o2": ["precision=amp_o2"],
 }
@@ -57,7 +58,7 @@ def assert_same(one: TrainState, other: TrainState) -> None:
     assert [key for key in mine if not torch.equal(mine[key], theirs[key])] == []
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", marked(list(CASES), quick=4, slow=len(CASES) - 4))
 def test_eight_steps_are_the_same_to_the_bit(start: Callable, case: str) -> None:
     (plain, plain_step, _), (copied, copied_step, _) = (start(copies, *CASES[case]) for copies in (False, True))
     gradients: dict[int, list[Tensor]] = {}
