@@ -9,6 +9,7 @@ from __future__ import annotations
 import pickle
 from collections import OrderedDict
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from gptlite.errors import ConfigError
 from gptlite.models.config import ModelConfig
 from gptlite.models.registry import register_model
 from gptlite.models.spec import ModelSpec
+from gptlite.unpickle import unpickle
 
 if TYPE_CHECKING:
     import numpy as np
@@ -132,17 +134,46 @@ def open_fake(config: FakeImagesConfig) -> tuple[Images, Images]:
     return images(config.samples), images(max(1, config.samples // 8))
 
 
-class _ArraysOnly(pickle.Unpickler):
-    """Unpickler for numpy arrays and plain containers. Anything else could run code from the file."""
+class _Array:
+    """Array of bytes from a file: its shape and content, once `set_state` has checked them."""
 
-    def find_class(self, module: str, name: str) -> Any:
-        """Return a class or function that numpy arrays and bytes need. Raises UnpicklingError for any other."""
-        restores = module.endswith(".multiarray") and name == "_reconstruct"
-        if restores or (module, name) in (("numpy", "ndarray"), ("numpy", "dtype")):
-            return super().find_class(module.replace("numpy.core", "numpy._core"), name)
-        if (module, name) == ("_codecs", "encode"):
-            return lambda text, _: text.encode("latin1")
-        raise pickle.UnpicklingError(f"it uses {module}.{name}, which is not allowed")
+    shape: tuple[int, ...] = ()
+    content = b""
+
+    def set_state(self, state: Any) -> None:
+        """Set the state of numpy's array: (version, shape, dtype, is Fortran, bytes)."""
+        _, shape, dtype, fortran, content = state
+        if not isinstance(dtype, _UInt8) or fortran or not isinstance(content, bytes) or prod(shape) != len(content):
+            raise pickle.UnpicklingError("an array does not consist of bytes")
+        self.shape, self.content = tuple(shape), content
+
+
+class _UInt8:
+    """Numpy's dtype uint8, whose state is always the same."""
+
+
+def _dtype(name: Any, *_: Any) -> _UInt8:
+    if name not in ("u1", b"u1"):
+        raise pickle.UnpicklingError(f"an array has the dtype {name!r:.20}, not uint8")
+    return _UInt8()
+
+
+def _new_array(*_: Any) -> _Array:
+    return _Array()
+
+
+def _latin1(text: str, _: Any) -> bytes:
+    return text.encode("latin1")
+
+
+NAMES = {
+    ("numpy.core.multiarray", "_reconstruct"): _new_array,
+    ("numpy._core.multiarray", "_reconstruct"): _new_array,
+    ("numpy", "ndarray"): _Array,
+    ("numpy", "dtype"): _dtype,
+    ("_codecs", "encode"): _latin1,
+}
+SETTERS = {_Array: _Array.set_state, _UInt8: lambda dtype, state: None}
 
 
 def open_cifar(config: CifarConfig) -> tuple[Images, Images]:
@@ -154,11 +185,11 @@ def open_cifar(config: CifarConfig) -> tuple[Images, Images]:
         for name in names:
             path = Path(config.path).expanduser() / name
             try:
-                with open(path, "rb") as file:
-                    content = _ArraysOnly(file, encoding="bytes").load()
-                images.append(np.asarray(content[b"data"], dtype=np.uint8).reshape(-1, 3, SIZE, SIZE))
+                content = unpickle(path.read_bytes(), NAMES, SETTERS, encoding="bytes")
+                array = np.frombuffer(content[b"data"].content, np.uint8)
+                images.append(array.reshape(-1, 3, SIZE, SIZE))
                 labels.append(np.asarray(content[b"labels"], dtype=np.int64))
-            except (OSError, pickle.UnpicklingError, EOFError, KeyError, TypeError, ValueError) as error:
+            except (OSError, pickle.UnpicklingError, AttributeError, KeyError, TypeError, ValueError) as error:
                 reason = error.strerror if isinstance(error, OSError) else error
                 raise ConfigError(
                     f"data.path={config.path}: {name} cannot be read ({reason}); "

@@ -22,6 +22,24 @@ def needed_package(package: str, user: str, instead: str = "") -> Iterator[None]
         raise ConfigError(f"{user} needs a missing package; pip install {package}{instead}") from None
 
 
+@contextmanager
+def without_exit() -> Iterator[None]:
+    """Context manager for code that may be a plugin's. Raises RuntimeError if it ends the process by sys.exit, which
+    would look like success."""
+    try:
+        yield
+    except SystemExit as error:
+        raise RuntimeError(f"the run's code called sys.exit({error.code!r})") from error
+
+
+def text_of(error: BaseException) -> str:
+    """Return an exception's message, or a note if its own code cannot print it."""
+    try:
+        return str(error)
+    except Exception as another:
+        return f"(its message cannot be printed: {type(another).__name__})"
+
+
 def one_line(error: BaseException) -> str:
     """Return an exception's type and message in one line, and the innermost line of the user's own code in its
     traceback, e.g. `ValueError: no such width (my_model.py:26)`."""
@@ -32,7 +50,7 @@ def one_line(error: BaseException) -> str:
     frames = [(frame.filename, frame.lineno) for frame in extract_tb(error.__traceback__)]
     own = [f" ({os.path.basename(file)}:{line})" for file, line in frames if ours not in file and installed not in file]
     place = own[-1] if own else ""
-    return f"{type(error).__name__}: {shorten(str(error), 300, placeholder='...')}{place}"
+    return f"{type(error).__name__}: {shorten(text_of(error), 300, placeholder='...')}{place}"
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

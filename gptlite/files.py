@@ -1,12 +1,37 @@
-"""Atomic file writes: to a temporary name, synced to disk, then renamed."""
+"""Atomic file writes: to a temporary name, synced to disk, then renamed. Writes that stay inside a folder."""
 
+import errno
 import os
+import stat
 import tempfile
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, BinaryIO
+
+LINK = "a symbolic link leads elsewhere; remove the link"
+
+
+def open_inside(root: Path, path: Path, mode: str, encoding: str | None = None) -> IO[Any]:
+    """Open a file of a folder that others may have made, such as that of a run: a regular file, not through a link.
+
+    `root` itself may be a link, since the user has named it, but nothing below it. Raises OSError that names the link.
+    """
+    return open(path, mode, encoding=encoding, opener=partial(_open_inside, root))
+
+
+def make_inside(root: Path, name: str) -> Path:
+    """Create a subfolder of a folder that others may have made, unless it exists, and return its path.
+
+    Raises OSError if it is a link: what is written in it would be elsewhere.
+    """
+    folder = root / name
+    folder.mkdir(exist_ok=True)
+    if folder.is_symlink():
+        raise OSError(errno.ELOOP, LINK, str(folder))
+    return folder
 
 
 @contextmanager
@@ -95,6 +120,31 @@ def unwritable(folder: Path, key: str) -> str:
             return ""
     except OSError as error:
         return f"{above}: {(error.strerror or 'cannot be written').lower()}; give another {key}"
+
+
+def _open_inside(root: Path, path: str, flags: int) -> int:
+    """Return a file descriptor, as `open_inside` does. Each folder is opened in the one above, so that none can be
+    exchanged for a link meanwhile."""
+    *folders, name = Path(path).relative_to(root).parts
+    held = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        for folder in folders:
+            below = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=held)
+            os.close(held)
+            held = below
+        # O_NONBLOCK: a pipe without a reader is an error, not a wait.
+        found = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666, dir_fd=held)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENOTDIR):
+            raise OSError(errno.ELOOP, LINK, path) from None
+        raise OSError(error.errno, error.strerror, path) from None
+    finally:
+        os.close(held)
+    if not stat.S_ISREG(os.fstat(found).st_mode):
+        os.close(found)
+        raise OSError(errno.EINVAL, "is not a regular file; remove it", path)
+    os.set_blocking(found, True)
+    return found
 
 
 def _sync(file: BinaryIO) -> None:

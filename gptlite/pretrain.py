@@ -6,6 +6,7 @@ from contextlib import closing, nullcontext
 from pathlib import Path
 
 from gptlite.config import Config, require_config
+from gptlite.errors import without_exit
 from gptlite.parallelism.mesh import build_mesh
 from gptlite.parallelism.watchdog import Watch
 from gptlite.run.banner import announce
@@ -17,6 +18,7 @@ from gptlite.trainer.loop import Settings, train
 from gptlite.trainer.signals import StopSignal
 
 
+@without_exit()
 def pretrain(
     config: Config,
     started: float | None = None,

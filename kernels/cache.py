@@ -40,7 +40,26 @@ def home_folder(make: bool = False) -> Path:
     folder = Path(root, "gptlite", "kernels")
     if make:
         folder.mkdir(parents=True, exist_ok=True)
+    refuse_writers(folder)
     return folder
+
+
+def refuse_writers(folder: Path) -> None:
+    """Raise BuildError if another user than this one or root may change a folder, or exchange one above it.
+
+    Code in the folder is executed. A folder that only root can write may be shared by all. The user's own group may
+    write, as where each user has a group; in a folder with the sticky bit, such as /tmp, only owners exchange entries.
+    """
+    path = folder.absolute()
+    for each in (path, *path.parents):
+        try:
+            found = each.stat()
+        except FileNotFoundError:
+            continue
+        by_group = found.st_mode & stat.S_IWGRP and found.st_gid not in (os.getgid(), 0)
+        by_others = found.st_mode & stat.S_IWOTH or by_group
+        if found.st_uid not in (os.getuid(), 0) or (by_others and (each == path or not found.st_mode & stat.S_ISVTX)):
+            raise BuildError(f"{each} can be changed by another user; set its owner and mode, or set XDG_CACHE_HOME")
 
 
 def temporary_folder(make: bool = False) -> Path:

@@ -137,6 +137,7 @@ def sampled(names: list[str], seed: str, share: int) -> set[str]:
 
 def pytest_collection_finish() -> None:
     gc.freeze()  # the collector need not go through thousands of tests and modules again and again
+    gc.set_threshold(50_000, 20, 50)
 
 
 def pytest_sessionfinish() -> None:

@@ -1,6 +1,7 @@
 """A model and an optimizer of one's own from the command line: `plugins=[...]`, in files that nothing else names."""
 
 import csv
+import json
 import os
 import shutil
 import subprocess
@@ -80,17 +81,36 @@ def test_they_are_swept(folder: Path) -> None:
         ("plugins=[nowhere]", "plugins=[nowhere]: no module named nowhere in "),
         ("plugins=[broken]", "plugins=[broken]: importing it raised ZeroDivisionError: division by zero"),
         ("plugins=[lacking]", "plugins=[lacking]: No module named 'of_another'"),
+        ("plugins=[ending]", "plugins=[ending]: importing it raised SystemExit: 0"),
+        ("plugins=[wordless]", "plugins=[wordless]: importing it raised Wordless: (its message cannot be printed"),
         ("model=conv", "; if a plugin registers it, add plugins=[MODULE]"),
     ],
 )
 def test_what_is_wrong_is_one_line(folder: Path, words: str, said: str) -> None:
     (folder / "broken.py").write_text("1 / 0\n")
     (folder / "lacking.py").write_text("import of_another\n")
+    (folder / "ending.py").write_text("raise SystemExit(0)\n")
+    wordless = "class Wordless(Exception):\n    def __str__(self):\n        return 1 / 0\n\n\nraise Wordless\n"
+    (folder / "wordless.py").write_text(wordless)
     done = command(folder, words)
     assert done.returncode == 2, done.stderr + done.stdout
     assert said in done.stderr
     assert done.stderr.startswith("error: ")
     assert done.stderr.count("\n") == 1
+
+
+def test_a_model_that_exits_has_failed(folder: Path) -> None:
+    """Even if it exits as if all were well."""
+    model = (folder / "my_model.py").read_text()
+    exits = model.replace(
+        "    def forward(", "    def forward(self, *_):\n        raise SystemExit(0)\n\n    def other("
+    )
+    assert exits != model
+    (folder / "my_model.py").write_text(exits)
+    done = command(folder, *OWN, "run.dir=run", "trainer.max_steps=3")
+    assert done.returncode == 1, done.stdout
+    assert "RuntimeError: the run's code called sys.exit(0)" in done.stderr
+    assert json.loads((folder / "run" / "result.json").read_text())["status"].startswith("failed: ")
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import forked
 import pytest
 from models.toy import RUN, SYNTHETIC
 
-from gptlite.config import load, saved_overrides, to_yaml
+from gptlite.config import from_yaml, load, saved_overrides, to_yaml
 from gptlite.config.plugins import may_run_code
 from gptlite.errors import ConfigError
 from gptlite.sweep.begin import sweep_overrides
@@ -132,6 +133,10 @@ def test_ranks_of_torchrun_import_it(folder: Path) -> None:
         "experiment=../../evil",
         "+experiment@hydra.callbacks=evil",
         "experiment=${oc.env:HOME}",
+        "logger.project=${oc.env:HOME}",
+        "logger.project='x-${ oc.decode : a}'",
+        "logger.project=${a.${oc.env:HOME}}",
+        "++run.name=${now:%Y}",
         "plugins=[evil]",
     ],
 )
@@ -139,8 +144,26 @@ def test_stored_overrides_run_no_code(tmp_path: Path, stored: str) -> None:
     config = load([*SYNTHETIC, "run.name=theirs", "run.dir=unused"])
     config.run.overrides = ["data=synthetic", stored]
     (tmp_path / "config.yaml").write_text(to_yaml(config))
-    with pytest.raises(ConfigError, match=r"may run code; remove it|uses plugins=\[evil\]"):
+    with pytest.raises(ConfigError, match=r"may run code; remove it|uses plugins=\[evil\]|reads what is outside"):
         saved_overrides([f"run.dir={tmp_path}"])
+
+
+def test_a_stored_value_reads_no_environment(tmp_path: Path) -> None:
+    config = load([*SYNTHETIC, "run.name=theirs", "run.dir=unused"])
+    text = to_yaml(config)
+    assert from_yaml(text) == config
+    for value in ("${oc.env:HOME}", "x-${oc.decode:1}", "${model.name}"):
+        with pytest.raises(ConfigError, match=r"data.cache_dir=.* is an interpolation"):
+            from_yaml(re.sub(r"(?m)^  cache_dir: .*$", f"  cache_dir: {value}", text), tmp_path)
+
+
+def test_a_value_of_the_environment_is_given_again(tmp_path: Path) -> None:
+    config = load([*SYNTHETIC, "run.name=mine", "run.dir=unused"])
+    config.run.overrides = ["data=synthetic", "data.cache_dir=${oc.env:HOME}"]
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    with pytest.raises(ConfigError, match=r"give data\.cache_dir=VALUE"):
+        saved_overrides([f"run.dir={tmp_path}"])
+    assert "data=synthetic" in saved_overrides([f"run.dir={tmp_path}", "data.cache_dir=x"])
 
 
 @pytest.mark.parametrize(

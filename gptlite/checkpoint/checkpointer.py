@@ -249,7 +249,16 @@ class Checkpointer:
         except DamagedCheckpoint as error:
             log(f"checkpoint: {saved.name} failed verification: {error.reason}; older checkpoints are kept")
         else:
-            from_main(self.mesh, lambda: [store.remove(folder) for folder in going], agree)
+            from_main(self.mesh, lambda: _remove(going, log), agree)
+
+
+def _remove(folders: list[Path], log: Log) -> None:
+    """Delete checkpoints. One that cannot be deleted is logged: training goes on."""
+    for folder in folders:
+        try:
+            store.remove(folder)
+        except OSError as error:
+            log(f"checkpoint: {error}")
 
 
 def _samples(folder: Path) -> int:

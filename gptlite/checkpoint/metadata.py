@@ -4,10 +4,8 @@ torch.distributed.checkpoint (DCP), as of torch 2.13, unpickles it without restr
 whose chunks leave gaps.
 """
 
-import io
 import pickle
-from collections.abc import Sequence
-from enum import Enum
+from collections.abc import Callable, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -15,23 +13,21 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.default_planner import _check_box_bounds, _check_box_overlap
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.serialization import _get_layout
 
 from gptlite.checkpoint.manifest import DamagedCheckpoint, Entries, Manifest, in_words, read_file, spell
+from gptlite.unpickle import unpickle
 
 NAME = "data/.metadata"
-_ALLOWED = {
-    ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    ("torch.distributed.checkpoint.metadata", "ChunkStorageMetadata"),
-    ("torch.distributed.checkpoint.metadata", "Metadata"),
-    ("torch.distributed.checkpoint.metadata", "MetadataIndex"),
-    ("torch.distributed.checkpoint.metadata", "StorageMeta"),
-    ("torch.distributed.checkpoint.metadata", "TensorProperties"),
-    ("torch.distributed.checkpoint.metadata", "TensorStorageMetadata"),
-    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),
-}
 
 
 def read_metadata(folder: Path, manifest: Manifest) -> Metadata:
@@ -39,10 +35,9 @@ def read_metadata(folder: Path, manifest: Manifest) -> Metadata:
     only DCP's classes, and locates each element of each tensor in exactly one box of a file."""
     content = read_file(folder, NAME)
     try:
-        metadata = _Unpickler(io.BytesIO(content)).load()
-    except Exception as error:  # a hostile pickle can raise anything
-        words = " ".join(str(error).split())
-        raise DamagedCheckpoint(folder, f"{NAME}: {type(error).__name__}: {words}"[:300]) from None
+        metadata = unpickle(content, _NAMES, _SETTERS)
+    except pickle.UnpicklingError as error:
+        raise DamagedCheckpoint(folder, f"{NAME}: {' '.join(str(error).split())}"[:300]) from None
     try:
         check_metadata(metadata, manifest.tensors, manifest.files)
     except ValueError as error:
@@ -112,20 +107,75 @@ def _refuse_overlap(key: str, boxes: Sequence[ChunkStorageMetadata]) -> None:
                 raise ValueError(f"checkpoint key {key}: the boxes at {places} overlap")
 
 
-class _Unpickler(pickle.Unpickler):
-    """Unpickler limited to the classes of DCP's metadata, so that an untrusted checkpoint cannot run code."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("builtins", "getattr"):
-            return _member  # Python 3.11.0 to 3.11.3 pickles a member of an Enum as an attribute of its class
-        allowed = (module, name) in _ALLOWED or (module == "torch" and isinstance(getattr(torch, name, 0), torch.dtype))
-        if not allowed:
-            raise pickle.UnpicklingError(f"{NAME} refers to {module}.{name}, which no checkpoint needs")
-        return super().find_class(module, name)
+def _size(values: Any) -> torch.Size:
+    if type(values) is not tuple or not all(type(each) is int and each >= 0 for each in values):
+        raise pickle.UnpicklingError("a size is not a tuple of whole numbers")
+    return torch.Size(values)
 
 
-def _member(kind: Any, name: str) -> Enum:
-    """Return a member of an Enum by its name. Raises pickle.UnpicklingError for an attribute of anything else."""
-    if not (isinstance(kind, type) and issubclass(kind, Enum) and name in kind.__members__):
-        raise pickle.UnpicklingError(f"{NAME} refers to {name} of {kind}, which no checkpoint needs")
-    return kind[name]
+def _memory_format(number: int) -> _MEM_FORMAT_ENCODING:
+    return _MEM_FORMAT_ENCODING(number)
+
+
+def _member(kind: Any, name: str) -> _MEM_FORMAT_ENCODING:
+    """Return a memory format by its name: Python 3.11.0 to 3.11.3 pickles a member of an Enum as an attribute."""
+    if kind is not _memory_format:
+        raise pickle.UnpicklingError(f"it refers to {name!r:.100} of {kind!r:.100}")
+    return _MEM_FORMAT_ENCODING[name]
+
+
+def _setter(**kinds: type | tuple[type, ...]) -> Callable[[Any, Any], None]:
+    """Return a function that sets fields of an instance, if they have these types."""
+
+    def set_fields(instance: Any, state: Any) -> None:
+        if type(state) is not dict or not all(isinstance(value, kinds.get(key, ())) for key, value in state.items()):
+            raise pickle.UnpicklingError(f"a {type(instance).__name__} has a field that it cannot have")
+        vars(instance).update(state)
+
+    return set_fields
+
+
+def _set_properties(instance: TensorProperties, state: Any) -> None:
+    kinds = torch.dtype, torch.layout, bool, _MEM_FORMAT_ENCODING, bool
+    if type(state) is not tuple or [type(each) for each in state] != list(kinds):
+        raise pickle.UnpicklingError("properties of a tensor have a field that they cannot have")
+    instance.__setstate__(state)
+
+
+_NONE = type(None)
+_NAMES = {
+    **{("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
+    ("torch", "Size"): _size,
+    ("torch.serialization", "_get_layout"): _get_layout,
+    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"): _memory_format,
+    ("builtins", "getattr"): _member,
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _StorageInfo,
+    **{
+        ("torch.distributed.checkpoint.metadata", each.__name__): each
+        for each in (
+            ChunkStorageMetadata,
+            Metadata,
+            MetadataIndex,
+            StorageMeta,
+            TensorProperties,
+            TensorStorageMetadata,
+        )
+    },
+}
+_SETTERS: dict[type, Callable[[Any, Any], None]] = {
+    ChunkStorageMetadata: _setter(offsets=torch.Size, sizes=torch.Size),
+    Metadata: _setter(
+        state_dict_metadata=dict,
+        planner_data=object,
+        storage_data=(dict, _NONE),
+        storage_meta=(StorageMeta, _NONE),
+        version=(str, _NONE),
+    ),
+    MetadataIndex: _setter(fqn=str, offset=(torch.Size, _NONE), index=(int, _NONE)),
+    StorageMeta: _setter(
+        checkpoint_id=(str, _NONE), save_id=(str, _NONE), load_id=(str, _NONE), modules=list, version=(str, _NONE)
+    ),
+    TensorProperties: _set_properties,
+    TensorStorageMetadata: _setter(properties=TensorProperties, size=torch.Size, chunks=list),
+    _StorageInfo: _setter(relative_path=str, offset=int, length=int, transform_descriptors=(list, tuple, _NONE)),
+}

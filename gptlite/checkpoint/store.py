@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from gptlite.files import sync_folder, try_lock, write_whole
+from gptlite.files import make_inside, open_inside, sync_folder, try_lock, write_whole
 from gptlite.progress import Log
 
 SMALL_FILES = 1 << 20  # approximate bytes of a checkpoint's files other than tensors
@@ -43,12 +43,13 @@ def writing(root: Path, log: Log) -> Iterator[None]:
     the exclusive lock, no live process owns the hidden folders (.tmp-, .trash-). On a file system without locks, these
     folders are not removed.
     """
-    root.mkdir(parents=True, exist_ok=True)
-    with open(root / ".lock", "a") as lock:
+    root.parent.mkdir(parents=True, exist_ok=True)
+    make_inside(root.parent, root.name)
+    with open_inside(root, root / ".lock", "a") as lock:
         if try_lock(lock):
             for path in (*root.glob(".tmp-*"), *root.glob(".trash-*")):
                 log(f"checkpoint: removing {path.name}, left by a process that ended while writing")
-                shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+                _delete(path)
         # The exclusive lock is released before the shared one is held. This is safe, as no files are written yet.
         try_lock(lock, shared=True, wait=True)
         yield
@@ -87,10 +88,14 @@ def point_latest(final: Path) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Delete a step folder. It is renamed first, so that a partly deleted folder is never mistaken for a checkpoint."""
+    """Delete a step folder. It is renamed first, so that a partly deleted folder is never mistaken for a checkpoint.
+
+    Raises OSError with what could not be deleted; the next writer tries again.
+    """
     trash = _hidden(folder, "trash")
     os.rename(folder, trash)
-    shutil.rmtree(trash, ignore_errors=True)
+    if reason := _delete(trash):
+        raise OSError(reason.errno, f"cannot be removed wholly: {reason.strerror or reason}", str(trash))
 
 
 def set_aside(folder: Path, why: str) -> Path:
@@ -98,6 +103,21 @@ def set_aside(folder: Path, why: str) -> Path:
     aside = folder.with_name(f"{why}-{folder.name}-{uuid.uuid4().hex[:8]}")
     os.rename(folder, aside)
     return aside
+
+
+def _delete(path: Path) -> OSError | None:
+    """Delete a folder, a file or a link, but nothing that a link leads to. Return the first error, after deleting all
+    that can be deleted."""
+    errors: list[OSError] = []
+
+    def note(function: object, name: str, found: tuple[object, OSError, object]) -> None:
+        errors.append(found[1])
+
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, onerror=note)  # which follows no link
+    else:
+        path.unlink(missing_ok=True)
+    return errors[0] if errors else None
 
 
 def _hidden(path: Path, kind: str) -> Path:

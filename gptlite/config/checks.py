@@ -7,10 +7,11 @@ import sys
 from functools import cache
 from importlib.metadata import version
 from operator import attrgetter
+from pathlib import Path
 
 from gptlite.config.batch import check_batch
 from gptlite.config.length import check_length
-from gptlite.config.schema import Config, schema_names
+from gptlite.config.schema import Config, RunConfig, schema_names
 from gptlite.data.check import check_settings as check_data
 from gptlite.errors import ConfigError, did_you_mean
 from gptlite.metrics.sinks import check as check_logger
@@ -35,6 +36,8 @@ from gptlite.precision import Precision, check_precision
 
 FP8_MULTIPLE = 16  # the hardware requires each dimension of an fp8 GEMM to be a multiple of this
 SOME, FINITE = sys.float_info.min, sys.float_info.max  # the smallest positive normal float, the largest finite one
+# Largest sizes of a model, so that a wrong one is refused before work that grows with it; MOST is that of an index.
+MOST, LARGEST = 2**31 - 1, {"num_layers": 100_000}
 AT_LEAST_1, OFF_AT_0 = "must be at least 1", "must not be negative; 0 turns it off"
 # Section, keys, minimum, maximum and the end of the error message. An unset key (None) is valid.
 BOUNDS: list[tuple[str, str, float, float, str]] = [
@@ -60,6 +63,7 @@ BOUNDS: list[tuple[str, str, float, float, str]] = [
 
 def check(config: Config) -> None:
     """Raise a one-line ConfigError for the first invalid key."""
+    _run(config.run)
     _bounds(config)
     check_data(config.data)
     _model(config)
@@ -95,18 +99,28 @@ def check_device(config: Config, device: str) -> None:
     check_optimizer_device(config.optimizer, device)
 
 
+def _run(run: RunConfig) -> None:
+    """Raise ConfigError for a name that leaves the folder of runs, or for the root as a run's folder."""
+    for key in ("name", "dir"):
+        if not getattr(run, key).strip():
+            raise ConfigError(f"run.{key} is empty; set it, or leave it out")
+    name, folder = Path(run.name), Path(run.dir).expanduser().resolve()
+    if not name.name or name.is_absolute() or ".." in name.parts:
+        raise ConfigError(f"run.name={run.name} does not name a folder in outputs/; give a name such as try-1")
+    if folder == Path(folder.anchor):
+        raise ConfigError(f"run.dir={run.dir} is the root of the file system; give a folder below it")
+
+
 def _bounds(config: Config) -> None:
-    sizes = " ".join(spec_of(config.model).positive)
+    sizes = spec_of(config.model).positive
     degrees = " ".join(axis.key for axis in every_axis())
-    own = [(section, keys, 1, math.inf, AT_LEAST_1) for section, keys in (("model.", sizes), ("parallelism.", degrees))]
-    for section, keys, least, most, words in own + BOUNDS:
+    own = [("model.", name, 1, LARGEST.get(name, MOST), AT_LEAST_1) for name in sizes]
+    for section, keys, least, most, words in [*own, ("parallelism.", degrees, 1, math.inf, AT_LEAST_1), *BOUNDS]:
         for key in (f"{section}{name}" for name in keys.split()):
             value = attrgetter(key)(config)
             if value is not None and not least <= value <= most:
-                raise ConfigError(f"{key}={value} {words}")
-    for key in ("name", "dir"):
-        if not getattr(config.run, key).strip():
-            raise ConfigError(f"run.{key} is empty; set it, or leave it out")
+                above = words == AT_LEAST_1 and value > most
+                raise ConfigError(f"{key}={value} {f'must be at most {most:,}' if above else words}")
 
 
 def _model(config: Config) -> None:

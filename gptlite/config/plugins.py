@@ -10,15 +10,16 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
 
-from gptlite.errors import ConfigError
+from gptlite.errors import ConfigError, text_of
 
 GROUP = "gptlite.plugins"  # group of the entry points
 GIVEN = re.compile(r"\+{0,2}plugins=\[?([^\]]*)\]?$")
+RESOLVER = re.compile(r"\$\{[^}]*:")  # ${oc.env:NAME}, ${now:...}; ${model.peak_lr} is of the configuration
 KEY = re.compile(r"(\+{0,2}|~)[A-Za-z_][\w./-]*")
 
 
@@ -58,7 +59,7 @@ def import_plugins(names: Iterable[str]) -> None:
                     "run the command in the module's folder, or install it with pip"
                 ) from error
             raise ConfigError(f"plugins=[{name}]: {error}") from error
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise ConfigError(f"plugins=[{name}]: {_in_words(error)}") from error
 
 
@@ -71,7 +72,7 @@ def import_installed() -> None:
     for point in entry_points(group=GROUP):
         try:
             point.load()
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             package = point.dist.name if point.dist else "an installed package"
             raise ConfigError(
                 f"{package}: its plugin {point.name} = {point.value}: {_in_words(error)}; repair or uninstall {package}"
@@ -91,13 +92,17 @@ def as_override(names: Iterable[str]) -> str:
     return f"plugins=[{','.join(names)}]"
 
 
-def refuse_foreign(overrides: Iterable[object], where: object) -> None:
-    """Raise ConfigError if an override stored in `where` may run code, or if the stored overrides request plugins that
-    have not been imported."""
+def refuse_foreign(overrides: Iterable[object], where: object, given: Container[str] = ()) -> None:
+    """Raise ConfigError if an override stored in `where` may run code, if it reads the environment and its key is not
+    in `given`, or if the stored overrides request plugins that have not been imported."""
     texts = [str(each) for each in overrides]
     for each in texts:
         if may_run_code(each):
             raise ConfigError(f"{where}: the stored override {each!r:.80} may run code; remove it there")
+        if (key := each.partition("=")[0].lstrip("+~")) not in given and RESOLVER.search(each):
+            raise ConfigError(
+                f"{where}: the stored override {each!r:.80} reads what is outside the configuration; give {key}=VALUE"
+            )
     refuse_unnamed(named_in(texts), where)
 
 
@@ -114,5 +119,5 @@ def may_run_code(override: str) -> bool:
     return foreign or not KEY.fullmatch(key) or (preset and re.search(r"\.\.|\$", value) is not None)
 
 
-def _in_words(error: Exception) -> str:
-    return f"importing it raised {type(error).__name__}: {' '.join(str(error).split())}"
+def _in_words(error: BaseException) -> str:
+    return f"importing it raised {type(error).__name__}: {' '.join(text_of(error).split())}"

@@ -49,6 +49,8 @@ def from_yaml(text: str, where: object = "this configuration", *, imports: bool 
         assert isinstance(raw, dict)
         # Overrides are set at the end, unresolved: they may contain interpolations, which merging would resolve.
         names, overrides = raw.pop("schemas"), raw["run"].pop("overrides")
+        if found := next(_interpolated(raw), None):
+            raise ConfigError(f"{where}: {found} is an interpolation, which a saved configuration does not have")
         plugins = raw.get("plugins", [])
         assert isinstance(plugins, list)
         assert all(isinstance(each, str) for each in plugins)
@@ -73,6 +75,15 @@ def from_yaml(text: str, where: object = "this configuration", *, imports: bool 
     pattern = re.compile("|".join(map(re.escape, whole)))
     result.run.overrides = [pattern.sub(lambda found: whole[found[0]], each, count=1) for each in overrides]
     return result
+
+
+def _interpolated(value: Any, key: str = "") -> Iterator[str]:
+    """Yield `key=value` for each interpolation, which could read environment variables and files, among the values."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for name, each in items:
+        yield from _interpolated(each, f"{key}.{name}".lstrip("."))
+    if isinstance(value, str) and "${" in value:
+        yield f"{key}={value:.80}"
 
 
 @cache
@@ -117,7 +128,7 @@ def saved_overrides(arguments: list[str], config: Config | None = None) -> list[
     if config is None:
         return []
     run, given, saved = config.run, values_of(arguments), saved_file(arguments)
-    refuse_foreign(run.overrides, saved.parent)
+    refuse_foreign(run.overrides, saved.parent, given)
     candidates = [*run.overrides, f"run.name={hydra_value(run.name)}"]
     kept = {key_of(c): c for c in candidates}
     for new, old in (LENGTHS, LENGTHS[::-1]):

@@ -13,6 +13,7 @@ from typing import Any
 
 from gptlite.data.batches import BatchSchedule, batch_schedule
 from gptlite.errors import ConfigError
+from gptlite.files import open_inside
 
 FILE_NAME = "data_order.jsonl"
 
@@ -44,13 +45,20 @@ class OrderRow:
         return self.schedule().after(self.samples, step - 1 - self.step)
 
 
-def note_order(folder: Path, row: OrderRow) -> None:
-    """Append a row unless the last one implies the same rules. Nothing is removed except a truncated last line."""
-    rows = read_order(folder)
+def note_order(folder: Path, row: OrderRow) -> str:
+    """Append a row unless the last one implies the same rules. Nothing is removed except a truncated last line.
+
+    Return "", or what is damaged: the samples follow from the checkpoint, so a run goes on without its earlier rows.
+    """
+    damage = ""
+    try:
+        rows = read_order(folder)
+    except ConfigError as error:
+        rows, damage = [], str(error)
     row = OrderRow(**json.loads(json.dumps(asdict(row))))  # in the form in which it will be read back
-    if rows and row.follows(rows[-1]):
-        return
-    _append(folder, asdict(row))
+    if not rows or not row.follows(rows[-1]):
+        _append(folder, asdict(row))
+    return damage
 
 
 def note_spike(folder: Path, step: int, spike_step: int, skipped: tuple[int, int]) -> None:
@@ -60,15 +68,15 @@ def note_spike(folder: Path, step: int, spike_step: int, skipped: tuple[int, int
     """
     row = {"step": step, "spike_step": spike_step, "skipped": list(skipped)}
     path = folder / FILE_NAME
-    if not path.exists() or json.dumps(row) not in path.read_text(encoding="utf-8").splitlines():
+    if not path.exists() or json.dumps(row) not in path.read_text(encoding="utf-8", errors="replace").splitlines():
         _append(folder, row)
 
 
 def _append(folder: Path, row: dict[str, Any]) -> None:
     path = folder / FILE_NAME
-    if path.exists() and (kept := path.read_bytes().rfind(b"\n") + 1) < path.stat().st_size:
-        os.truncate(path, kept)  # remove a line truncated by a kill
-    with open(path, "a", encoding="utf-8") as file:
+    with open_inside(folder, path, "a+", encoding="utf-8") as file:
+        if (kept := path.read_bytes().rfind(b"\n") + 1) < path.stat().st_size:
+            file.truncate(kept)  # remove a line truncated by a kill
         file.write(json.dumps(row) + "\n")
         file.flush()
         os.fsync(file.fileno())
@@ -79,7 +87,7 @@ def read_order(folder: Path) -> list[OrderRow]:
     path = folder / FILE_NAME
     if not path.exists():
         return []
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
     rows = []
     for number, line in enumerate(lines, 1):
         try:

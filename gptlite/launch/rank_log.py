@@ -3,6 +3,9 @@
 import os
 import sys
 from pathlib import Path
+from typing import IO
+
+from gptlite.files import make_inside, open_inside
 
 
 def log_path(run_dir: Path, rank: int) -> Path:
@@ -21,17 +24,18 @@ class RankLog:
         self.path, self.rank = path, rank
         self.terminal = os.dup(2)
         os.set_inheritable(self.terminal, False)  # child processes must not hold the terminal or pipe open
-        self._point_to(path)
+        with path.open("ab") as file:
+            self._point_to(file)
 
     def move(self, run_dir: Path) -> None:
         """Continue in `log_path(run_dir, rank)`, appending the earlier output, and delete the first file."""
         target = log_path(run_dir, self.rank)
-        target.parent.mkdir(exist_ok=True)
+        make_inside(run_dir.absolute(), target.parent.name)
         sys.stdout.flush()  # into the first file, before it is read
         said = self.path.read_bytes()
-        with target.open("ab") as file:
+        with open_inside(run_dir.absolute(), target, "ab") as file:
             file.write(said)
-        self._point_to(target)
+            self._point_to(file)
         self.path.unlink()
         self.path = target
 
@@ -39,9 +43,9 @@ class RankLog:
         """Print a line to the previous standard error."""
         os.write(self.terminal, (text + "\n").encode())  # one call, so that lines of several ranks do not mix
 
-    def _point_to(self, path: Path) -> None:
-        with path.open("ab") as file:
-            os.dup2(file.fileno(), 1)  # file descriptors, since C++ code does not write to sys.stdout
-            os.dup2(file.fileno(), 2)
+    def _point_to(self, file: IO[bytes]) -> None:
+        file.flush()
+        for standard in (1, 2):  # file descriptors, since C++ code does not write to sys.stdout
+            os.dup2(file.fileno(), standard)
         for stream in (sys.stdout, sys.stderr):  # a stream that started as a pipe is block-buffered
             stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]

@@ -40,6 +40,8 @@ def starter() -> Starter | None:
     if env.keys() >= set(TORCHRUN) - {"LOCAL_WORLD_SIZE"}:
         rank, world, local_rank = map(_number, TORCHRUN[:3])
         local_world = _number("LOCAL_WORLD_SIZE", world)
+        _refuse_place("RANK", rank, "WORLD_SIZE", world)
+        _refuse_place("LOCAL_RANK", local_rank, "LOCAL_WORLD_SIZE", local_world)
         return Starter("torchrun", rank, world, local_rank, local_world, env["MASTER_ADDR"], _number("MASTER_PORT"))
     if env.keys() >= set(SRUN) and _number("SLURM_NTASKS") > 1:  # a single task starts the ranks of a run itself
         return _of_srun()
@@ -82,6 +84,7 @@ def _of_srun() -> Starter:
     local = _tasks_per_node(env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE") or "")
     node = _number("SLURM_NODEID", 0)
     world = _number("SLURM_NTASKS")
+    _refuse_place("SLURM_PROCID", _number("SLURM_PROCID"), "SLURM_NTASKS", world)
     alone = node < len(local) and local[node] == world
     # Below the ephemeral ports, and different for each step of a job.
     port = 15000 + (_number("SLURM_JOB_ID") * 8 + _number("SLURM_STEP_ID")) % 15000
@@ -94,6 +97,16 @@ def _of_srun() -> Starter:
         env.get("MASTER_ADDR") or ("localhost" if alone else first_host(nodes)),
         _number("MASTER_PORT", port),
     )
+
+
+def _refuse_place(name: str, rank: int, size: str, world: int) -> None:
+    """Raise ConfigError for a rank outside its world, which would wait for ranks that never come."""
+    if world < 1:
+        raise ConfigError(f"the environment's {size}={world} is not a number of ranks; set 1 or more, or unset it")
+    if not 0 <= rank < world:
+        raise ConfigError(
+            f"the environment's {name}={rank} is not from 0 to {world - 1}, below {size}={world}; set it, or unset both"
+        )
 
 
 def first_host(nodes: str) -> str:

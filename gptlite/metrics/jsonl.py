@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from gptlite.files import write_whole
+from gptlite.files import open_inside, write_whole
 
 
 class JsonlSink:
@@ -19,7 +19,7 @@ class JsonlSink:
 
     def __init__(self, path: Path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._path, self._file = path, path.open("a", encoding="utf-8")
+        self._path, self._file = path, open_inside(path.parent, path, "a", encoding="utf-8")
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Append one row and flush it to the operating system."""
@@ -37,7 +37,7 @@ class JsonlSink:
         """Move rows later than `step` to another file, see `truncate_after`."""
         self.close()
         truncate_after(self._path, step)
-        self._file = self._path.open("a", encoding="utf-8")
+        self._file = open_inside(self._path.parent, self._path, "a", encoding="utf-8")
 
     def close(self, failed: bool = False) -> None:
         """Sync the file to disk and close it."""
@@ -67,7 +67,7 @@ def truncate_after(path: Path, step: int) -> int:
         return 0
     # Sync the copy before replacing the original, so that every row is in one of the files at any time.
     if replaced:
-        with path.with_suffix(".replaced.jsonl").open("a", encoding="utf-8") as copy:
+        with open_inside(path.parent, path.with_suffix(".replaced.jsonl"), "a", encoding="utf-8") as copy:
             copy.writelines(replaced)
             copy.flush()
             os.fsync(copy.fileno())

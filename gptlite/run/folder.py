@@ -24,7 +24,7 @@ from gptlite.config.warm_start import too_few_ids
 from gptlite.data.order_log import OrderRow, note_order, note_spike
 from gptlite.data.tokenizer import Tokenizer
 from gptlite.errors import ConfigError
-from gptlite.files import existing, try_lock, unwritable, write_whole
+from gptlite.files import existing, open_inside, try_lock, unwritable, write_whole
 from gptlite.models.batch_norm import has_batch_norm
 from gptlite.models.spec import spec_of
 from gptlite.parallelism.mesh import Mesh
@@ -36,6 +36,17 @@ from gptlite.trainer.state import TrainState, model_tensors
 
 LOG = "train.log"
 OWNER = ".owner"
+# Files and folders of a run that are not replaced as a whole.
+WRITTEN = (
+    LOG,
+    "metrics.jsonl",
+    "metrics.replaced.jsonl",
+    "data_order.jsonl",
+    "checkpoints",
+    "ranks",
+    "tensorboard",
+    "wandb",
+)
 # Time in which other ranks must see a file that rank 0 has created. Network file systems cache the absence of a file.
 APPEARS_SECONDS = 30.0
 
@@ -133,7 +144,8 @@ class RunFolder:
             batch_ramp=list(schedule.ramp) if schedule.ramp else None,
             skipped=[list(each) for each in schedule.skipped],
         )
-        from_main(self.mesh, lambda: note_order(self.path, row))
+        if damage := from_main(self.mesh, lambda: note_order(self.path, row)):
+            self.log(f"{damage}; the run goes on, and its earlier rows stay as they are")
 
     def log(self, text: str) -> None:
         """Write lines to the terminal and to train.log, which also receives earlier lines when it is opened."""
@@ -245,6 +257,12 @@ class RunFolder:
                 f"run.dir={self.config.run.dir} is a folder of runs; give one of them to resume it, e.g. "
                 f"run.dir={runs[-1].parent}, or a new folder"
             )
+        for name in WRITTEN:
+            if (path := self.path / name).is_symlink():
+                raise ConfigError(
+                    f"run.dir={self.config.run.dir}: {path} is a symbolic link, and a run writes only in its folder; "
+                    "remove the link, or make run.dir itself one"
+                )
         self._refuse_unwritable()
         self._refuse_busy()
         if saved.exists():
@@ -287,7 +305,7 @@ class RunFolder:
     def _open_log(self, config: Config, held: ExitStack) -> None:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._log_file = (self.path / LOG).open("a", encoding="utf-8")
+            self._log_file = open_inside(self.path, self.path / LOG, "a", encoding="utf-8")
             held.callback(self._close_log)
         except OSError as error:
             raise ConfigError(f"run.dir={config.run.dir} cannot be written: {error}; give another run.dir") from None
@@ -326,7 +344,7 @@ class RunFolder:
     def _refuse_busy(self) -> None:
         """Raise ConfigError if another process trains in the folder. Called before the checkpoints are read, since that
         process may delete them."""
-        with suppress(OSError), open(self.path / LOG, "r+", encoding="utf-8") as log:
+        with suppress(OSError), open_inside(self.path, self.path / LOG, "r+", encoding="utf-8") as log:
             self._try_lock(log)
 
     def _write_config(self) -> None:

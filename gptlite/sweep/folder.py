@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from gptlite.errors import ConfigError
-from gptlite.files import try_lock, unwritable, write_whole
+from gptlite.files import make_inside, open_inside, try_lock, unwritable, write_whole
 
 OK, OUT_OF_MEMORY, PRUNED, FAILED, INTERRUPTED = "ok", "out of memory", "pruned", "failed", "interrupted"
 FINISHED = (OK, OUT_OF_MEMORY, PRUNED)  # not run again when the sweep is resumed
@@ -107,8 +107,11 @@ class SweepFolder:
 
         Raises ConfigError if another process has locked the folder.
         """
-        (self.path / "records").mkdir(parents=True, exist_ok=True)
-        self._lock = (self.path / ".lock").open("a")  # the kernel releases the lock when this process ends
+        self.path.mkdir(parents=True, exist_ok=True)
+        make_inside(self.path, "records")
+        self._lock = open_inside(
+            self.path, self.path / ".lock", "a"
+        )  # the kernel releases the lock when this process ends
         if try_lock(self._lock) is False:
             owner = f"hydra.sweep.dir={self.path}: {self.owner} is running a sweep in it"
             raise ConfigError(f"{owner}; wait, stop that process, or give another folder")
@@ -132,7 +135,7 @@ class SweepFolder:
 
         Other processes that call this wait until the block ends, except on a file system without locks.
         """
-        with (self.path / ".update").open("a") as file:
+        with open_inside(self.path, self.path / ".update", "a") as file:
             try_lock(file, wait=True)
             numbers = sorted(int(path.stem) for path in (self.path / "records").glob("*.json") if path.stem.isdigit())
             records = [record for number in numbers if (record := self.record(number))]
@@ -143,7 +146,7 @@ class SweepFolder:
     @contextmanager
     def running(self, number: int) -> Iterator[bool]:
         """Lock a cell during the block. Yield False if another process has locked the cell, else True."""
-        with (self.path / "records" / f".{number}.lock").open("a") as file:
+        with open_inside(self.path, self.path / "records" / f".{number}.lock", "a") as file:
             yield try_lock(file) is not False
 
     @property

@@ -23,6 +23,7 @@ from omegaconf import DictConfig
 from gptlite.config import Config, typed
 from gptlite.config.plugins import import_plugins
 from gptlite.errors import ConfigError
+from gptlite.files import open_inside
 from gptlite.launch.rank_stop import EXIT_TERMINATED, SIGNALS
 from gptlite.parallelism.layout import Layout
 from gptlite.sweep.begin import HERE
@@ -149,11 +150,12 @@ def predicted(config: Config, layout: Layout) -> dict[str, Any] | None:
 
 @contextmanager
 def output_in(path: Path) -> Iterator[None]:
-    """Redirect standard output of this process and its children to a file. Standard error is not redirected."""
+    """Redirect standard output of this process and its children to a file in the sweep's folder of records. Standard
+    error is not redirected."""
     sys.stdout.flush()
     terminal = os.dup(1)
     try:
-        with path.open("ab") as file:
+        with open_inside(path.parents[1], path, "ab") as file:
             os.dup2(file.fileno(), 1)
         yield
     finally:

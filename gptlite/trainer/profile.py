@@ -34,6 +34,7 @@ class StepProfiler:
         self._profiler.stop()
         path = self._folder / f"trace-steps-{self.first}-{step}{self._rank}.json"
         partial = path.with_suffix(".tmp")  # renamed when complete, so that a kill leaves no truncated trace
+        partial.unlink(missing_ok=True)  # torch would write through a link
         self._profiler.export_chrome_trace(str(partial))
         partial.rename(path)
         self._profiler, self.last = None, 0

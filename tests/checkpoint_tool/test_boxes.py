@@ -9,6 +9,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from gptlite.checkpoint import metadata
 from gptlite.checkpoint.manifest import DamagedCheckpoint, read_manifest
 from gptlite.checkpoint_tool.statistics import distance, statistics
+from gptlite.unpickle import unpickle
 
 FIXTURE = Path(__file__).parents[1] / "checkpoint" / "fixtures" / "v1" / "step-00000003"
 KEY = "model.token_embedding.weight"
@@ -43,16 +44,15 @@ def test_boxes_are_found_with_their_bytes():
 def test_verify_wants_each_element_in_exactly_one_box(monkeypatch, harm, reason):
     """A writer's fault: the bytes are those that were written."""
 
-    class Harmed(metadata._Unpickler):
-        def load(self):
-            metadata = super().load()
-            entry = metadata.state_dict_metadata[KEY]
-            info = next(iter(metadata.storage_data.values()))
-            metadata.storage_data[MetadataIndex(KEY, torch.Size([3, 0]))] = info
-            harm(entry, metadata.storage_data)
-            return metadata
+    def harmed(*given):
+        found = unpickle(*given)
+        entry = found.state_dict_metadata[KEY]
+        info = next(iter(found.storage_data.values()))
+        found.storage_data[MetadataIndex(KEY, torch.Size([3, 0]))] = info
+        harm(entry, found.storage_data)
+        return found
 
-    monkeypatch.setattr(metadata, "_Unpickler", Harmed)
+    monkeypatch.setattr(metadata, "unpickle", harmed)
     with pytest.raises(DamagedCheckpoint) as error:
         metadata.read_metadata(FIXTURE, read_manifest(FIXTURE))
     assert KEY in error.value.reason

@@ -163,6 +163,7 @@ trainer.max_epochs=3 optimizer.lr=3e-3
 """.split()
 
 
+@pytest.mark.slow
 def test_a_run_learns_and_resumes(tmp_path):
     for name, value in (("a", 20), ("b", 200)):
         write(tmp_path / "images", name, 24, value=value)

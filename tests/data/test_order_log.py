@@ -33,3 +33,15 @@ def test_a_line_cut_short_is_nothing(tmp_path):
     assert len(read_order(tmp_path)) == 1
     note_order(tmp_path, OrderRow(5, 80, 32, ERAS))
     assert [row.step for row in read_order(tmp_path)] == [0, 5]
+
+
+def test_a_damaged_row_does_not_keep_a_run_from_going_on(tmp_path):
+    note_order(tmp_path, OrderRow(0, 0, 16, ERAS))
+    path = tmp_path / FILE_NAME
+    for place in (3, 40):
+        content = bytearray(path.read_bytes())
+        content[place] ^= 0x80  # no longer UTF-8
+        path.write_bytes(content)
+        assert f"{path}, line 1 is damaged" in note_order(tmp_path, OrderRow(10, 160, 16, ERAS))
+        assert path.read_bytes().startswith(content)
+    assert len(path.read_bytes().splitlines()) == 3

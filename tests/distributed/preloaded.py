@@ -18,4 +18,5 @@ import gptlite.pretrain  # noqa: F401
 from gptlite.config import compose
 
 compose.compose = composition.compose
+gc.set_threshold(50_000, 20, 50)
 gc.freeze()  # no rank's collector need go through what is here

@@ -18,11 +18,13 @@ from gptlite.checkpoint.manifest import describe, read_manifest, verify
 
 CASES = "distributed.checkpoint_cases:"
 # By turns in the foreground and beside training; the other way, too, in the slow tests.
+QUICK = ("fsdp2_tp2", "hsdp", "ddp4", "pp2_tp2")
 SAVES = [
     pytest.param(layout, beside, id=f"{layout}-{'async' if beside else 'sync'}", marks=marks)
-    for first, marks in ((0, ()), (1, (pytest.mark.slow,)))
+    for first in (0, 1)
     for number, layout in enumerate(LAYOUTS, first)
     for beside in [number % 2 == 1]
+    for marks in [() if first == 0 and layout in QUICK else (pytest.mark.slow,)]
 ]
 
 

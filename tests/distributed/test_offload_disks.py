@@ -16,6 +16,7 @@ from checkpoint.destruction import disks
 from checkpoint.destruction.campaign import LIVE, Lives, differing
 from checkpoint.destruction.forks import ForkServer
 from checkpoint.destruction.lives import TINY
+from marking import marked
 
 CASES, DISKS = "distributed.offload_disk_cases:", "checkpoint.destruction.disks:"
 P = "parallelism."
@@ -165,9 +166,7 @@ def test_a_disk_that_cannot_be_written_is_refused_before_any_rank_starts(server:
     check_goes_on(run)
 
 
-@pytest.mark.parametrize(
-    ("world", "at"), [(1, 5), pytest.param(1, 8, marks=pytest.mark.slow), pytest.param(2, 9, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("world", "at"), marked([(1, 5), (1, 8), (2, 9)], slow=3))
 def test_a_kill_amid_a_write_leaves_nothing_and_the_last_checkpoint_resumes(begun, check_goes_on, world: int, at: int):
     run = begun(world)
     codes = run.train(6, run.good, CASES + "disturbed", "kill", at)

@@ -34,6 +34,7 @@ def test_offload_meets_every_stage_and_axis():
     assert len(met) == 2 * 4 * 2 * 2
 
 
+@pytest.mark.slow
 def test_the_crossed_cells_meet_every_three_values_that_can_meet_and_every_two_of_all_axes():
     assert len(set(CROSSED)) == len(CROSSED) >= 80
     assert {cell.world for cell in CROSSED} == {8}

@@ -234,6 +234,7 @@ def test_a_temporary_folder_that_others_can_write_is_refused(tmp_path: Path, mon
     assert f"{made.parent} must be a folder that only this user can access" in reason
 
 
+@pytest.mark.slow
 def test_nowhere_to_write_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nowhere")
     monkeypatch.setattr(tempfile, "tempdir", "/proc")

@@ -133,7 +133,12 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+SLOW_FAULTS = ("never_ends",)
+
+
+@pytest.mark.parametrize(
+    "fault", [pytest.param(each, marks=[pytest.mark.slow] * (each in SLOW_FAULTS)) for each in FAULTS]
+)
 def test_a_fault_is_found_and_its_line_told(kernels: Kernels, fault) -> None:
     lines = SOURCE.read_text().splitlines()
     numbers = {i for i, line in enumerate(lines, start=1) if line.endswith(f"// FAULT {fault}")}

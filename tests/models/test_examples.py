@@ -76,7 +76,7 @@ OTHERS = [("mlp", "1f1b"), *((name, layout) for layout, name in product(PLACED, 
 
 @pytest.mark.parametrize(
     ("name", "layout"),
-    [*marked(OTHERS, quick=4, slow=10), *marked(NORMS, quick=len(QUICK), slow=len(NORMS) - len(QUICK))],
+    [*marked(OTHERS, quick=3, slow=11), *marked(NORMS, quick=len(QUICK), slow=len(NORMS) - len(QUICK))],
 )
 def test_every_layout_has_the_curve_of_one_process(alone, two, tmp_path, name, layout):
     train_in(layout, name, tmp_path, two)

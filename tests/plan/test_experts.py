@@ -133,6 +133,7 @@ def test_a_given_degree_is_kept():
     assert resolve(best.parallelism, 4).size(EXPERT) == 2
 
 
+@pytest.mark.slow
 def test_experts_that_do_not_fit_a_rank_are_shared():
     """0.5 billion weights with gradients and two moments, in 8 GiB: replicated they do not fit."""
     wide = ["model.moe.experts=16", "model.moe.d_ff=16384", "parallelism.zero=0", "cluster.memory_gib=8"]

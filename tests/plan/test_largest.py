@@ -80,6 +80,7 @@ def test_a_limit_of_host_memory_is_the_room_of_a_rank():
     assert "zero" not in fixed_keys(config)
 
 
+@pytest.mark.slow
 def test_nothing_fits_is_said():
     with pytest.raises(ConfigError, match="fits one layer of gpt-lite"):
         largest_models(config_of("cluster=dgx-h100", "cluster.memory_gib=2.001"), silent)

@@ -116,6 +116,7 @@ def test_precisions_take_among_four_imagined_ranks_what_is_planned(words: str):
     assert expected.activations == pytest.approx(found.activations, rel=TOLERANCE)
 
 
+@pytest.mark.slow
 def test_a_reduction_that_takes_the_most_is_planned():
     """With few tokens, in 16 bits, a reduction's buffers take more memory than any layer."""
     work = workload(Layout(4, "zero=2 micro=1 batch=4 dtype=bf16").config(), 4)

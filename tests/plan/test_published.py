@@ -99,7 +99,7 @@ def test_a_fit_finds_the_constants_that_made_the_speeds():
 
 
 @pytest.mark.parametrize(
-    ("table", "splits"), marked([(MEGATRON, 5), (DEEPSPEED, 5), (MEGATRON, 252), (DEEPSPEED, 35)], quick=2, slow=2)
+    ("table", "splits"), marked([(MEGATRON, 5), (DEEPSPEED, 5), (MEGATRON, 252), (DEEPSPEED, 35)], quick=1, slow=3)
 )
 def test_half_of_a_table_predicts_the_other(table, splits):
     results = cross_validation(table.rows, table.constants, splits)

@@ -8,6 +8,7 @@ from functools import cache
 import pytest
 import torch.distributed as dist
 from distributed.ranks import Ranks
+from marking import marked
 
 from gptlite.config import Config, load
 from gptlite.models.gpt.flops import matmul_parameters
@@ -109,7 +110,7 @@ def test_flops_are_those_of_the_model():
     assert simulate(work, 0).flops == work.tokens * (6 * matmul_parameters(shape) + attention)
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved_1f1b"])
+@pytest.mark.parametrize("schedule", marked(["1f1b", "gpipe", "interleaved_1f1b"], quick=1, slow=2))
 def test_further_micro_batches_are_more_of_the_same(schedule):
     """All of them simulated, and the first ones with the difference for each of the others."""
     layers, count, few = (4, 8, 6) if schedule == "interleaved_1f1b" else (2, 6, 4)

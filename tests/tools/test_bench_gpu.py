@@ -91,6 +91,7 @@ def test_all_parts_run_on_a_cpu_into_one_report(tmp_path: Path) -> None:
         assert int.from_bytes(header, "big") == PICTURE_WIDTH
 
 
+@pytest.mark.slow
 def test_a_part_that_fails_is_recorded_and_the_exit_code_is_1(tmp_path: Path, script: Callable) -> None:
     bad = tmp_path / "test_bad.py"
     bad.write_text("def test_bad():\n    assert 1 == 2, 'planted'\n")

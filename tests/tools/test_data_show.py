@@ -131,6 +131,7 @@ def test_steps_of_either_sequence_length_and_of_other_weights(show: Show, fed: C
     check(show, tmp_path / "run", steps)
 
 
+@pytest.mark.slow
 def test_a_run_of_before_there_was_a_record(show: Show, fed: Callable, tmp_path: Path):
     steps = fed("trainer.max_steps=4")
     (tmp_path / "run" / FILE_NAME).unlink()

@@ -115,6 +115,7 @@ def test_tuning_writes_the_fastest_of_what_ran(tmp_path):
     assert f"--config-dir {tmp_path} parallelism=tuned" in command
 
 
+@pytest.mark.slow
 def test_a_plan_names_the_vocabulary_and_whether_it_is_assumed(tmp_path: Path, script: Callable):
     given = ("model.num_layers=2", "model.d_model=64", "cluster=dgx-h100", "data.global_batch_size=16", "top=1", *FEW)
     known = script("plan", *given, "data=tokens", f"data.path={write_folder(tmp_path / 'mine')}")

@@ -22,7 +22,7 @@ def ranks(monkeypatch):
             return plain if config.implementation is reference else FUSED
 
         monkeypatch.setattr(ops, "select_ops", choose)
-        monkeypatch.setattr(ops, "gather_objects", lambda mesh, mine: [mine, *others])
+        monkeypatch.setattr(ops, "gather_objects", lambda mesh, mine: [mine, *map(str, others)])
 
     return pretend
 

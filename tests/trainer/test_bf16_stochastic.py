@@ -1,5 +1,6 @@
 """Runs whose parameters are bf16: read by the tools, and to and from runs with fp32 masters."""
 
+import pytest
 import torch
 from run_files import checkpoint
 
@@ -18,6 +19,7 @@ def test_the_checkpoint_is_bf16_widened(run, tmp_path):
         assert torch.equal(parameter, weights[f"model.{name}"])
 
 
+@pytest.mark.slow
 def test_to_and_from_masters(run, tmp_path):
     run("a", "trainer.max_steps=2", "precision=bf16")
     before = checkpoint(tmp_path / "a", 2)[0]

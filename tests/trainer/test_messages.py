@@ -13,6 +13,7 @@ from gptlite.errors import ConfigError
 from gptlite.trainer import eval as evaluation
 
 
+@pytest.mark.slow
 def test_a_run_ends_early_on_the_schedule_of_the_whole_and_goes_on(run, tmp_path: Path, capsys) -> None:
     common = ("schedule=cosine", "trainer.max_steps=4", "checkpoint.interval=0")
     run("whole", *common)

@@ -42,7 +42,9 @@ class FullFrom:
         monkeypatch.setattr(os, "fsync", fsync)
 
 
-@pytest.mark.parametrize("beside", ["false", "true"], ids=["sync", "async"])
+@pytest.mark.parametrize(
+    "beside", [pytest.param("false", id="sync"), pytest.param("true", id="async", marks=pytest.mark.slow)]
+)
 def test_a_full_disk_ends_the_run_in_one_line(
     run: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys, beside: str
 ) -> None:

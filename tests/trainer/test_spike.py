@@ -130,6 +130,7 @@ def test_checkpoints_from_within_the_spike_are_renamed(run: Callable, tmp_path: 
     assert differing(tmp_path / "a", spiked, 16) == [], "from another checkpoint, or not repeatable"
 
 
+@pytest.mark.slow
 def test_a_resumed_run_still_leaves_out_what_made_the_spike(run: Callable, spiked: Path) -> None:
     assert run("spiked", *SPIKE, "trainer.max_steps=17")[0] == 0
     stored = meta(spiked, 17)
