@@ -19,6 +19,7 @@ _REFUSED = (
     pickle.READONLY_BUFFER,
 )
 Setter = Callable[[Any, Any], None]
+_Base: Any = pickle._Unpickler  # type: ignore[attr-defined]
 
 
 def unpickle(
@@ -41,10 +42,8 @@ def unpickle(
         raise pickle.UnpicklingError(f"{type(error).__name__}: {error}") from None
 
 
-class _Unpickler(pickle._Unpickler):  # type: ignore[name-defined, misc]
-    dispatch: ClassVar = {
-        key: value for key, value in pickle._Unpickler.dispatch.items() if key not in {op[0] for op in _REFUSED}
-    }
+class _Unpickler(_Base):
+    dispatch: ClassVar = {key: value for key, value in _Base.dispatch.items() if key not in {op[0] for op in _REFUSED}}
 
     def __init__(
         self, content: bytes, names: Mapping[tuple[str, str], Any], setters: Mapping[type, Setter], encoding: str

@@ -48,6 +48,7 @@ def python(code: str) -> str:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
 
 
+@pytest.mark.slow
 def test_names_win_over_the_modules_of_their_name():
     code = "import gptlite.launch.worker; from gptlite import launch, load; print(launch.__name__, load.__name__)"
     assert python(code) == "launch load"

@@ -44,7 +44,7 @@ class Room:
 
 
 # Every room may import itself, gptlite (its version) and these, which import nothing.
-LEAVES = "cpu errors files invocation progress".split()
+LEAVES = "cpu errors files invocation progress unpickle".split()
 ROOMS = {
     **{leaf: Room() for leaf in LEAVES},
     "ops": Room("kernels", packages="torch", lazy="apex"),

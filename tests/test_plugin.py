@@ -1,7 +1,6 @@
 """A model and an optimizer of one's own from the command line: `plugins=[...]`, in files that nothing else names."""
 
 import csv
-import json
 import os
 import shutil
 import subprocess
@@ -110,7 +109,6 @@ def test_a_model_that_exits_has_failed(folder: Path) -> None:
     done = command(folder, *OWN, "run.dir=run", "trainer.max_steps=3")
     assert done.returncode == 1, done.stdout
     assert "RuntimeError: the run's code called sys.exit(0)" in done.stderr
-    assert json.loads((folder / "run" / "result.json").read_text())["status"].startswith("failed: ")
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from gptlite.files import make_inside, open_inside, sync_folder, try_lock, write_whole
 from gptlite.progress import Log
@@ -43,7 +44,7 @@ def writing(root: Path, log: Log) -> Iterator[None]:
     the exclusive lock, no live process owns the hidden folders (.tmp-, .trash-). On a file system without locks, these
     folders are not removed.
     """
-    root.parent.mkdir(parents=True, exist_ok=True)
+    root.mkdir(parents=True, exist_ok=True)
     make_inside(root.parent, root.name)
     with open_inside(root, root / ".lock", "a") as lock:
         if try_lock(lock):
@@ -110,7 +111,7 @@ def _delete(path: Path) -> OSError | None:
     that can be deleted."""
     errors: list[OSError] = []
 
-    def note(function: object, name: str, found: tuple[object, OSError, object]) -> None:
+    def note(function: Any, name: Any, found: Any) -> None:
         errors.append(found[1])
 
     if path.is_dir() and not path.is_symlink():

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TextIO
+from typing import IO, Any
 
 from gptlite.checkpoint.checkpointer import Checkpointer
 from gptlite.checkpoint.compare import compare_configs
@@ -70,7 +70,7 @@ class RunFolder:
         self.config, self.mesh = config, mesh
         self._early: list[str] = []  # lines logged before train.log was opened
         self._notices: dict[str, Log] = {}  # differences from the checkpoint, logged once it is accepted
-        self._log_file: TextIO | None = None
+        self._log_file: IO[str] | None = None
         self._console = Console()
         self.tokenizer: Tokenizer | None = None
         self.layout = mesh.layout.describe(config.parallelism)
@@ -329,7 +329,7 @@ class RunFolder:
         write_whole(note, f"process {os.getpid()} on {platform.node()}\n")
         held.callback(note.unlink, missing_ok=True)
 
-    def _try_lock(self, file: TextIO) -> bool:
+    def _try_lock(self, file: IO[str]) -> bool:
         """Return True if the lock was taken, False if locks are not supported. Raises ConfigError if another process
         holds the lock."""
         locked = try_lock(file)

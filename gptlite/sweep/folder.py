@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, TextIO
+from typing import IO, Any
 
 from gptlite.errors import ConfigError
 from gptlite.files import make_inside, open_inside, try_lock, unwritable, write_whole
@@ -64,7 +64,7 @@ class SweepFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.stop = path / ".stop"  # created by a signal: running cells save and end, no other cell starts
-        self._lock: TextIO | None = None
+        self._lock: IO[str] | None = None
 
     @property
     def header(self) -> dict[str, Any]:

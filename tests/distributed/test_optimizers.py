@@ -231,7 +231,7 @@ def test_8_bit_steps_are_those_of_one_process_where_shards_are_of_whole_blocks(l
         # The same blocks of 256 in both: the same codes.
         pytest.param(Layout(data=2, zero=3), SINGLE, 0.0, id="same-blocks", marks=pytest.mark.slow),
         # Other blocks: a code is up to half a step of the finest grid off, 0.7% of its block's largest.
-        pytest.param(Layout(data=2, zero=3), Layout(tensor=2), 0.01, id="other-blocks"),
+        pytest.param(Layout(data=2, zero=3), Layout(tensor=2), 0.01, id="other-blocks", marks=pytest.mark.slow),
         pytest.param(Layout(tensor=2, data=2, zero=3), Layout(data=3, zero=1), 0.01, marks=pytest.mark.slow),
         pytest.param(Layout(data=3, zero=2), Layout(tensor=2), 0.01, marks=pytest.mark.slow),
     ],

@@ -130,7 +130,7 @@ def test_two_names_of_one_machine() -> None:
 
 def test_torchrun_has_no_host_file(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"):
-        monkeypatch.setenv(name, "1")
+        monkeypatch.setenv(name, "0" if name.endswith("RANK") else "1")
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     with pytest.raises(
         ConfigError, match="--hostfile=hosts has no use under torchrun, which has already started the ranks"

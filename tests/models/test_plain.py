@@ -351,7 +351,7 @@ def test_a_pickle_that_would_run_code_is_refused(tmp_path):
             return print, ("ran",)
 
     write_cifar(tmp_path, {b"data": Evil(), b"labels": [0]})
-    with pytest.raises(ConfigError, match=r"data_batch_1 cannot be read \(it uses .*print, which is not allowed\)"):
+    with pytest.raises(ConfigError, match=r"data_batch_1 cannot be read \(it refers to .*print.*, which is not"):
         open_cifar(CifarConfig(path=str(tmp_path)))
     with pytest.raises(ConfigError, match=r"data_batch_1 cannot be read \(No such file or directory\)"):
         open_cifar(CifarConfig(path=str(tmp_path / "none")))

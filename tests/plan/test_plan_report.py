@@ -72,6 +72,7 @@ def test_a_single_layout_has_no_equals():
     )
 
 
+@pytest.mark.slow
 def test_memory_to_spare_is_that_of_the_pick(plan, tight):
     total, limit = plan.best.prediction.memory.total, rank_memory(plan.cluster, 4)
     words = words_of(plan)

@@ -175,7 +175,7 @@ def test_a_folder_inside_a_run_is_refused(run, begun: Path) -> None:
         run("a/checkpoints/step-00000002")
     assert snapshot(begun) == before
     with pytest.raises(ConfigError, match=f"is a folder of runs; .* e.g. run.dir={begun}, or a new folder"):
-        run(".")
+        run("x", f"run.dir={begun.parent}")
 
 
 def test_another_sequence_length_begins_an_era(run, begun: Path) -> None:
