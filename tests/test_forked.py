@@ -21,7 +21,7 @@ print(sorted(os.environ.keys() - {"LC_CTYPE"}))  # which Python sets in a locale
 
 def new(*words: str, folder: Path, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, *words], cwd=folder, env=environment, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, *words], cwd=folder, env=environment, capture_output=True, text=True, timeout=240, check=False
     )
 
 
