@@ -99,6 +99,9 @@ class SweepFolder:
             raise ConfigError(
                 f"{where} is the folder of a run; give another folder, or resume the run with run.dir={self.path}"
             )
+        for name in (".lock", ".update", "records"):
+            if (path := self.path / name).is_symlink():
+                raise ConfigError(f"{where}: {path} is a symbolic link; a sweep writes only in its folder; remove it")
         if reason := unwritable(self.path, "folder"):
             raise ConfigError(f"{where}: {reason}")
 

@@ -119,6 +119,8 @@ def test_the_files_of_a_sweep(tmp_path: Path, victim: Path, name: str) -> None:
     root = tmp_path / "sweep"
     root.mkdir()
     (root / name).symlink_to(victim if name[0] == "." else victim.parent)
+    with pytest.raises(ConfigError, match=f"{name} is a symbolic link; a sweep writes only in its folder"):
+        SweepFolder(root).refuse()
     with pytest.raises(OSError, match="symbolic link"):
         SweepFolder(root).open({})
     assert victim.read_text() == KEPT
