@@ -16,6 +16,9 @@ DOCUMENT = ROOT / "docs" / "planner_memory.md"
 def main() -> None:
     """Run the layouts and write their rows between the marks of the document."""
     sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
+    import torch
+
+    torch.set_num_threads(1)  # as the ranks: oneDNN's memory depends on it
     from plan.truth_layouts import LAYOUTS
     from plan.truth_table import HEAD, worst_rows
 
