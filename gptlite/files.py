@@ -1,4 +1,5 @@
-"""Atomic file writes: to a temporary name, synced to disk, then renamed. Writes that stay inside a folder."""
+"""Atomic file writes: to a temporary name, synced to disk, then renamed. Writes that stay inside a folder. Reads of
+regular files only."""
 
 import errno
 import os
@@ -6,12 +7,33 @@ import stat
 import tempfile
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, BinaryIO
 
+from gptlite.errors import ConfigError
+
 LINK = "a symbolic link leads elsewhere; remove the link"
+_SPECIAL = ((stat.S_ISFIFO, "pipe"), (stat.S_ISSOCK, "socket"), (stat.S_ISCHR, "device"), (stat.S_ISBLK, "device"))
+
+
+def open_regular(path: str | Path, mode: str = "rb", **options: Any) -> IO[Any]:
+    """Open a file for reading, like `open`. Links are followed.
+
+    Raises ConfigError if it is a pipe, a socket or a device, whose end may never come; OSError if it is a folder or
+    cannot be opened.
+    """
+    return open(path, mode, opener=_open_regular, **options)
+
+
+def refuse_special(path: str | Path) -> None:
+    """Raise ConfigError if `path` is a pipe, a socket or a device, for libraries that open the file themselves.
+
+    A missing file is not an error here. Where gptlite opens the file, use `open_regular`.
+    """
+    with suppress(OSError):
+        _refuse_special(path, os.stat(path).st_mode)
 
 
 def open_inside(root: Path, path: Path, mode: str, encoding: str | None = None) -> IO[Any]:
@@ -120,6 +142,25 @@ def unwritable(folder: Path, key: str) -> str:
             return ""
     except OSError as error:
         return f"{above}: {(error.strerror or 'cannot be written').lower()}; give another {key}"
+
+
+def _open_regular(path: str, flags: int) -> int:
+    """Return a file descriptor, as `open_regular` does."""
+    _refuse_special(path, os.stat(path).st_mode)  # before it is opened, since that alone may change a device's state
+    found = os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY)  # non-blocking, as the file may be another one by now
+    try:
+        _refuse_special(path, os.fstat(found).st_mode)
+    except ConfigError:
+        os.close(found)
+        raise
+    os.set_blocking(found, True)
+    return found
+
+
+def _refuse_special(path: str | Path, mode: int) -> None:
+    for matches, kind in _SPECIAL:
+        if matches(mode):
+            raise ConfigError(f"{path} is a {kind}, not a regular file; replace it by a regular file")
 
 
 def _open_inside(root: Path, path: str, flags: int) -> int:

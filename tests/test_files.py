@@ -1,11 +1,13 @@
 """A file is the old one or the whole new one, and nothing else is left."""
 
 import os
+import socket
 from pathlib import Path
 
 import pytest
 
-from gptlite.files import replacing, try_lock, write_whole
+from gptlite.errors import ConfigError
+from gptlite.files import open_regular, refuse_special, replacing, try_lock, write_whole
 
 
 @pytest.mark.parametrize("content", ["text: \u6f22\n", b"\0bytes", ""])
@@ -72,3 +74,49 @@ def test_a_lock_is_held_alone_or_shared_and_a_file_system_without_locks_is_told_
 
         monkeypatch.setattr("fcntl.flock", unsupported)
         assert try_lock(third) is None
+
+
+@pytest.mark.parametrize("linked", [False, True])
+@pytest.mark.parametrize("kind", ["pipe", "socket", "device"])
+def test_only_regular_files_are_read(tmp_path: Path, monkeypatch, kind, linked):
+    monkeypatch.chdir(tmp_path)  # a socket's path is at most 108 bytes long
+    path = Path("config.yaml")
+    with socket.socket(socket.AF_UNIX) as listener:
+        match kind:
+            case "pipe":
+                os.mkfifo(path)
+            case "socket":
+                listener.bind(str(path))
+            case "device":
+                path = Path("/dev/zero")
+        if linked:
+            Path("link").symlink_to(path)
+            path = Path("link")
+        for read in (open_regular, refuse_special):
+            with pytest.raises(ConfigError, match=f"^{path} is a {kind}, not a regular file; replace it"):
+                read(path)
+
+
+def test_a_file_exchanged_for_a_pipe_is_refused_when_open(tmp_path: Path, monkeypatch):
+    path, regular = tmp_path / "train.bin", os.stat(__file__)
+    os.mkfifo(path)
+    monkeypatch.setattr(os, "stat", lambda _: regular)
+    descriptors = len(os.listdir("/dev/fd"))
+    with pytest.raises(ConfigError, match="is a pipe"):
+        open_regular(path)
+    assert len(os.listdir("/dev/fd")) == descriptors
+
+
+def test_a_regular_file_is_read_through_a_link(tmp_path: Path):
+    (tmp_path / "file").write_text("\u6f22", encoding="utf-8")
+    (tmp_path / "link").symlink_to("file")
+    for name in ("file", "link"):
+        refuse_special(tmp_path / name)
+        with open_regular(tmp_path / name, "r", encoding="utf-8") as file:
+            assert file.read() == "\u6f22"
+            assert os.get_blocking(file.fileno())
+    refuse_special(tmp_path / "missing")
+    with pytest.raises(FileNotFoundError):
+        open_regular(tmp_path / "missing")
+    with pytest.raises(IsADirectoryError):
+        open_regular(tmp_path)
