@@ -1,8 +1,9 @@
-"""Atomic file writes: to a temporary name, synced to disk, then renamed. Writes that stay inside a folder. Reads of
-regular files only."""
+"""Atomic writes of files and folders: under a temporary name, synced to disk, then renamed. Writes that stay inside a
+folder. Reads of regular files only."""
 
 import errno
 import os
+import shutil
 import stat
 import tempfile
 import uuid
@@ -15,6 +16,7 @@ from typing import IO, Any, BinaryIO
 from gptlite.errors import ConfigError
 
 LINK = "a symbolic link leads elsewhere; remove the link"
+_LOCK, _WHOLE, _REPLACED = "lock", "whole", "replaced"  # in the folder of a new folder in progress
 _SPECIAL = ((stat.S_ISFIFO, "pipe"), (stat.S_ISSOCK, "socket"), (stat.S_ISCHR, "device"), (stat.S_ISBLK, "device"))
 
 
@@ -86,6 +88,43 @@ def write_synced(path: Path, content: str | bytes) -> None:
         _sync(file)
 
 
+@contextmanager
+def new_folder(folder: Path, *, replace: bool = False) -> Iterator[Path]:
+    """Yield an empty folder that becomes `folder`, synced to disk, after the block, and is removed if the block raises.
+
+    Until then it is in `.<name>.partial` beside `folder`, under a lock. What a killed process leaves there, the next
+    call removes. With `replace`, an existing folder is replaced. Raises ConfigError if another process writes the same
+    folder, or if it exists and is not empty; OSError for errors of the disk.
+    """
+    folder = folder.resolve()  # a link to a folder on another disk is followed
+    with _partial(folder) as partial:
+        if not replace:
+            refuse_used("folder", folder, holding="")
+        (whole := partial / _WHOLE).mkdir()
+        yield whole
+        sync_tree(whole)  # before the rename, so that the name implies that the data is on disk
+        if replace and folder.exists():
+            os.rename(folder, partial / _REPLACED)
+        os.rename(whole, folder)  # an error if it has files by now
+        sync_folder(folder.parent)
+
+
+def refuse_used(key: str, folder: Path, *, holding: str | None = None) -> None:
+    """Raise ConfigError, naming the argument `key`, if a new folder exists.
+
+    With `holding`, the folder may exist if it is empty, or if a process was killed in `new_folder(folder / holding)`.
+    """
+    if not folder.exists() and not folder.is_symlink():
+        return
+    if holding is not None and folder.is_dir() and {each.name for each in folder.iterdir()} <= {_hidden(holding)}:
+        return
+    at = folder.resolve()
+    if (at.parent / _hidden(at.name)).exists():  # left by a process that was killed after the rename
+        with suppress(ConfigError, OSError), _partial(at):
+            pass
+    raise ConfigError(f"{key}={folder} exists; nothing is overwritten, give a new folder")
+
+
 def sync_folder(folder: Path) -> None:
     """Sync a folder's entries. Without this, a new or renamed file may be lost in a power failure."""
     descriptor = os.open(folder, os.O_RDONLY)
@@ -142,6 +181,66 @@ def unwritable(folder: Path, key: str) -> str:
             return ""
     except OSError as error:
         return f"{above}: {(error.strerror or 'cannot be written').lower()}; give another {key}"
+
+
+def _hidden(name: str) -> str:
+    return f".{name}.partial"
+
+
+@contextmanager
+def _partial(folder: Path) -> Iterator[Path]:
+    """Lock the folder in which `new_folder` writes `folder`, empty it, and remove it after the block."""
+    partial = folder.parent / _hidden(folder.name)
+    with _claimed(partial, folder):
+        if strangers := {each.name for each in partial.iterdir()} - {_LOCK, _WHOLE, _REPLACED}:
+            raise ConfigError(f"{partial} holds {min(strangers)}, which gptlite has not written; move it elsewhere")
+        try:
+            _settle(partial, folder)
+            yield partial
+        finally:
+            with suppress(OSError):  # the next call tries again
+                _settle(partial, folder)
+                (partial / _LOCK).unlink()
+                partial.rmdir()
+
+
+@contextmanager
+def _claimed(partial: Path, folder: Path) -> Iterator[None]:
+    """Create a folder unless it exists, and hold the lock in it. Raises ConfigError if another process holds it."""
+    partial.parent.mkdir(parents=True, exist_ok=True)
+    while True:
+        known = partial.exists()
+        partial.mkdir(exist_ok=True)
+        try:
+            lock = open_inside(partial.parent, partial / _LOCK, "a")
+        except FileNotFoundError:  # another process has removed the folder meanwhile
+            continue
+        with lock:
+            if (held := try_lock(lock)) is False:
+                raise ConfigError(f"{folder} is being written by another process; wait for it, or give another folder")
+            if held is None and known:  # this file system has no locks
+                raise ConfigError(f"{folder} may be being written by another process; if it is not, remove {partial}")
+            if same := _is(lock, partial / _LOCK):  # else the other process has removed it meanwhile
+                yield
+        if same:
+            return
+
+
+def _is(file: IO[Any], path: Path) -> bool:
+    """Return True if an open file is the one that `path` names."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
+    except FileNotFoundError:
+        return False
+
+
+def _settle(partial: Path, folder: Path) -> None:
+    """Remove what was written into a partial folder. Restore what was to be replaced, unless its successor is there."""
+    if (replaced := partial / _REPLACED).exists() and not folder.exists():
+        os.rename(replaced, folder)
+    for each in (partial / _WHOLE, replaced):
+        if each.exists():
+            shutil.rmtree(each)
 
 
 def _open_regular(path: str, flags: int) -> int:

@@ -23,7 +23,6 @@ from gptlite.checkpoint.huggingface import INDEX, PICKLE, Stored, open_weights, 
 from gptlite.checkpoint.load import load_tensors, not_finite, read_config
 from gptlite.checkpoint.manifest import read_file, read_manifest
 from gptlite.checkpoint_tool.meta import PARAMS, is_meta, open_meta
-from gptlite.checkpoint_tool.places import refuse_used
 from gptlite.config import Config, from_yaml, hydra_value, leaves, load, override_value, to_yaml
 from gptlite.config.plugins import as_override, import_plugins
 from gptlite.data.config import DataConfig, TextConfig
@@ -31,7 +30,7 @@ from gptlite.data.export_tokenizer import tokenizer_files
 from gptlite.data.sentence_piece import SentencePieceTokenizer
 from gptlite.data.tokenizer import load_tokenizer
 from gptlite.errors import ConfigError, did_you_mean
-from gptlite.files import write_synced
+from gptlite.files import new_folder, refuse_used, write_synced
 from gptlite.invocation import command
 from gptlite.models.config import ModelConfig
 from gptlite.models.huggingface import Adapter, Weight
@@ -41,6 +40,7 @@ from gptlite.models.spec import spec_of
 from gptlite.progress import Log
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+CHECKPOINTS = "checkpoints"  # in a run folder
 TOKENIZER = "gptlite_tokenizer"
 KEPT = "huggingface"  # folder in a checkpoint with files that an import stores unread and an export writes back
 KEPT_SUFFIXES = {".json", ".txt", ".model", ".jinja", ".tiktoken"}
@@ -81,24 +81,21 @@ def export(
     if max_shard_bytes < 1:
         raise ConfigError(f"max_shard_bytes={max_shard_bytes} must be at least 1")
     target = Path(target).expanduser()
-    if target.exists() or target.is_symlink():
-        raise ConfigError(f"target={target} exists; nothing is overwritten, give a new folder")
-    if store.step_folders(target.parent):  # a run there would remove the unfinished folder
+    refuse_used("target", target)
+    if store.step_folders(target.parent):
         raise ConfigError(f"target={target} is in a checkpoints folder; give a folder elsewhere")
     step = find_checkpoint(str(checkpoint), "checkpoint", log)
     model = from_yaml(read_config(step), checkpoint).model
     adapter = _adapter_for(model, step)
-    with _errors_of_the_disk(f"target={target}"):
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with store.staged(target) as folder:
-            for name, content in _files(step, adapter, model, dtype, log).items():
-                (folder / name).parent.mkdir(parents=True, exist_ok=True)
-                write_synced(folder / name, content)
-            weights = [
-                Stored(weight.name, weight.shape, DTYPES[dtype], partial(_weight, step, weight, log))
-                for weight in adapter.weights(model)
-            ]
-            write_weights(folder, weights, max_shard_bytes, log)
+    with _errors_of_the_disk(f"target={target}"), new_folder(target) as folder:
+        for name, content in _files(step, adapter, model, dtype, log).items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            write_synced(folder / name, content)
+        weights = [
+            Stored(weight.name, weight.shape, DTYPES[dtype], partial(_weight, step, weight, log))
+            for weight in adapter.weights(model)
+        ]
+        write_weights(folder, weights, max_shard_bytes, log)
     size = sum(weight.num_bytes for weight in weights)
     log(f"exported {step} to {target}: {size / 1e6:,.1f} MB of {dtype}, for {adapter.model_class}.from_pretrained")
 
@@ -185,7 +182,7 @@ def import_(source: Path, run_dir: Path, *, plugins: Sequence[str] = (), log: Lo
             f"source={source} holds no config.json; give a folder that save_pretrained wrote, or one of Meta's with "
             f"{PARAMS}"
         )
-    refuse_used("run_dir", run_dir)
+    refuse_used("run_dir", run_dir, holding=CHECKPOINTS)
     import_plugins(plugins)
     name = ("meta-" if meta else "hf-") + re.sub(r"[^\w.-]", "-", source.resolve().name)
     content, adapter, stored = open_meta(source) if meta else _opened(source)
@@ -202,10 +199,7 @@ def import_(source: Path, run_dir: Path, *, plugins: Sequence[str] = (), log: Lo
             ours = tensors.setdefault(f"model.{weight.ours}", ours)
         _fill(ours, source, weight, stored[each])
     tensors = {f"model.{name}": value for name, value in Model.of(model).initial_buffers().items()} | tensors
-    with _errors_of_the_disk(f"run_dir={run_dir}"):
-        step = Checkpointer(CheckpointConfig(keep=0), run_dir).save(
-            tensors, FIRST_META, to_yaml(config), None, log, beside
-        )
+    step = write_first(run_dir, tensors, to_yaml(config), beside, log)
     words = ", ".join(sorted(Path(name).name for name in beside))
     log(f"imported {source} to {step}; kept for an export: {words}")
     log("its tokenizer is not imported: the training data must use the same token ids")
@@ -213,6 +207,20 @@ def import_(source: Path, run_dir: Path, *, plugins: Sequence[str] = (), log: Lo
     line = f"{command('train')} {shlex.join([*start, *overrides])}"
     log(f"train from it with any data=... whose vocabulary size is at most {spec_of(model).vocab_size(model)}: {line}")
     return step
+
+
+def write_first(
+    run_dir: Path, tensors: dict[str, Tensor], config_yaml: str, beside: Mapping[str, bytes], log: Log
+) -> Path:
+    """Write the checkpoint of step 0 of a new run. Returns its folder, which appears whole. `beside`: further files.
+
+    Raises ConfigError if the disk is full, and if another process writes the same run.
+    """
+    with _errors_of_the_disk(f"run_dir={run_dir}"), new_folder(run_dir / CHECKPOINTS) as folder:
+        checkpointer = Checkpointer(CheckpointConfig(keep=0), run_dir)
+        checkpointer.root = folder
+        step = checkpointer.save(tensors, FIRST_META, config_yaml, None, log, beside)
+    return run_dir / CHECKPOINTS / step.name
 
 
 def _other_files(source: Path) -> dict[str, bytes]:

@@ -30,12 +30,6 @@ def existing(path: str, fix: str = "") -> Path:
     return found
 
 
-def refuse_used(key: str, folder: Path) -> None:
-    """Raise ConfigError, naming the argument `key`, for a new run's folder that is not empty."""
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError(f"{key}={folder} exists; nothing is overwritten, give a new folder")
-
-
 def roots(path: str) -> list[Path]:
     """Return the checkpoints folders at `path`: `path` itself, that of the run, or those of all runs below a folder.
 

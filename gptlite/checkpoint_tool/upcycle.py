@@ -13,13 +13,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from gptlite.checkpoint.checkpointer import Checkpointer
-from gptlite.checkpoint.config import CheckpointConfig
 from gptlite.checkpoint.load import load_tensors, read_config
 from gptlite.checkpoint.manifest import read_manifest
-from gptlite.checkpoint_tool.huggingface import FIRST_META, changed
-from gptlite.checkpoint_tool.places import one_checkpoint, refuse_used
+from gptlite.checkpoint_tool.huggingface import CHECKPOINTS, changed, write_first
+from gptlite.checkpoint_tool.places import one_checkpoint
 from gptlite.config import from_yaml, hydra_value, override_value, to_yaml
+from gptlite.files import refuse_used
 from gptlite.invocation import command
 from gptlite.models.init import init_weight_
 from gptlite.models.model import Model
@@ -38,7 +37,7 @@ def run(paths: list[str], options: Options) -> int:
     """Write the new checkpoint and print its folder. Raises ConfigError for a model that cannot have experts, and if
     RUN_DIR is not empty."""
     step, run_dir = one_checkpoint(paths[0]), Path(paths[1]).expanduser()
-    refuse_used("RUN_DIR", run_dir)
+    refuse_used("RUN_DIR", run_dir, holding=CHECKPOINTS)
     config = from_yaml(read_config(step), step)
     dense = Model.of(config.model)
     found, copies = dense.spec.upcycled(config.model, options.experts, options.top_k)
@@ -49,7 +48,7 @@ def run(paths: list[str], options: Options) -> int:
     where = replace(config.run, dir=str(run_dir), name=run_dir.name, overrides=overrides)
     new = replace(config, model=found, run=where)
     tensors = _tensors(step, Model.of(found), copies, config.seed)
-    written = Checkpointer(CheckpointConfig(keep=0), run_dir).save(tensors, FIRST_META, to_yaml(new), None, log)
+    written = write_first(run_dir, tensors, to_yaml(new), {}, log)
     start = [f"checkpoint.resume={hydra_value(str(run_dir))}", "checkpoint.load=weights"]
     log(f"train from it with: {command('train')} {shlex.join([*start, *overrides])}")
     print(written)

@@ -24,7 +24,7 @@ from gptlite.config import presets_of
 from gptlite.config.command_line import Subcommand, separate
 from gptlite.config.plugins import as_override, import_plugins
 from gptlite.errors import ConfigError
-from gptlite.files import unwritable
+from gptlite.files import new_folder, refuse_used, unwritable
 from gptlite.invocation import command
 
 TEMPLATE = "template"  # name in the files of gptlite/template, to be replaced by the package's name
@@ -45,12 +45,15 @@ def run(arguments: list[str]) -> int:
     folder = Path(os.path.abspath(Path(path).expanduser()))
     refuse(folder, path)
     name = folder.name
-    (folder / name).mkdir(parents=True)
-    for target in (folder / "pyproject.toml", *(folder / name / module for module in MODULES)):
-        text = files("gptlite").joinpath(TEMPLATE, target.name).read_text(encoding="utf-8")
-        text = re.sub(rf"(gptlite\.)?\b{TEMPLATE}\b", name, text)
-        target.write_text(text, encoding="utf-8")
-        print(f"written: {os.path.relpath(target)}")
+    written = ["pyproject.toml", *(f"{name}/{module}" for module in MODULES)]
+    with new_folder(folder) as whole:
+        (whole / name).mkdir()
+        for target in (whole / each for each in written):
+            text = files("gptlite").joinpath(TEMPLATE, target.name).read_text(encoding="utf-8")
+            text = re.sub(rf"(gptlite\.)?\b{TEMPLATE}\b", name, text)
+            target.write_text(text, encoding="utf-8")
+    for each in written:
+        print(f"written: {os.path.relpath(folder / each)}")
     with contextlib.chdir(folder):
         train = f"{command('train')} {shlex.join([as_override([name]), f'model={name}', f'data={name}', STEPS])}"
     print(f"cd {shlex.quote(path)} && {train}")
@@ -60,8 +63,7 @@ def run(arguments: list[str]) -> int:
 def refuse(folder: Path, given: str) -> None:
     """Raise ConfigError if `folder`, typed as `given`, cannot be written or its name cannot be that of a package."""
     name = folder.name
-    if folder.exists() or folder.is_symlink():
-        raise ConfigError(f"{given} exists; nothing is overwritten, give a new folder")
+    refuse_used("FOLDER", Path(given).expanduser())
     if not NAME.fullmatch(name) or keyword.iskeyword(name) or name in VALUES:
         fitting = re.sub(r"\W+", "_", name, flags=re.ASCII).strip("_0123456789")
         hint = f", such as {fitting}" if NAME.fullmatch(fitting) and fitting != name else ""

@@ -11,13 +11,13 @@ tokenizer.json and tokenizer_config.json, which transformers.AutoTokenizer.from_
 every text. Exit codes: 0 done, 2 refused, 130 stopped.
 """
 
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
 from gptlite.config.command_line import run_tool
 from gptlite.errors import ConfigError
+from gptlite.files import new_folder, refuse_used
 from gptlite.progress import log
 
 
@@ -53,8 +53,8 @@ def train_or_export(arguments: Arguments) -> None:
     output, export = (Path(path).expanduser() if path else None for path in (arguments.output, arguments.export))
     if (arguments.input is None) == (arguments.tokenizer is None):
         raise ConfigError("give either input=... to train on, or tokenizer=... to export")
-    if export is not None and export.exists():
-        raise ConfigError(f"export={export} exists; give a new folder")
+    if export is not None:
+        refuse_used("export", export)
     if arguments.tokenizer is not None:
         if export is None:
             raise ConfigError("tokenizer=... needs export=FOLDER, the folder to write")
@@ -73,7 +73,6 @@ def train_or_export(arguments: Arguments) -> None:
 def train(arguments: Arguments, output: Path):
     """Train a tokenizer and save it as `output`, replacing an older one only with overwrite=true."""
     from gptlite.data.tokenizer import DEFINITION
-    from gptlite.files import sync_folder, sync_tree
     from gptlite.preprocess.settings import make_settings
     from gptlite.preprocess.train import train_tokenizer
 
@@ -84,15 +83,6 @@ def train(arguments: Arguments, output: Path):
             raise ConfigError(f"output={output} exists; give another folder, or overwrite=true")
     settings = make_settings(arguments)
     tokenizer = train_tokenizer(settings, arguments.kind, arguments.vocab_size, arguments.sample_mb, log)
-    temporary = output.with_name(f".tmp-{output.name}")
-    shutil.rmtree(temporary, ignore_errors=True)
-    tokenizer.save(temporary)
-    sync_tree(temporary)  # on disk before the rename makes it visible
-    replaced = output.with_name(f".trash-{output.name}")
-    shutil.rmtree(replaced, ignore_errors=True)
-    if output.exists():
-        output.rename(replaced)  # kept until the new tokenizer is in place
-    temporary.rename(output)
-    sync_folder(output.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
+    with new_folder(output, replace=arguments.overwrite) as folder:
+        tokenizer.save(folder)
     return tokenizer

@@ -5,15 +5,13 @@ import errno
 import hashlib
 import json
 import os
-import shutil
-import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
 from gptlite.errors import ConfigError
-from gptlite.files import sync_folder, sync_tree, try_lock
+from gptlite.files import new_folder, try_lock
 from gptlite.progress import Log
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -45,8 +43,6 @@ def _text(key: dict[str, str]) -> str:
 
 
 def _make(folder: Path, key: str, make: Callable[[Path], None]) -> None:
-    for leftover in folder.parent.glob(f".tmp-{folder.name}-*"):  # left by a killed process: this one holds the lock
-        shutil.rmtree(leftover, ignore_errors=True)
     try:
         with new_folder(folder) as temporary:
             make(temporary)
@@ -57,20 +53,6 @@ def _make(folder: Path, key: str, make: Callable[[Path], None]) -> None:
         raise ConfigError(
             f"data could not be prepared in data.cache_dir={folder.parent}: {error}; {fix}give another data.cache_dir"
         ) from error
-
-
-@contextmanager
-def new_folder(folder: Path) -> Iterator[Path]:
-    """Yield a temporary folder that is renamed to `folder` when the block succeeds, and removed when it raises."""
-    temporary = folder.with_name(f".tmp-{folder.name}-{uuid.uuid4().hex[:8]}")
-    try:
-        temporary.mkdir(parents=True)
-        yield temporary
-        sync_tree(temporary)  # before the rename, so that the name implies that the data is on disk
-        temporary.rename(folder)
-        sync_folder(folder.parent)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)  # after the rename, it no longer exists
 
 
 @contextmanager

@@ -6,11 +6,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from gptlite.data.cache import new_folder
 from gptlite.data.sentence_piece import SentencePieceTokenizer
 from gptlite.data.sentence_piece_words import SPACE
 from gptlite.data.tokenizer import Tokenizer
 from gptlite.errors import ConfigError, needed_package
+from gptlite.files import new_folder
 from gptlite.invocation import command
 
 _PROBES = 300  # random texts encoded for comparison before the folder is written

@@ -21,7 +21,6 @@ from pathlib import Path
 
 import numpy as np
 
-from gptlite.data.cache import new_folder
 from gptlite.data.corpus import TOKENIZER, TRAIN, VALIDATION, document_hash, is_held_out, split_writers
 from gptlite.data.find_tokenizer import find_tokenizer
 from gptlite.data.foreign import Batch, Found, cut_at_ends, megatron_documents, open_llmc, open_nanogpt
@@ -29,6 +28,7 @@ from gptlite.data.indexed import IndexedDataset, IndexedWriter
 from gptlite.data.tokenizer import Tokenizer
 from gptlite.data_tool.places import as_prefix
 from gptlite.errors import ConfigError, did_you_mean
+from gptlite.files import new_folder, refuse_used
 from gptlite.progress import Progress, counted, log
 
 FORMATS = ("nanogpt", "llmc", "megatron")
@@ -55,8 +55,7 @@ def run(paths: list[str], options: Options) -> int:
     if not 0 <= options.validation_fraction < 1:
         raise ConfigError(f"validation_fraction={options.validation_fraction} must be at least 0 and below 1")
     output = Path(options.output).expanduser()
-    if output.exists():
-        raise ConfigError(f"output={options.output} exists; give another folder, or remove it")
+    refuse_used("output", output)
     tokenizer = find_tokenizer(options.tokenizer, options.eod)
     train, validation = _sources(paths[0], options.validation, options.format, tokenizer)
     with new_folder(output) as temporary:

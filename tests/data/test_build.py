@@ -221,7 +221,9 @@ def test_leftovers_of_a_killed_process_are_cleared(tmp_path):
         (folder / "file").write_text("x")
 
     folder = cache.cached_folder(tmp_path, "n", {}, make, print)
-    folder.rename(folder.with_name(f".tmp-{folder.name}-dead"))
+    partial = folder.with_name(f".{folder.name}.partial")
+    partial.mkdir()
+    folder.rename(partial / "whole")
     cache.cached_folder(tmp_path, "n", {}, make, print)
     assert left(tmp_path) == [folder.name]
 

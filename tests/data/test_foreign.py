@@ -175,7 +175,7 @@ def test_damage_is_named_and_nothing_is_left(tool, tmp_path, case):
         ("tokenizer=/nowhere", "/nowhere"),
         ("validation=/nowhere", "/nowhere does not exist"),
         ("validation_fraction=0.005", "holds out none of 1 documents"),
-        ("output=.", "output=. exists; give another folder, or remove it"),
+        ("output=.", "output=. exists; nothing is overwritten, give a new folder"),
     ],
 )
 def test_refused_settings(tool, tmp_path, argument, message):
