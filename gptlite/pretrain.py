@@ -46,7 +46,7 @@ def pretrain(
         state.loader.close()
         watch.close()
         return Result.read(folder.path, 0)
-    folder.check_space(state)  # after restoring, before anything is written
+    folder.check_space(state, run.data.tokenizer)  # after restoring, before anything is written
 
     with folder.opened(config, run.data.tokenizer), closing(state.loader), closing(watch):
         if opened is not None:

@@ -27,6 +27,12 @@ def snapshot(folder: Path) -> dict[str, str]:
     }
 
 
+def on_disk(folder: Path) -> int:
+    """Bytes that a folder takes on a disk with blocks of 4096 bytes."""
+    sizes = [path.stat().st_size if path.is_file() else 4096 for path in (folder, *folder.rglob("*"))]
+    return sum(-(-size // 4096) * 4096 for size in sizes)
+
+
 def step_folder(folder: Path, step: int) -> Path:
     """The folder of a run's checkpoint."""
     return folder / "checkpoints" / f"step-{step:08}"

@@ -20,6 +20,7 @@ from gptlite.checkpoint.find import beyond, candidates, damage, first_intact, ne
 from gptlite.checkpoint.load import verify_together
 from gptlite.checkpoint.manifest import DamagedCheckpoint, Entries, read_manifest, write_manifest
 from gptlite.checkpoint.parts import Parts
+from gptlite.checkpoint.space import disk_bytes
 from gptlite.errors import ConfigError
 from gptlite.parallelism.layout import ONE_RANK
 from gptlite.parallelism.mesh import Mesh
@@ -29,6 +30,11 @@ from gptlite.progress import Log
 
 class SavesItself(Protocol):
     """Interface that checkpoints require of a tokenizer."""
+
+    @property
+    def saved_bytes(self) -> list[int]:
+        """Sizes of the files that `save` writes, in bytes."""
+        ...
 
     def save(self, folder: Path) -> None:
         """Write the tokenizer's files into an existing folder."""
@@ -80,10 +86,12 @@ class Checkpointer:
         began = time.monotonic()
         parts = self._shared(tensors)
         final = self.root / store.step_name(meta["step"])
+        texts = {"config.yaml": config_yaml.encode(), **(beside or {})}
+        size = partial(disk_bytes, parts, meta, _sizes(texts, tokenizer))
 
         def complete(folder: Path, files: Entries) -> None:
             """Write all files except the tensors, which are already written. The manifest is written last."""
-            for name, content in {"config.yaml": config_yaml.encode(), **(beside or {})}.items():
+            for name, content in texts.items():
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 (folder / name).write_bytes(content)
             if tokenizer is not None:
@@ -91,7 +99,7 @@ class Checkpointer:
                 tokenizer.save(folder / "tokenizer")
             write_manifest(folder, parts.described, files, meta, self.layout)
 
-        write = partial(self._write, final, parts, complete, log, began)
+        write = partial(self._write, final, parts, size, complete, log, began)
         if not self.config.async_save:
             write(None)  # ranks wait at the process group's store, without a time limit
             return final
@@ -131,9 +139,12 @@ class Checkpointer:
                 dist.destroy_process_group(self._group)
                 self._group = None
 
-    def size(self, tensors: Mapping[str, Tensor]) -> int:
-        """Return the total size in bytes of the tensors of all ranks in a checkpoint."""
-        return self._shared(tensors).total_bytes
+    def size(
+        self, tensors: Mapping[str, Tensor], meta: dict[str, Any], config_yaml: str, tokenizer: SavesItself | None
+    ) -> int:
+        """Return an upper bound of the bytes on disk of the checkpoint that `save` would write on all ranks."""
+        parts, small = self._shared(tensors), _sizes({"config.yaml": config_yaml.encode()}, tokenizer)
+        return from_main(self.mesh, lambda: disk_bytes(parts, meta, small))
 
     def find(self, resume: str, log: Log = print) -> Path | None:
         """Return the verified step folder to start from, or None for a fresh start. Logs the reason for each rejection.
@@ -203,6 +214,7 @@ class Checkpointer:
         self,
         final: Path,
         parts: Parts,
+        size: Callable[[], int],
         complete: Callable[[Path, Entries], None],
         log: Log,
         began: float,
@@ -212,7 +224,7 @@ class Checkpointer:
         group's store."""
         mesh = self.mesh
         with ExitStack() as lock, ExitStack() as staging:  # used by rank 0; empty on other ranks
-            folder = from_main(mesh, lambda: self._begin(final, parts.total_bytes, lock, staging, log), agree)
+            folder = from_main(mesh, lambda: self._begin(final, size, lock, staging, log), agree)
             if folder is not None:
                 files = dcp.write(folder, parts, log, mesh, self._group, agree)
 
@@ -228,12 +240,14 @@ class Checkpointer:
             from_main(mesh, lambda: store.point_latest(final), agree)
             self._retain(final, log, agree)
 
-    def _begin(self, final: Path, size: int, lock: ExitStack, staging: ExitStack, log: Log) -> Path | None:
+    def _begin(
+        self, final: Path, size: Callable[[], int], lock: ExitStack, staging: ExitStack, log: Log
+    ) -> Path | None:
         """Return the folder to write in, with a subfolder for tensors, or None if the step exists and is intact."""
         lock.enter_context(store.writing(self.root, log))
         if not _make_way(final, log):
             return None
-        store.check_space(self.root, size)
+        store.check_space(self.root, size())
         folder = staging.enter_context(store.staged(final))
         (folder / "data").mkdir()
         return folder
@@ -250,6 +264,10 @@ class Checkpointer:
             log(f"checkpoint: {saved.name} failed verification: {error.reason}; older checkpoints are kept")
         else:
             from_main(self.mesh, lambda: _remove(going, log), agree)
+
+
+def _sizes(texts: Mapping[str, bytes], tokenizer: SavesItself | None) -> list[int]:
+    return [*map(len, texts.values()), *(tokenizer.saved_bytes if tokenizer else [])]
 
 
 def _remove(folders: list[Path], log: Log) -> None:

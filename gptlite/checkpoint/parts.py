@@ -21,8 +21,9 @@ class Parts:
 
     A part is a box, given by its offset and sizes in the global tensor. `local` has the elements of each part, `offers`
     its description for DCP. After `share`, `written` lists the keys whose box this rank writes, `described` has the
-    manifest entries of all ranks' tensors, and `total_bytes` is the total size of these tensors. Raises TypeError for
-    values that are not tensors, ValueError for a local shape that does not match the placements.
+    manifest entries of all ranks' tensors, `total_bytes` is the total size of these tensors, in `boxes` boxes that
+    `writers` ranks write. Raises TypeError for values that are not tensors, ValueError for a local shape that does not
+    match the placements.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]):
@@ -45,7 +46,7 @@ class Parts:
                 self.offers[key] = TensorWriteData(box, TensorProperties(tensor.dtype), tensor.shape)
         self.written: list[str] = []
         self.described: Entries = {}
-        self.total_bytes = 0
+        self.total_bytes = self.boxes = self.writers = 0
 
     @property
     def offered(self) -> dict[str, Offer]:
@@ -68,14 +69,15 @@ class Parts:
                 if here != (told := self.described.setdefault(key, here)):
                     words = f"{in_words(here)} on rank {each}, but {in_words(told)} on a lower rank"
                     raise ValueError(f"checkpoint key {key} is {words}")
-        load = [0] * len(offers)
+        load, writers = [0] * len(offers), set()
         for (key, _), ranks in holders.items():
             writer = min(ranks, key=lambda each: load[each])  # a tie goes to the lowest rank, on all ranks alike
             _, sizes, described = offers[writer][key]
             load[writer] += prod(sizes) * getattr(torch, described["dtype"]).itemsize
+            writers.add(writer)
             if writer == rank:
                 self.written.append(key)
-        self.total_bytes = sum(load)
+        self.total_bytes, self.boxes, self.writers = sum(load), len(holders), len(writers)
 
     def stage(self, buffers: dict[str, Tensor]) -> None:
         """Copy the tensors that this rank writes to CPU buffers, so that training can continue.

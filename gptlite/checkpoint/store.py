@@ -13,7 +13,6 @@ from typing import Any
 from gptlite.files import make_inside, open_inside, sync_folder, try_lock, write_whole
 from gptlite.progress import Log
 
-SMALL_FILES = 1 << 20  # approximate bytes of a checkpoint's files other than tensors
 _STEP = re.compile(r"step-(\d{8,})")
 
 
@@ -76,10 +75,10 @@ def staged(final: Path) -> Iterator[Path]:
 
 
 def check_space(root: Path, size: int) -> None:
-    """Raise OSError (disk full) unless `root`'s file system has room for a checkpoint with `size` bytes of tensors."""
+    """Raise OSError (disk full) unless `root`'s file system has room for a checkpoint of `size` bytes on disk."""
     free = shutil.disk_usage(root).free
-    if free < size + SMALL_FILES:
-        needed, there = (f"{number / 1e6:.1f} MB" for number in (size + SMALL_FILES, free))
+    if free < size:
+        needed, there = (f"{number / 1e6:.1f} MB" for number in (size, free))
         raise OSError(errno.ENOSPC, f"a checkpoint takes {needed}, but only {there} are free", str(root))
 
 

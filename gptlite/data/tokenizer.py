@@ -82,11 +82,19 @@ class Tokenizer(ABC):
         """Return the number of UTF-8 bytes of each id, for the denominator of bits per byte: int64[vocab_size]."""
         return np.array([len(piece) for piece in self.pieces], dtype=np.int64)
 
+    @property
+    def saved_bytes(self) -> list[int]:
+        """Sizes of the files that `save` writes, in bytes."""
+        return [len(self._json), *([len(self._content)] if self.file else [])]
+
+    @property
+    def _json(self) -> bytes:
+        return json.dumps({"kind": self.kind} | self._settings, ensure_ascii=False).encode() + b"\n"
+
     def save(self, folder: Path) -> None:
         """Write the definition into `folder`, created if missing. `load_tokenizer` reads it back."""
         folder.mkdir(parents=True, exist_ok=True)
-        definition = json.dumps({"kind": self.kind} | self._settings, ensure_ascii=False)
-        (folder / DEFINITION).write_text(definition + "\n", encoding="utf-8")
+        (folder / DEFINITION).write_bytes(self._json)
         if self.file:
             write_synced(folder / self.file, self._content)
 

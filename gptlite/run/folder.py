@@ -171,9 +171,10 @@ class RunFolder:
                 self._log_file.write(text + "\n")
                 self._log_file.flush()
 
-    def check_space(self, state: TrainState) -> None:
+    def check_space(self, state: TrainState, tokenizer: Tokenizer | None) -> None:
         """Raise ConfigError if there is no space for one checkpoint; log a warning if checkpoint.keep needs more."""
-        size, keep = self.checkpointer.size(state.tensors()), self.config.checkpoint.keep
+        size = self.checkpointer.size(state.tensors(), state.meta(), to_yaml(self.config), tokenizer)
+        keep = self.config.checkpoint.keep
         free = from_main(self.mesh, lambda: shutil.disk_usage(existing(self.path)).free)
         takes = f"a checkpoint takes {size / 1e6:.1f} MB, but only {free / 1e6:.1f} MB are free"
         words = f"run.dir={self.config.run.dir}: {takes}"

@@ -20,6 +20,8 @@ class FakeTokenizer:
     def __init__(self, error: Exception | None = None) -> None:
         self.error = error
 
+    saved_bytes = (389, 120)
+
     def save(self, folder: Path) -> None:
         if self.error:
             raise self.error

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from run_files import on_disk
 from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore
@@ -119,7 +120,11 @@ def save(config: Config, world: int, name: str) -> Path | None:
             setattr(state, key, value)
         words = mesh.layout.describe(config.parallelism)
         with closing(state.loader), closing(Checkpointer(config.checkpoint, Path(config.run.dir), mesh, words)) as into:
-            return into.save(state.tensors(), state.meta(), yaml(config, mesh), None, print)
+            estimated = into.size(state.tensors(), state.meta(), yaml(config, mesh), None)
+            folder = into.save(state.tensors(), state.meta(), yaml(config, mesh), None, print)
+            if mesh.is_main:
+                assert on_disk(folder) <= estimated <= 1.1 * on_disk(folder), f"{estimated} for {on_disk(folder)}"
+            return folder
 
 
 @dataclass(frozen=True)
