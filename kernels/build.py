@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from datetime import timedelta
 from pathlib import Path
 
-from gptlite.kernels.toolchain import BuildError, Compiler, cudart, find_cxx, output_of
+from gptlite.kernels.toolchain import BuildError, Compiler, Compilers, cudart, find_cxx
 from gptlite.kernels.units import Unit, binding_units, cpu_units, cuda_units
 from gptlite.progress import Log
 
@@ -69,8 +69,9 @@ def compile_all(units: list[Unit], folder: Path, log: Log, label: str) -> list[P
     jobs = jobs_here()
     units = sorted(units, key=lambda unit: -unit.weight)  # longest first, so that none runs alone at the end
     started = reported = time.monotonic()
-    with ThreadPoolExecutor(jobs) as threads:
-        calls = {threads.submit(_compile, unit, folder / f"{unit.label}.o"): unit for unit in units}
+    # The compilers end before the pool, which waits for its threads.
+    with ThreadPoolExecutor(jobs) as threads, Compilers() as compilers:
+        calls = {threads.submit(_compile, unit, folder / f"{unit.label}.o", compilers): unit for unit in units}
         done, total = 0, sum(unit.weight for unit in units)
         try:
             for number, call in enumerate(as_completed(calls), 1):
@@ -92,17 +93,19 @@ def link(cxx: Compiler, objects: Iterable[Path], libraries: Iterable[str], folde
     exports, linked = folder / "exports.map", folder / target.name
     exports.write_text(EXPORTS)
     command = [*cxx.command, *LINK, f"-Wl,--version-script={exports}", *map(str, objects), *libraries]
-    _run([*command, "-o", str(linked)], "the kernels do not link")
+    with Compilers() as compilers:
+        _run([*command, "-o", str(linked)], "the kernels do not link", compilers)
     os.replace(linked, target)
 
 
-def _compile(unit: Unit, target: Path) -> Path:
-    _run([*unit.command, "-c", str(unit.source), "-o", str(target)], f"{unit.source.name} does not compile")
+def _compile(unit: Unit, target: Path, compilers: Compilers) -> Path:
+    command = [*unit.command, "-c", str(unit.source), "-o", str(target)]
+    _run(command, f"{unit.source.name} does not compile", compilers)
     return target
 
 
-def _run(command: list[str], failed: str) -> None:
-    result = output_of(command)
+def _run(command: list[str], failed: str, compilers: Compilers) -> None:
+    result = compilers.run(command)
     if result.returncode:
         lines = [line.strip() for line in (result.stderr + result.stdout).splitlines() if line.strip()]
         told = [line for line in lines if "error" in line.lower() or "undefined" in line] or lines

@@ -122,7 +122,7 @@ def prepare(cuda: bool, log: Log, arch: str | None = None) -> Library:
     folder = writable_folder(log)
     path = folder / tools.names[0]
     with locked(folder, log):
-        cached = record = lookup(path)  # another process may have compiled it meanwhile
+        cached = record = _usable(path)  # another process may have compiled it meanwhile
         if record is None:
             if path.exists():
                 log(f"kernels: {path} is damaged; compiling it again")
@@ -198,9 +198,20 @@ def _find(patterns: Iterable[str], cuda: bool = False, why_no_cuda: str = "") ->
     """Return the first compiled library that matches a name pattern, or None. Its folder may be read-only."""
     for pattern in patterns:
         for path in (path for folder in known_folders() for path in sorted(folder.glob(pattern))):
-            record = lookup(path)
+            record = _usable(path)
             if record and record.cuda >= cuda:
                 return Library(path, record, True, why_no_cuda or record.why_no_cuda)
+    return None
+
+
+def _usable(library: Path) -> Record | None:
+    """Return the record of a library that matches its hash and declares all ops, else None.
+
+    A library is not loaded for this: torch cannot unload it, and then refuses another one with the same ops.
+    """
+    if record := lookup(library):
+        content = library.read_bytes()
+        return record if all(f"{name}(".encode() in content for name in fakes.FAKES) else None
     return None
 
 

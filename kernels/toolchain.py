@@ -8,6 +8,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+QUERY_SECONDS, COMPILE_SECONDS = 60.0, 600.0  # time limits of a question such as --version, and of one compilation
+WATCH = "read _; kill -9 0"  # returns from `read` when the pipe is closed, and kills its own process group
+
 
 class BuildError(Exception):
     """Error with the one-line reason why the kernels cannot be compiled or loaded."""
@@ -33,14 +36,57 @@ class Compiler:
         return f"sm_{arch}" in output_of([*self.command, "--list-gpu-code"]).stdout.split()
 
 
+class Compilers:
+    """Context manager for compiler processes, which end with the block, and with this process even if it is killed.
+
+    A compiler starts processes of its own, such as cc1plus, which would outlive it. They all belong to the process
+    group of a shell that kills the group once a pipe is closed of which only this process holds the writing end.
+    """
+
+    def __enter__(self) -> "Compilers":
+        try:
+            self._watcher = subprocess.Popen(
+                ["/bin/sh", "-c", WATCH],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                process_group=0,
+            )
+        except OSError as error:
+            raise BuildError(f"/bin/sh, which compilers need, does not run: {error}") from error
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._watcher.stdin is not None
+        self._watcher.stdin.close()
+        self._watcher.wait()
+
+    def run(self, command: Sequence[str], seconds: float = COMPILE_SECONDS) -> subprocess.CompletedProcess[str]:
+        """Run a command and return its output and exit code. Raises BuildError if it does not start or end in time."""
+        try:
+            return subprocess.run(
+                command,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                check=False,
+                stdin=subprocess.DEVNULL,
+                timeout=seconds,
+                process_group=self._watcher.pid,
+            )
+        except subprocess.TimeoutExpired:
+            raise BuildError(
+                f"{command[0]} did not end within {seconds:.0f} s; repair it, or set CXX (or CUDA_HOME, for nvcc) to "
+                "another compiler"
+            ) from None
+        except OSError as error:
+            raise BuildError(f"{command[0]} does not run: {error}") from error
+
+
 def output_of(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """Run a command and return its output and exit code. Raises BuildError if it cannot be started."""
-    try:
-        return subprocess.run(
-            command, capture_output=True, text=True, errors="replace", check=False, stdin=subprocess.DEVNULL
-        )
-    except OSError as error:
-        raise BuildError(f"{command[0]} does not run: {error}") from error
+    """Run a compiler to ask it for what it knows, and return its output and exit code. Raises BuildError."""
+    with Compilers() as compilers:
+        return compilers.run(command, QUERY_SECONDS)
 
 
 def find_cxx() -> Compiler:

@@ -279,6 +279,17 @@ def test_a_library_that_is_whole_but_does_not_load_is_compiled_again(tmp_path: P
     assert compilations(tmp_path) == 2 * UNITS
 
 
+def test_a_library_without_our_ops_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fakes, "FAKES", {"twice": None, "thrice": None})
+    path = cache.home_folder(make=True) / "library.so"
+    made = cache.Record("", False, "", "c++", "", 1.0)
+    for content, usable in ((b"\0twice(Tensor x)\0", False), (b"\0twice(Tensor x)\0thrice(Tensor x)", True)):
+        record = replace(made, sha256=hashlib.sha256(content).hexdigest())
+        path.write_bytes(content)
+        path.with_suffix(".json").write_text(json.dumps(record.__dict__))
+        assert (library._find([path.name]) is not None) is usable
+
+
 @compiles
 def test_a_compiler_that_fails_says_its_first_errors_in_one_line(sources: Path) -> None:
     (sources / "cpu" / "dispatch.cpp").write_text("int f() { return nothing_of_the_kind; }\n")
