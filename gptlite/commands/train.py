@@ -26,7 +26,7 @@ from gptlite.config.warm_start import with_model
 from gptlite.errors import ConfigError, did_you_mean
 from gptlite.invocation import localized
 from gptlite.launch.hostfile import run as run_on_hosts
-from gptlite.launch.hostfile import take_flag
+from gptlite.launch.hostfile import take_flags
 from gptlite.launch.starter import is_main, let_main_speak, refuse_sweep
 
 COMPLETION = {"--shell-completion", "-sc"}
@@ -65,9 +65,9 @@ def main() -> NoReturn:
 def command() -> int:
     """Run the command line: print help, or run the configuration composed from the arguments and the run folder."""
     with refusals():
-        file, words = take_flag(sys.argv[1:])
+        file, port, words = take_flags(sys.argv[1:])
         if file is not None and not {"-h", "--help"} & set(words):
-            run_on_hosts(file, words)
+            run_on_hosts(file, port, words)
         flags, overrides = sort_arguments(words)
         overrides = with_deepspeed(overrides, print_once)
         import_plugins(named_in(overrides))

@@ -18,7 +18,7 @@ from gptlite.errors import ConfigError
 from gptlite.invocation import arguments, python
 from gptlite.launch.starter import starter
 
-FLAG = "--hostfile"
+FLAG, PORT_FLAG = "--hostfile", "--master-port"
 PORT = 29500  # torchrun's default
 
 
@@ -30,25 +30,40 @@ class Host:
     slots: int
 
 
-def take_flag(words: Sequence[str]) -> tuple[str | None, list[str]]:
-    """Return the value of --hostfile, None if it is absent, and the other words of a command line."""
+def take_flags(words: Sequence[str]) -> tuple[str | None, int, list[str]]:
+    """Return the values of --hostfile, None if it is absent, and of --master-port, and the other words of a command
+    line. Raises ConfigError."""
+    file, rest = _take(FLAG, words, "a file with a line `HOST slots=RANKS` for each machine")
+    port, rest = _take(PORT_FLAG, rest, "a port that is free on the first machine")
+    if port is None:
+        return file, PORT, rest
+    if file is None:
+        raise ConfigError(f"{PORT_FLAG}={port} has no use without {FLAG}; leave it out")
+    if not re.fullmatch(r"[0-9]{1,5}", port) or not 1 <= int(port) <= 65535:
+        raise ConfigError(f"{PORT_FLAG}={port} is not a port; give a number from 1 to 65535")
+    return file, int(port), rest
+
+
+def _take(flag: str, words: Sequence[str], what: str) -> tuple[str | None, list[str]]:
+    """Return the value of a flag, None if it is absent, and the other words."""
     rest = list(words)
     for index, word in enumerate(rest):
-        if word == FLAG or word.startswith(FLAG + "="):
+        if word == flag or word.startswith(flag + "="):
             value = word.partition("=")[2] if "=" in word else "".join(rest[index + 1 : index + 2])
-            del rest[index : index + 1 + (word == FLAG)]
+            del rest[index : index + 1 + (word == flag)]
             if not value or value.startswith("-"):
-                raise ConfigError(f"{FLAG} has no value; give a file with a line `HOST slots=RANKS` for each machine")
-            if any(each.startswith(FLAG) for each in rest):
-                raise ConfigError(f"{FLAG} is given twice; list all machines in one file")
+                raise ConfigError(f"{flag} has no value; give {what}")
+            if any(each.partition("=")[0] == flag for each in rest):
+                raise ConfigError(f"{flag} is given twice; give it once")
             return value, rest
     return None, rest
 
 
-def run(file: str, overrides: list[str]) -> NoReturn:
+def run(file: str, port: int, overrides: list[str]) -> NoReturn:
     """Replace this process by torchrun for this machine's ranks. The first machine prints the commands of the others.
 
-    Raises ConfigError for an invalid file, an unlisted machine, or a layout that does not fill the slots.
+    `port` of the first machine is the rendezvous. Raises ConfigError for an invalid file, an unlisted machine, a layout
+    that does not fill the slots, or a port in use.
     """
     if outer := starter():
         raise ConfigError(
@@ -60,10 +75,11 @@ def run(file: str, overrides: list[str]) -> NoReturn:
     check_slots(load(overrides), hosts, file)
     node = this_machine(hosts, file)
     if node == 0:
+        refuse_used(port)
         for number, host in enumerate(hosts[1:], 1):
-            words = [python(), *torchrun(hosts, number, overrides)]
+            words = [python(), *torchrun(hosts, number, port, overrides)]
             print(f"on {host.name}:  cd {shlex.quote(os.getcwd())} && {shlex.join(words)}", flush=True)
-    os.execv(sys.executable, [sys.executable, *torchrun(hosts, node, overrides)])
+    os.execv(sys.executable, [sys.executable, *torchrun(hosts, node, port, overrides)])
 
 
 def read(path: Path) -> list[Host]:
@@ -77,7 +93,7 @@ def read(path: Path) -> list[Host]:
     for number, line in enumerate(text.splitlines(), 1):
         if not (line := line.partition("#")[0].strip()):
             continue
-        match = re.fullmatch(r"([\w.:-]+)\s+slots\s*=\s*(\d+)", line)
+        match = re.fullmatch(r"([\w.:-]+)\s+slots\s*=\s*(\d{1,6})", line)
         if not match or int(match[2]) < 1:
             raise ConfigError(f"{path}, line {number}: {line!r} is not HOST slots=RANKS; write e.g. node1 slots=8")
         if match[1] in hosts:
@@ -132,12 +148,24 @@ def names_this_machine(host: str) -> bool:
     return False
 
 
-def torchrun(hosts: Sequence[Host], node: int, overrides: Sequence[str]) -> list[str]:
+def refuse_used(port: int) -> None:
+    """Raise ConfigError if a port of this machine cannot be listened on, e.g. since another run does."""
+    try:
+        with socket.create_server(("", port)):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"port {port} of this machine: {os.strerror(error.errno or 0).lower()}; give another one on all machines, "
+            f"e.g. {PORT_FLAG}={port + 1 if port < 65535 else PORT}"
+        ) from None
+
+
+def torchrun(hosts: Sequence[Host], node: int, port: int, overrides: Sequence[str]) -> list[str]:
     """Return the arguments of Python that start the ranks of machine number `node` under torchrun."""
     return [
         *("-m", "torch.distributed.run"),
         *(f"--nnodes={len(hosts)}", f"--node-rank={node}", f"--nproc-per-node={hosts[node].slots}"),
-        *(f"--master-addr={hosts[0].name}", f"--master-port={PORT}"),
+        *(f"--master-addr={hosts[0].name}", f"--master-port={port}"),
         *arguments("train"),
         *overrides,
     ]

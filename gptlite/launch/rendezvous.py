@@ -15,14 +15,36 @@ from torch.distributed.elastic.rendezvous import (
     rendezvous_handler_registry,
 )
 
+from gptlite.errors import ConfigError
+
 BACKEND = "gptlite-loopback"
 ADDRESS = "127.0.0.1"  # not the name localhost, which may not resolve
+PROBE_SECONDS = 5.0
+
+
+def refuse_no_loopback() -> None:
+    """Raise ConfigError if this machine's loopback interface does not work, as in a new network namespace.
+
+    torch would try to connect for minutes.
+    """
+    try:
+        with (
+            socket.create_server((ADDRESS, 0)) as server,
+            socket.create_connection(server.getsockname(), timeout=PROBE_SECONDS),
+        ):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"the ranks of a machine connect through {ADDRESS}, which does not work here: {error.strerror or error}; "
+            "enable the loopback interface, e.g. with `ip link set lo up`"
+        ) from None
 
 
 class LoopbackRendezvous(RendezvousHandler):
     """Rendezvous of one launcher. `shutdown` has nothing to do: the store ends with the process."""
 
     def __init__(self, parameters: RendezvousParameters) -> None:
+        refuse_no_loopback()
         self._run_id = parameters.run_id
         listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         try:

@@ -42,8 +42,8 @@ def starter() -> Starter | None:
         local_world = _number("LOCAL_WORLD_SIZE", world)
         _refuse_place("RANK", rank, "WORLD_SIZE", world)
         _refuse_place("LOCAL_RANK", local_rank, "LOCAL_WORLD_SIZE", local_world)
-        return Starter("torchrun", rank, world, local_rank, local_world, env["MASTER_ADDR"], _number("MASTER_PORT"))
-    if env.keys() >= set(SRUN) and _number("SLURM_NTASKS") > 1:  # a single task starts the ranks of a run itself
+        return Starter("torchrun", rank, world, local_rank, local_world, _address(), _port())
+    if env.keys() >= set(SRUN) and _number("SLURM_NTASKS") != 1:  # a single task starts the ranks of a run itself
         return _of_srun()
     return None
 
@@ -82,9 +82,12 @@ def _of_srun() -> Starter:
     env = os.environ
     nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or "localhost"
     local = _tasks_per_node(env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE") or "")
-    node = _number("SLURM_NODEID", 0)
+    node, local_rank = _number("SLURM_NODEID", 0), _number("SLURM_LOCALID")
     world = _number("SLURM_NTASKS")
     _refuse_place("SLURM_PROCID", _number("SLURM_PROCID"), "SLURM_NTASKS", world)
+    _refuse_place("SLURM_LOCALID", local_rank, "SLURM_NTASKS", world)
+    if node < 0:
+        raise ConfigError(f"the environment's SLURM_NODEID={node} is not a machine; set 0 or more, or unset it")
     alone = node < len(local) and local[node] == world
     # Below the ephemeral ports, and different for each step of a job.
     port = 15000 + (_number("SLURM_JOB_ID") * 8 + _number("SLURM_STEP_ID")) % 15000
@@ -92,10 +95,10 @@ def _of_srun() -> Starter:
         "srun",
         _number("SLURM_PROCID"),
         world,
-        _number("SLURM_LOCALID"),
+        local_rank,
         local[node] if node < len(local) else 1,
-        env.get("MASTER_ADDR") or ("localhost" if alone else first_host(nodes)),
-        _number("MASTER_PORT", port),
+        env.get("MASTER_ADDR") or ("127.0.0.1" if alone else first_host(nodes)),  # localhost may not resolve
+        _port(port),
     )
 
 
@@ -119,6 +122,19 @@ def _tasks_per_node(text: str) -> list[int]:
     """Return e.g. [4, 4, 3] for Slurm's `4(x2),3`."""
     found = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
     return [int(count) for count, times in found for _ in range(int(times or 1))]
+
+
+def _port(default: int | None = None) -> int:
+    port = _number("MASTER_PORT", default)
+    if not 1 <= port <= 65535:
+        raise ConfigError(f"the environment's MASTER_PORT={port} is not a port; set 1 to 65535, or unset it")
+    return port
+
+
+def _address() -> str:
+    if not (address := os.environ["MASTER_ADDR"]):
+        raise ConfigError("the environment's MASTER_ADDR is empty; set it to rank 0's machine, or unset it")
+    return address
 
 
 def _number(name: str, default: int | None = None) -> int:

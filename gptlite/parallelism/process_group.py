@@ -3,14 +3,18 @@
 import os
 import socket
 import struct
+import time
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
+from gptlite.errors import ConfigError
+
 SIOCGIFADDR = 0x8915  # Linux: an interface's address
 NOWHERE = "192.0.2.1"  # documentation address (RFC 5737), which takes the default route
+RESOLVE_SECONDS = 20.0  # a new machine's name may take a while to appear in the name service
 
 
 def join(timeout_seconds: float) -> None:
@@ -18,10 +22,11 @@ def join(timeout_seconds: float) -> None:
     with gloo.
 
     With GPUs, the current device is set to the GPU with number LOCAL_RANK, or to the only visible one. A collective
-    that takes longer than `timeout_seconds` fails. Raises torch.distributed.DistError if the other ranks cannot be
-    reached.
+    that takes longer than `timeout_seconds` fails. Raises ConfigError if rank 0's address does not exist or its port is
+    in use, and torch.distributed.DistError if the other ranks cannot be reached.
     """
     timeout = timedelta(seconds=timeout_seconds)
+    _refuse_address()
     _choose_interfaces()
     if torch.cuda.is_available():
         # Under srun, each rank may see only its own GPU.
@@ -56,6 +61,31 @@ def broadcast_text(text: str) -> str:
     from gptlite.parallelism.collectives import broadcast_bytes  # imports FSDP, which the launcher does without
 
     return broadcast_bytes(text.encode()).decode()
+
+
+def _refuse_address() -> None:
+    """Raise ConfigError if rank 0's address does not resolve, which torch would try for minutes, or if this is rank 0
+    and cannot listen on its port."""
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    until = time.monotonic() + RESOLVE_SECONDS
+    while True:
+        try:
+            socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            break
+        except (OSError, UnicodeError) as error:  # UnicodeError: no name can have such a part
+            if time.monotonic() > until:
+                raise ConfigError(
+                    f"MASTER_ADDR={host} does not resolve: {error}; set it to the name or address of rank 0's machine"
+                ) from None
+            time.sleep(0.5)
+    # Under torchrun and our launcher, another process already listens.
+    if os.environ["RANK"] == "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        try:
+            with socket.create_server(("", port)):
+                pass
+        except OSError as error:
+            reason = os.strerror(error.errno or 0).lower()
+            raise ConfigError(f"MASTER_PORT={port} of rank 0's machine: {reason}; set another MASTER_PORT") from None
 
 
 def _choose_interfaces() -> None:

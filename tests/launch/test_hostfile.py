@@ -9,7 +9,7 @@ import pytest
 from gptlite.commands import train
 from gptlite.errors import ConfigError
 from gptlite.launch import hostfile
-from gptlite.launch.hostfile import Host, names_this_machine, read, this_machine, torchrun
+from gptlite.launch.hostfile import Host, names_this_machine, read, refuse_used, this_machine, torchrun
 
 HERE = socket.gethostname()
 RUN = ["data=synthetic", "model.num_layers=4", "parallelism=tp2", "parallelism.data=3"]
@@ -30,6 +30,7 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def start(text: str, *words: str, form: str = "--hostfile {}") -> list[str]:
         (tmp_path / "hosts").write_text(text)
         monkeypatch.setattr(hostfile.os, "execv", execute)
+        monkeypatch.setattr(hostfile, "refuse_used", lambda port: None)  # another test may use port 29500
         monkeypatch.setattr(sys, "argv", ["train.py", *form.format(tmp_path / "hosts").split(), *words])
         with pytest.raises(Became) as became:
             train.command()
@@ -58,6 +59,23 @@ def test_the_first_machine_runs_its_ranks_and_prints_the_others_commands(command
     assert lines[0].endswith("""'run.name='"'"'a b'"'"''""")  # as a shell reads it
 
 
+def test_the_port_is_chosen_for_all_machines(command, capsys) -> None:
+    given = command(f"{HERE} slots=2\nnode2 slots=4\n", *RUN, *BATCH, form="--hostfile {} --master-port=29612")
+    assert "--master-port=29612" in given
+    assert "--master-port=29612" in capsys.readouterr().out
+    assert not any("29500" in each for each in given)
+
+
+def test_a_port_in_use_is_refused_with_another_one() -> None:
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
+        with pytest.raises(
+            ConfigError, match=f"^port {port} of this machine: address already in use; .*port="
+        ):
+            refuse_used(port)
+    refuse_used(port)
+
+
 def test_another_machine_runs_its_own_and_prints_nothing(command, capsys) -> None:
     given = command(f"node1 slots=4\n{HERE} slots=2\n", *RUN, *BATCH)
     assert given[2:5] == ["--nnodes=2", "--node-rank=1", "--nproc-per-node=2"]
@@ -71,7 +89,7 @@ def test_one_machine_may_be_called_localhost(command) -> None:
 
 def test_the_installed_command_is_a_module(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hostfile, "arguments", lambda name: ["-m", "gptlite", name])
-    assert torchrun([Host("a", 1)], 0, ["seed=1"])[-4:] == ["-m", "gptlite", "train", "seed=1"]
+    assert torchrun([Host("a", 1)], 0, 29500, ["seed=1"])[-4:] == ["-m", "gptlite", "train", "seed=1"]
 
 
 def test_names_of_this_machine() -> None:
@@ -115,6 +133,10 @@ def test_a_wrong_file_is_one_line(text: str, tmp_path: Path, monkeypatch: pytest
         (["--hostfile", "nowhere"], "--hostfile=nowhere cannot be read: No such file or directory; give"),
         (["--hostfile", "a", "--hostfile", "b"], "--hostfile is given twice"),
         (["--hostfile", "a", "-m", "seed=1,2"], "--hostfile trains a single run; leave out -m"),
+        (["--hostfile", "a", "--master-port"], "--master-port has no value; give a port"),
+        (["--hostfile", "a", "--master-port=http"], "--master-port=http is not a port; give a number from 1 to 65535"),
+        (["--hostfile", "a", "--master-port", "65536"], "--master-port=65536 is not a port"),
+        (["--master-port=29501"], "--master-port=29501 has no use without --hostfile"),
     ],
 )
 def test_a_wrong_command_is_one_line(words: list[str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,4 +157,4 @@ def test_torchrun_has_no_host_file(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         ConfigError, match="--hostfile=hosts has no use under torchrun, which has already started the ranks"
     ):
-        hostfile.run("hosts", [])
+        hostfile.run("hosts", 29500, [])

@@ -24,6 +24,13 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
         (RANK, {"RANK": "-1"}, "RANK=-1 is not from 0 to 1"),
         (RANK, {"LOCAL_RANK": "5"}, "LOCAL_RANK=5 is not from 0 to 1, below LOCAL_WORLD_SIZE=2"),
         (RANK, {"RANK": "x"}, "RANK=x is not a number"),
+        (RANK, {"MASTER_PORT": "65536"}, "MASTER_PORT=65536 is not a port; set 1 to 65535, or unset it"),
+        (RANK, {"MASTER_PORT": "0"}, "MASTER_PORT=0 is not a port"),
+        (RANK, {"MASTER_ADDR": ""}, "MASTER_ADDR is empty; set it to rank 0's machine, or unset it"),
+        (TASK, {"MASTER_PORT": "-1"}, "MASTER_PORT=-1 is not a port"),
+        (TASK, {"SLURM_NTASKS": "-2"}, "SLURM_NTASKS=-2 is not a number of ranks"),
+        (TASK, {"SLURM_LOCALID": "2"}, "SLURM_LOCALID=2 is not from 0 to 1, below SLURM_NTASKS=2"),
+        (TASK, {"SLURM_NODEID": "-1"}, "SLURM_NODEID=-1 is not a machine"),
         (TASK, {"SLURM_PROCID": "2"}, "SLURM_PROCID=2 is not from 0 to 1, below SLURM_NTASKS=2"),
     ],
 )
