@@ -82,7 +82,9 @@ ROOMS = {
         lazy="torch",
     ),
     "sweep": Room(
-        "checkpoint config launch metrics parallelism plan", packages="hydra numpy omegaconf", lazy="jinja2 matplotlib"
+        "checkpoint config launch metrics parallelism plan run",
+        packages="hydra numpy omegaconf",
+        lazy="jinja2 matplotlib",
     ),
     "launch": Room(
         "checkpoint config data models ops parallelism plan pretrain run trainer",

@@ -19,6 +19,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
+from gptlite import documents
 from gptlite.errors import ConfigError
 from gptlite.files import write_synced
 from gptlite.progress import Log, Progress
@@ -214,11 +215,8 @@ def read_json(path: Path) -> dict[str, Any]:
     Raises ConfigError, naming the file, if it cannot be read or is not an object.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        return documents.read_json(path, dict[str, Any])
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is not JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path} is not a JSON object")
-    return content
+    except documents.DocumentError as error:
+        raise ConfigError(f"{path} cannot be used: {error}") from None

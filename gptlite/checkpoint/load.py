@@ -9,6 +9,7 @@ from torch import Tensor
 
 from gptlite.checkpoint import dcp
 from gptlite.checkpoint.manifest import (
+    DamagedCheckpoint,
     Entries,
     Manifest,
     check_hashes,
@@ -20,6 +21,7 @@ from gptlite.checkpoint.manifest import (
 )
 from gptlite.checkpoint.metadata import read_metadata
 from gptlite.checkpoint.parts import Parts
+from gptlite.documents import DocumentError, decoded
 from gptlite.errors import ConfigError
 from gptlite.parallelism.mesh import Mesh
 from gptlite.parallelism.rank_sync import ALONE, from_all, from_main, together
@@ -108,7 +110,10 @@ def not_finite(tensor: Tensor) -> str:
 
 def read_config(path: Path) -> str:
     """Return the resolved configuration of the run that wrote the checkpoint, as YAML. Raises DamagedCheckpoint."""
-    return read_file(path, "config.yaml").decode("utf-8")
+    try:
+        return decoded(read_file(path, "config.yaml"))
+    except DocumentError as error:
+        raise DamagedCheckpoint(path, f"config.yaml: {error}") from None
 
 
 def _compare(path: Path, manifest: Manifest, wanted: Entries, strict: bool) -> None:

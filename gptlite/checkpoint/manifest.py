@@ -11,13 +11,14 @@ import os
 import platform
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Required, TypedDict
 
 import gptlite
 from gptlite.checkpoint.store import step_of
+from gptlite.documents import Count, Digest, DocumentError, Matching, checked, read_bytes, read_json
 from gptlite.errors import ConfigError
 from gptlite.files import write_synced
 from gptlite.parallelism.layout import ONE_RANK
@@ -60,6 +61,45 @@ class Manifest:
     environment: dict[str, Any]
     files: Entries
     tensors: Entries
+
+
+class _Meta(TypedDict, total=False):
+    step: Required[Count]
+    consumed_samples: Count
+    tokens: Count
+    best_val_loss: float | None
+    evaluated_step: int | None
+    data_identity: dict[str, Any]
+
+
+class _Environment(TypedDict, total=False):
+    layout: str
+    gptlite: str
+    torch: str
+    python: str
+    platform: str
+    instruction_set: str
+    threads: Count
+    gpu: str | None
+    cuda: str | None
+
+
+class _File(TypedDict):
+    bytes: Count
+    sha256: Digest
+
+
+class _Tensor(TypedDict):
+    shape: list[Count]
+    dtype: Annotated[str, Matching(r"bool|[a-z]{1,20}[0-9]{1,3}(_\w{1,20})?", "a dtype")]
+
+
+class _Content(TypedDict):
+    created: str
+    meta: _Meta
+    environment: _Environment
+    files: dict[str, _File]
+    tensors: dict[str, _Tensor]
 
 
 def describe(tensor: Tensor) -> dict[str, Any]:
@@ -139,41 +179,32 @@ def write_manifest(
 def read_manifest(folder: Path) -> Manifest:
     """Return a step folder's manifest after checking its checksum. No other file is read. Raises DamagedCheckpoint."""
     try:
-        content = json.loads((folder / FILE_NAME).read_text(encoding="utf-8"))
+        content = read_json(folder / FILE_NAME, dict[str, Any])
         checksum = content.pop("sha256")
     except FileNotFoundError:
         raise DamagedCheckpoint(folder, f"{FILE_NAME} is missing") from None
     except OSError as error:
         raise DamagedCheckpoint(folder, f"{FILE_NAME}: {error.strerror}") from None
-    except (ValueError, AttributeError, KeyError, TypeError, RecursionError):  # a hostile file may nest deeply
-        raise DamagedCheckpoint(folder, f"{FILE_NAME} is not a manifest") from None
+    except ValueError as error:
+        raise DamagedCheckpoint(folder, f"{FILE_NAME} is not a manifest: {error}") from None
+    except KeyError:
+        raise DamagedCheckpoint(folder, f"{FILE_NAME} is not a manifest: it has no sha256") from None
     if checksum != _checksum(content):
         raise DamagedCheckpoint(folder, f"{FILE_NAME} was altered: its checksum differs")
     if (found := content.get("format_version")) != FORMAT_VERSION:
         raise DamagedCheckpoint(
             folder, f"its format_version is {found}, but this gptlite reads {FORMAT_VERSION}: update gptlite"
         )
-    if not _well_formed(content):
-        raise DamagedCheckpoint(folder, f"{FILE_NAME} is not a manifest")
-    return Manifest(**content)
-
-
-def _well_formed(content: dict[str, Any]) -> bool:
-    """Return True if a manifest is complete and lists no file outside its folder.
-
-    A valid checksum guarantees neither.
-    """
+    # A valid checksum guarantees neither types, nor that no file is outside the folder.
     try:
-        return (
-            set(content) == {field.name for field in fields(Manifest)}
-            and isinstance(content["meta"]["step"], int)
-            and "data/.metadata" in content["files"]
-            and all(_inside(name) for name in content["files"])
-            and all(isinstance(e["bytes"], int) and isinstance(e["sha256"], str) for e in content["files"].values())
-            and all(isinstance(entry["shape"], list) for entry in content["tensors"].values())
+        manifest = Manifest(**checked(content, _Content))
+    except (DocumentError, TypeError) as error:
+        raise DamagedCheckpoint(folder, f"{FILE_NAME} is not a manifest: {error}") from None
+    if "data/.metadata" not in manifest.files or not all(map(_inside, manifest.files)):
+        raise DamagedCheckpoint(
+            folder, f"{FILE_NAME} is not a manifest: data/.metadata is not in files, or a name leaves the folder"
         )
-    except (AttributeError, KeyError, TypeError):
-        return False
+    return manifest
 
 
 def _inside(name: str) -> bool:
@@ -221,7 +252,9 @@ def read_file(folder: Path, name: str) -> bytes:
     """Return the content of a small file of a step folder, checked by its hash. Raises DamagedCheckpoint."""
     entry = read_manifest(folder).files.get(name)
     try:
-        content = (folder / name).read_bytes()
+        content = read_bytes(folder / name)
+    except DocumentError as error:
+        raise DamagedCheckpoint(folder, f"{name}: {error}") from None
     except OSError as error:
         raise DamagedCheckpoint(folder, f"{name}: {error.strerror}") from None
     if entry is None or hashlib.sha256(content).hexdigest() != entry["sha256"]:

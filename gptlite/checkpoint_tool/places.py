@@ -12,6 +12,7 @@ from gptlite.checkpoint import store
 from gptlite.checkpoint.find import damage, is_step
 from gptlite.checkpoint.manifest import read_file
 from gptlite.config import from_yaml, to_dict
+from gptlite.documents import refuse_yaml
 from gptlite.errors import ConfigError, did_you_mean
 from gptlite.files import try_lock
 from gptlite.metrics.console import format_duration
@@ -113,6 +114,7 @@ def config_of(text: str, where: str) -> dict[str, Any]:
         return to_dict(from_yaml(text))
     except ConfigError:
         try:
+            refuse_yaml(text)
             raw = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
         except Exception as error:
             raise ConfigError(f"{where} is not YAML: {str(error).splitlines()[0]}") from None

@@ -6,10 +6,10 @@ import math
 import sys
 from functools import cache
 from importlib.metadata import version
-from operator import attrgetter
 from pathlib import Path
 
 from gptlite.config.batch import check_batch
+from gptlite.config.bounds import check_bounds
 from gptlite.config.length import check_length
 from gptlite.config.schema import Config, RunConfig, schema_names
 from gptlite.data.check import check_settings as check_data
@@ -21,7 +21,6 @@ from gptlite.ops.config import LayerNorm
 from gptlite.optimizer.checks import check_device as check_optimizer_device
 from gptlite.optimizer.checks import check_placement
 from gptlite.optimizer.registry import elementwise_optimizers, optimizer_name
-from gptlite.parallelism.axes import every_axis
 from gptlite.parallelism.config import ActivationCheckpointing, Offload
 from gptlite.parallelism.layout import (
     Layout,
@@ -35,36 +34,12 @@ from gptlite.parallelism.layout import (
 from gptlite.precision import Precision, check_precision
 
 FP8_MULTIPLE = 16  # the hardware requires each dimension of an fp8 GEMM to be a multiple of this
-SOME, FINITE = sys.float_info.min, sys.float_info.max  # the smallest positive normal float, the largest finite one
-# Largest sizes of a model, so that a wrong one is refused before work that grows with it; MOST is that of an index.
-MOST, LARGEST = 2**31 - 1, {"num_layers": 100_000}
-AT_LEAST_1, OFF_AT_0 = "must be at least 1", "must not be negative; 0 turns it off"
-# Section, keys, minimum, maximum and the end of the error message. An unset key (None) is valid.
-BOUNDS: list[tuple[str, str, float, float, str]] = [
-    ("", "seed", 0, 2**32 - 1, "must be at least 0 and below 2**32"),
-    ("cluster.", "nodes devices_per_node", 1, math.inf, AT_LEAST_1),
-    ("parallelism.", "virtual_stages bucket_layers offload_buffer_mib", 1, math.inf, AT_LEAST_1),
-    ("parallelism.", "zero", 0, 3, "is not a ZeRO stage; use 0, 1, 2 or 3"),
-    ("parallelism.", "prefetch", 0, math.inf, "must not be negative; 0 turns prefetching off"),
-    ("parallelism.", "timeout_seconds", SOME, 1_000_000, "must be above 0 and at most 1,000,000"),  # eleven days
-    ("trainer.", "max_steps stop_step log_interval eval_samples spike.patience", 1, math.inf, AT_LEAST_1),
-    ("trainer.", "max_epochs", SOME, 1_000_000, "must be above 0 and at most 1,000,000"),
-    ("trainer.", "spike.window", 8, math.inf, "must be at least 8"),
-    ("trainer.", "spike.threshold spike.rise spike.margin spike.max_rewinds", 0, math.inf, "must be at least 0"),
-    ("trainer.", "eval_interval sample_tokens max_restarts replica_check_interval", 0, math.inf, OFF_AT_0),
-    ("trainer.", "max_time", SOME, FINITE, "must be above 0 (minutes)"),
-    ("trainer.", "host_memory_limit", SOME, FINITE, "must be above 0 (GiB per rank), or null for no limit"),
-    ("checkpoint.", "interval", 0, math.inf, "must not be negative; 0 saves only at the end"),
-    ("checkpoint.", "keep", 0, math.inf, "must not be negative; 0 keeps all"),
-    ("checkpoint.", "keep_every", 0, math.inf, OFF_AT_0),
-    ("checkpoint.", "timeout_seconds", SOME, math.inf, "must be above 0; the default is 1800"),
-]
 
 
 def check(config: Config) -> None:
     """Raise a one-line ConfigError for the first invalid key."""
     _run(config.run)
-    _bounds(config)
+    check_bounds(config)
     check_data(config.data)
     _model(config)
     check_precision(config.precision)
@@ -109,18 +84,6 @@ def _run(run: RunConfig) -> None:
         raise ConfigError(f"run.name={run.name} does not name a folder in outputs/; give a name such as try-1")
     if folder == Path(folder.anchor):
         raise ConfigError(f"run.dir={run.dir} is the root of the file system; give a folder below it")
-
-
-def _bounds(config: Config) -> None:
-    sizes = spec_of(config.model).positive
-    degrees = " ".join(axis.key for axis in every_axis())
-    own = [("model.", name, 1, LARGEST.get(name, MOST), AT_LEAST_1) for name in sizes]
-    for section, keys, least, most, words in [*own, ("parallelism.", degrees, 1, math.inf, AT_LEAST_1), *BOUNDS]:
-        for key in (f"{section}{name}" for name in keys.split()):
-            value = attrgetter(key)(config)
-            if value is not None and not least <= value <= most:
-                above = words == AT_LEAST_1 and value > most
-                raise ConfigError(f"{key}={value} {f'must be at most {most:,}' if above else words}")
 
 
 def _model(config: Config) -> None:

@@ -17,8 +17,10 @@ from typing import Any, NoReturn, TypeVar
 
 from omegaconf import OmegaConf
 
-from gptlite.errors import ConfigError, did_you_mean
-from gptlite.invocation import localized
+from gptlite.documents import shown
+from gptlite.errors import ConfigError, did_you_mean, known_home
+from gptlite.invocation import localized, prepare_process
+from gptlite.limits import INTEGER
 
 T = TypeVar("T")
 
@@ -29,11 +31,13 @@ def run_tool(main: Callable[[Any], int | None], schema: type[Any], usage: str | 
     The exit code is the tool's return value (0 for None), 1 after an I/O error, 2 after a ConfigError, and 130 after
     Ctrl-C. `--help` prints `usage`, the tool's docstring, with commands as they are typed in this environment.
     """
+    prepare_process()
     if {"-h", "--help"} & set(sys.argv[1:]):
         print(localized(usage or "").strip())
         sys.exit(0)
     try:
-        sys.exit(main(parse_arguments(schema, sys.argv[1:])) or 0)
+        with known_home():
+            sys.exit(main(parse_arguments(schema, sys.argv[1:])) or 0)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
@@ -71,6 +75,7 @@ class Subcommand:
 
 def run_subcommand(subcommands: Mapping[str, Subcommand], usage: str) -> NoReturn:
     """Run the command line and exit. Without arguments or with --help, print `usage`."""
+    prepare_process()
     name, *rest = sys.argv[1:] or ["--help"]
     if name in ("-h", "--help", "help"):
         print(localized(usage))
@@ -133,4 +138,7 @@ def parse_arguments(schema: type[T], arguments: list[str]) -> T:
     missing = sorted(OmegaConf.missing_keys(config))
     if missing:
         raise ConfigError(f"{missing[0]} is not set; give it as {missing[0]}=...")
+    for key in fields:
+        if not OmegaConf.is_missing(config, key) and type(config[key]) is int and abs(config[key]) > INTEGER:
+            raise ConfigError(f"{key} is {shown(config[key])}; give at most {INTEGER:,}")
     return OmegaConf.to_object(config)  # type: ignore[return-value]

@@ -9,17 +9,34 @@ from dataclasses import fields, is_dataclass
 from enum import Enum
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from gptlite import limits
+from gptlite.config.bounds import check_bounds
 from gptlite.config.overrides import key_of, values_of
 from gptlite.config.plugins import PluginsNotNamed, import_plugins, refuse_foreign, refuse_unnamed
 from gptlite.config.schema import RENAMED, SCHEMAS, Config, schema_names
+from gptlite.documents import DocumentError, checked, read_text, refuse_yaml
 from gptlite.errors import ConfigError
 from gptlite.models.registry import SPECS
+
+
+class _Run(TypedDict):
+    overrides: list[str]
+
+
+class _Saved(TypedDict):
+    """Keys that are read before the schemas are known, which check the others."""
+
+    schemas: dict[str, str]
+    run: _Run
+    model: dict[str, Any]
+    plugins: NotRequired[list[str]]
+
 
 LENGTHS = ("trainer.max_steps", "trainer.max_epochs")  # setting one replaces the other
 
@@ -45,19 +62,19 @@ def from_yaml(text: str, where: object = "this configuration", *, imports: bool 
     command line the plugins were requested.
     """
     try:
-        raw = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
-        assert isinstance(raw, dict)
+        refuse_yaml(text)
+        raw: Any = checked(OmegaConf.to_container(OmegaConf.create(text), resolve=False), _Saved)
         # Overrides are set at the end, unresolved: they may contain interpolations, which merging would resolve.
         names, overrides = raw.pop("schemas"), raw["run"].pop("overrides")
         if found := next(_interpolated(raw), None):
             raise ConfigError(f"{where}: {found} is an interpolation, which a saved configuration does not have")
         plugins = raw.get("plugins", [])
-        assert isinstance(plugins, list)
-        assert all(isinstance(each, str) for each in plugins)
         import_plugins(plugins if imports else [])  # plugins may have registered the saved schemas
         refuse_unnamed(plugins, where)
         for section, keys in _renamed(names["model"]).items():
-            raw[section] = {keys.get(key, key): value for key, value in raw[section].items()}
+            raw[section] = {
+                keys.get(key, key): value for key, value in checked(raw.get(section), dict[str, Any], section).items()
+            }
         for group, name in names.items():
             if name not in SCHEMAS[group]:
                 found = f"{group}={name.removesuffix('_schema')}"
@@ -66,13 +83,14 @@ def from_yaml(text: str, where: object = "this configuration", *, imports: bool 
                 )
         schemas = tuple((group, SCHEMAS[group][name]) for group, name in names.items())
         result = OmegaConf.to_object(OmegaConf.merge(_defaults(schemas), raw))
-    except (OmegaConfBaseException, YAMLError, KeyError, TypeError, AssertionError) as error:
+    except (OmegaConfBaseException, YAMLError, DocumentError, KeyError, TypeError) as error:
         reason = (str(error).splitlines() or [""])[0]
         raise ConfigError(f"a saved config.yaml is damaged or from another version of gptlite: {reason}") from error
     assert isinstance(result, Config)
     renamed = _renamed(names["model"])
     whole = {f"{section}.{old}=": f"{section}.{new}=" for section in renamed for old, new in renamed[section].items()}
     pattern = re.compile("|".join(map(re.escape, whole)))
+    check_bounds(result)
     result.run.overrides = [pattern.sub(lambda found: whole[found[0]], each, count=1) for each in overrides]
     return result
 
@@ -104,10 +122,10 @@ def _renamed(model: str) -> dict[str, Mapping[str, str]]:
 def read_saved(path: Path) -> Config:
     """Read a run's config.yaml. Raises ConfigError, naming the file, if it cannot be read."""
     try:
-        return from_yaml(path.read_text(encoding="utf-8"), path.parent)
+        return from_yaml(read_text(path, limits.YAML_BYTES), path.parent)
     except PluginsNotNamed:
         raise
-    except (OSError, UnicodeDecodeError, ConfigError) as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: {error}; move it away, or give another run.dir") from error
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from gptlite import limits
 from gptlite.config.overrides import values_of
 from gptlite.config.plugins import PluginsNotNamed
 from gptlite.config.saved import from_yaml, leaves, override_value
 from gptlite.config.schema import Config, schema_names
 from gptlite.data.config import SyntheticConfig
+from gptlite.documents import read_text
 from gptlite.errors import ConfigError
 from gptlite.models.spec import spec_of
 from gptlite.progress import Log
@@ -35,11 +37,11 @@ def model_overrides(overrides: list[str]) -> list[str]:
     from gptlite.checkpoint.find import candidates  # imported only if needed, to keep composition fast
 
     try:
-        text = (candidates(resume, "checkpoint.resume")[0] / "config.yaml").read_text("utf-8")
+        text = read_text(candidates(resume, "checkpoint.resume")[0] / "config.yaml", limits.YAML_BYTES)
         saved = from_yaml(text, f"checkpoint.resume={resume}")
     except PluginsNotNamed:
         raise
-    except (ConfigError, OSError, UnicodeDecodeError):
+    except (OSError, ValueError):
         return []
     model, optimizer = saved.model, schema_names(saved)["optimizer"].removesuffix("_schema")
     values = [f"model.{key}={override_value(value)}" for key, value in leaves(model) if f"model.{key}" not in given]

@@ -11,6 +11,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from gptlite.errors import ConfigError
+from gptlite.limits import RAMP_SIZES
 
 if TYPE_CHECKING:
     import numpy as np
@@ -130,4 +131,6 @@ def batch_schedule(global_batch_size: int, ramp: Sequence[int] | None) -> BatchS
             f"{key} does not reach data.global_batch_size={global_batch_size} from {start} in steps of {increment}; "
             f"take {fix}"
         )
+    if (sizes := growth // increment + 1) > RAMP_SIZES:
+        raise ConfigError(f"{key} has {sizes:,} sizes, more than {RAMP_SIZES:,}; give a larger increment")
     return BatchSchedule(global_batch_size, (start, increment, samples))

@@ -13,6 +13,7 @@ from gptlite.data.registry import source_of
 from gptlite.data.text import refuse_records
 from gptlite.errors import ConfigError, did_you_mean
 from gptlite.invocation import command
+from gptlite.limits import SIZE, VOCABULARY
 
 TOKENIZERS = ("sentencepiece", "char", "byte")
 
@@ -20,8 +21,8 @@ TOKENIZERS = ("sentencepiece", "char", "byte")
 def check_settings(config: DataConfig) -> None:
     """Raise ConfigError, naming the key and the fix, for invalid data settings. No text is read."""
     for key in ("global_batch_size", "micro_batch_size", "sequence_length"):
-        if (value := getattr(config, key)) is not None and value < 1:
-            raise ConfigError(f"data.{key}={value} must be at least 1")
+        if (value := getattr(config, key)) is not None and not 1 <= value <= SIZE:
+            raise ConfigError(f"data.{key}={value} must be {'at least 1' if value < 1 else f'at most {SIZE:,}'}")
     batch_schedule(config.global_batch_size, config.batch_ramp)
     match config:
         case TextConfig():
@@ -40,8 +41,8 @@ def check_settings(config: DataConfig) -> None:
         case TokensConfig():
             check_tokens(config)
         case SyntheticConfig():
-            if config.vocab_size < 2:
-                raise ConfigError(f"data.vocab_size={config.vocab_size} must be at least 2")
+            if not 2 <= config.vocab_size <= VOCABULARY:
+                raise ConfigError(f"data.vocab_size={config.vocab_size} must be from 2 to {VOCABULARY:,}")
             if config.num_tokens <= config.sequence_length:
                 raise ConfigError(
                     f"data.num_tokens={config.num_tokens} is too few for one sequence; "
@@ -102,6 +103,8 @@ def check_tokenizer(kind: str, vocab_size: int, section: str = "data.") -> None:
         raise ConfigError(f"{section}tokenizer={kind} is not {' or '.join(TOKENIZERS)}{did_you_mean(kind, TOKENIZERS)}")
     if kind == "sentencepiece" and vocab_size < 1:
         raise ConfigError(f"{section}vocab_size={vocab_size} must be at least 1; 4096 suits a few megabytes of text")
+    if vocab_size > VOCABULARY:
+        raise ConfigError(f"{section}vocab_size={vocab_size} must be at most {VOCABULARY:,}")
 
 
 def find_recipe(corpus: str) -> Path:

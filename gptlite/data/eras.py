@@ -8,7 +8,9 @@ always identifies the same sample.
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Annotated, Any
+
+from gptlite.documents import Between, Count, Size, checked
 
 
 @dataclass(frozen=True)
@@ -21,10 +23,10 @@ class DataSet:
     """
 
     data: str
-    tokens: int
-    weight: float
-    epoch: int = 0
-    position: int = 0
+    tokens: Count
+    weight: Annotated[float, Between(0, 1)]
+    epoch: Count = 0
+    position: Count = 0
 
     def num_samples(self, sequence_length: int) -> int:
         """Number of samples in an epoch."""
@@ -35,8 +37,8 @@ class DataSet:
 class Era:
     """Span of a run from sample `start` on: samples of `sequence_length` tokens from `sets`, {name: data set}."""
 
-    start: int
-    sequence_length: int
+    start: Count
+    sequence_length: Size
     sets: dict[str, DataSet]
 
     @property
@@ -89,9 +91,8 @@ class Era:
 
     @staticmethod
     def from_json(row: dict[str, Any]) -> "Era":
-        """Return the era from a dict made by `to_json`."""
-        sets = {name: DataSet(**each) for name, each in row["sets"].items()}
-        return Era(row["start"], row["sequence_length"], sets)
+        """Return the era from a dict made by `to_json`. Raises DocumentError for another one."""
+        return checked(row, Era)
 
     def describe(self) -> str:
         """Return e.g. `sequences of 512: data/web 0.7 from epoch 0, sample 9100; data/code 0.3 from epoch 2`."""

@@ -33,8 +33,9 @@ def find_tokenizer(spec: str, eod: str | None = None) -> Tokenizer:
         return _of_folder(path, eod) if path.is_dir() else _of_file(path, spec, eod)
     except OSError as error:
         raise ConfigError(f"tokenizer={spec}: {error}") from error
-    except ConfigError as error:
-        raise error if str(path) in str(error) else ConfigError(f"tokenizer={spec}: {error}") from error
+    except ValueError as error:  # ConfigError or DocumentError
+        known = isinstance(error, ConfigError) and str(path) in str(error)
+        raise error if known else ConfigError(f"tokenizer={spec}: {error}") from error
 
 
 def _of_folder(folder: Path, eod: str | None) -> Tokenizer:

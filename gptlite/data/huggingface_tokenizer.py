@@ -1,18 +1,51 @@
 """Hugging Face tokenizers: a tokenizer.json, read by the `tokenizers` library."""
 
 import hashlib
-import json
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NotRequired, TypedDict
 
+from gptlite import limits
 from gptlite.data.tokenizer import UNKNOWN, Tokenizer
+from gptlite.documents import Between, DocumentError, parse_json, read_bytes, read_json
 from gptlite.errors import ConfigError, needed_package
 
 FILE = "tokenizer.json"
 ENDS = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>", "<|end▁of▁sentence|>", "<|im_end|>")
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class _Decoder(TypedDict):
+    type: str
+    decoders: NotRequired[list["_Decoder"]]
+
+
+class _Model(TypedDict):
+    unk_token: NotRequired[str | None]
+
+
+class _Definition(TypedDict):
+    """Content of a tokenizer.json that the library does not show."""
+
+    decoder: NotRequired[_Decoder | None]
+    model: NotRequired[_Model]
+
+
+class _Token(TypedDict):
+    content: str
+
+
+class _Configuration(TypedDict):
+    """Content of a tokenizer_config.json."""
+
+    eos_token: NotRequired[str | _Token | None]
+
+
+@dataclass
+class _Settings:
+    eod: Annotated[int, Between(0, limits.VOCABULARY)]
 
 
 class HuggingFaceTokenizer(Tokenizer):
@@ -25,11 +58,12 @@ class HuggingFaceTokenizer(Tokenizer):
 
     kind = "huggingface"
     file = FILE
+    saved = _Settings
 
     def __init__(self, content: bytes, eod: int):
         self._tokenizer = _read(content)
         self._tokenizer.encode_special_tokens = True  # text that spells out a special token is plain text
-        super().__init__(_pieces(self._tokenizer, json.loads(content)), eod, {"eod": eod}, content)
+        super().__init__(_pieces(self._tokenizer, _definition(content)), eod, {"eod": eod}, content)
 
     def definition(self) -> bytes:
         # The content takes megabytes, so only its digest is included.
@@ -45,7 +79,7 @@ class HuggingFaceTokenizer(Tokenizer):
         The default is the eos_token in tokenizer_config.json beside `path`, else the first of `ENDS` in the vocabulary.
         Raises ConfigError if there is no such token.
         """
-        content = path.read_bytes()
+        content = read_bytes(path, limits.TOKENIZER_BYTES)
         vocabulary = _read(content).get_vocab(with_added_tokens=True)
         names = [eod] if eod is not None else [*_configured_end(path.with_name("tokenizer_config.json")), *ENDS]
         known = next((name for name in names if name in vocabulary), None)
@@ -75,9 +109,20 @@ def _read(content: bytes) -> Any:
         raise ConfigError(f"{FILE} cannot be read: {error}") from error
 
 
-def _pieces(tokenizer: Any, definition: dict[str, Any]) -> list[bytes]:
+def _definition(content: bytes) -> _Definition:
+    try:
+        return parse_json(content, _Definition)
+    except DocumentError as error:
+        raise ConfigError(f"{FILE} cannot be read: {error}") from None
+
+
+def _pieces(tokenizer: Any, definition: _Definition) -> list[bytes]:
     decoders = set(_types(definition.get("decoder")))
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+    if max(vocabulary.values(), default=0) >= limits.VOCABULARY:
+        raise ConfigError(
+            f"{FILE} has the id {max(vocabulary.values())}; at most {limits.VOCABULARY:,} ids are supported"
+        )
     added = tokenizer.get_added_tokens_decoder()
     pieces = [b""] * (max(vocabulary.values()) + 1)
     for token, number in vocabulary.items():
@@ -107,7 +152,7 @@ def _from_alphabet(token: str) -> bytes:
         raise ConfigError(f"{FILE}: token {token!r} has characters outside the alphabet of byte-level BPE") from None
 
 
-def _types(decoder: dict[str, Any] | None) -> Iterator[str]:
+def _types(decoder: _Decoder | None) -> Iterator[str]:
     if decoder:
         yield decoder["type"]
         for inner in decoder.get("decoders", ()):
@@ -118,8 +163,8 @@ def _configured_end(path: Path) -> list[str]:
     if not path.is_file():
         return []
     try:
-        end = json.loads(path.read_text(encoding="utf-8")).get("eos_token")
+        end = read_json(path, _Configuration).get("eos_token")
     except ValueError as error:
-        raise ConfigError(f"{path} is not JSON: {error}") from error
-    name = end.get("content") if isinstance(end, dict) else end
+        raise ConfigError(f"{path} cannot be used: {error}") from error
+    name = end["content"] if isinstance(end, dict) else end
     return [name] if name else []

@@ -23,12 +23,14 @@ import stat
 import struct
 from array import array
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Annotated, BinaryIO
 
 import numpy as np
 
+from gptlite import limits
+from gptlite.documents import Between, Count, read_json
 from gptlite.errors import ConfigError
 from gptlite.files import sync_folder, write_synced
 from gptlite.progress import Progress
@@ -49,11 +51,11 @@ class Meta:
     """Contents of PREFIX.meta.json, which describes the .bin. `text_bytes` is the size of the UTF-8 text."""
 
     tokenizer: str  # fingerprint
-    vocab_size: int
-    eod: int
-    documents: int
-    tokens: int
-    text_bytes: int
+    vocab_size: Annotated[int, Between(1, limits.VOCABULARY)]
+    eod: Annotated[int, Between(0, limits.VOCABULARY)]
+    documents: Count
+    tokens: Count
+    text_bytes: Count
     sha256: str
 
 
@@ -300,11 +302,8 @@ class IndexedDataset:
         if not path.exists():
             return None
         try:
-            meta = Meta(**json.loads(path.read_text(encoding="utf-8")))
-            # The types must be exact, since a bool is also an int.
-            if wrong := [f.name for f in fields(Meta) if type(getattr(meta, f.name)) is not f.type]:
-                raise ValueError(f"{wrong[0]} is {getattr(meta, wrong[0])!r}")
-        except (OSError, ValueError, TypeError) as error:
+            meta = read_json(path, Meta)
+        except (OSError, ValueError) as error:
             raise damaged(path, f"it cannot be read: {error}") from error
         if meta.tokens != len(self.tokens) or meta.documents != self.num_documents:
             counted = f"{len(self.tokens)} tokens in {self.num_documents} documents"

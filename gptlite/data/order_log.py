@@ -9,25 +9,36 @@ import json
 import os
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from gptlite.data.batches import BatchSchedule, batch_schedule
+from gptlite.data.eras import Era
+from gptlite.documents import Between, Count, DocumentError, Size, checked, parse_json
 from gptlite.errors import ConfigError
-from gptlite.files import open_inside
+from gptlite.files import open_inside, open_regular
 
 FILE_NAME = "data_order.jsonl"
+Range = Annotated[list[Count], Between(2, 2)]  # the first sample, and the one after the last
+
+
+class Eras:
+    """Rule for a list of eras in the form of `Era.to_json`."""
+
+    def __call__(self, value: list[dict[str, Any]], key: str) -> None:
+        """Raise DocumentError for another list."""
+        checked(value, list[Era], key)
 
 
 @dataclass(frozen=True)
 class OrderRow:
     """Rules for the steps after `step`. `eras` are in the form of `Era.to_json`."""
 
-    step: int
-    samples: int
-    global_batch_size: int
-    eras: list[dict[str, Any]]
-    batch_ramp: list[int] | None = None
-    skipped: list[list[int]] = field(default_factory=list)  # ranges of samples that no step reads
+    step: Count
+    samples: Count
+    global_batch_size: Size
+    eras: Annotated[list[dict[str, Any]], Eras()]
+    batch_ramp: list[Size] | None = None
+    skipped: list[Range] = field(default_factory=list)  # ranges of samples that no step reads
 
     def follows(self, other: "OrderRow") -> bool:
         """Return True if the earlier row `other` already implies the rules of this row for all later steps."""
@@ -87,14 +98,15 @@ def read_order(folder: Path) -> list[OrderRow]:
     path = folder / FILE_NAME
     if not path.exists():
         return []
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+    with open_regular(path, "r", encoding="utf-8", errors="replace") as file:
+        lines = file.read().splitlines(keepends=True)
     rows = []
     for number, line in enumerate(lines, 1):
         try:
-            row = json.loads(line)
+            row = parse_json(line, dict[str, Any])
             if "spike_step" not in row:  # rows of note_spike only give a reason
-                rows.append(OrderRow(**row))
-        except (ValueError, TypeError) as error:
+                rows.append(checked(row, OrderRow))
+        except DocumentError as error:
             if number == len(lines) and not line.endswith("\n"):
                 break  # truncated by a kill: the row is written again
             raise ConfigError(f"{path}, line {number} is damaged: {error}") from error

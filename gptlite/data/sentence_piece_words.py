@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from gptlite.errors import ConfigError
+
 SPACE = "\u2581"  # SentencePiece writes a space as this character, and decodes this character as a space
 _WORD = re.compile(rf"[ {SPACE}]*+[^ {SPACE}\n]+|[ {SPACE}]+|\n+")
 _CUT = re.compile(rf"\n|(?<=[^ {SPACE}])(?= )")
@@ -23,6 +25,7 @@ _LONGEST = 1 << 20  # a longer run of characters without a boundary is cut never
 _CACHED = 64 << 20  # bytes
 _ENTRY = 200  # bytes of Python overhead per cache entry
 _BPE = 2
+_VARINT = 10  # bytes of the longest number in a protocol buffer
 
 
 class WordEncoder:
@@ -99,22 +102,28 @@ def _chunks(text: str) -> Iterator[str]:
 
 
 def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """Yield the number and value of each field of a protocol buffer (protobuf.dev/programming-guides/encoding)."""
+    """Yield the number and value of each field of a protocol buffer (protobuf.dev/programming-guides/encoding).
+
+    Raises ConfigError for a damaged one.
+    """
     at = 0
 
     def varint() -> int:
         nonlocal at
-        start = at
-        while message[at] & 0x80:
-            at += 1
-        at += 1
-        return sum((byte & 0x7F) << 7 * n for n, byte in enumerate(message[start:at]))
+        part = message[at : at + _VARINT]
+        size = next((n for n, byte in enumerate(part, 1) if not byte & 0x80), None)
+        if size is None:
+            raise ConfigError(f"the SentencePiece model is damaged: byte {at} does not begin a number")
+        at += size
+        return sum((byte & 0x7F) << 7 * n for n, byte in enumerate(part[:size]))
 
     while at < len(message):
         number, kind = divmod(varint(), 8)
         if kind == 0:
             yield number, varint()
             continue
-        size = varint() if kind == 2 else {1: 8, 5: 4}[kind]
+        size = varint() if kind == 2 else {1: 8, 5: 4}.get(kind, len(message))
+        if at + size > len(message):
+            raise ConfigError(f"the SentencePiece model is damaged: the field at byte {at} is longer than the file")
         yield number, message[at : at + size]
         at += size

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from gptlite.documents import Digest, read_json
 from gptlite.errors import ConfigError
 from gptlite.files import write_whole
 from gptlite.invocation import command
@@ -120,10 +121,10 @@ def text_digest(files: list[Path], cache_dir: Path, log: Log) -> str:
     paths = json.dumps([_VERSION, [path for path, *_ in stamps]])
     note = cache_dir / f".digest-{hashlib.sha256(paths.encode()).hexdigest()[:16]}.json"
     state = hashlib.sha256(json.dumps(stamps).encode()).hexdigest()
-    with suppress(OSError, ValueError, KeyError, TypeError):  # no cached digest yet, or a damaged one
-        remembered = json.loads(note.read_text(encoding="utf-8"))
-        if remembered["state"] == state:
-            return str(remembered["sha256"])
+    with suppress(OSError, ValueError):  # no cached digest yet, or a damaged one
+        remembered = read_json(note, dict[str, Digest])
+        if remembered.get("state") == state and "sha256" in remembered:
+            return remembered["sha256"]
     digest = scan(files, log)
     if _stamps(files) != stamps:
         raise ConfigError(f"data.path: {files[0].parent} changed while it was read; start again once writing has ended")

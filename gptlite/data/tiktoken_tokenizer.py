@@ -4,10 +4,13 @@ import base64
 import hashlib
 import json
 import re
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from gptlite import limits
 from gptlite.data.tokenizer import Tokenizer
+from gptlite.documents import Between, read_bytes
 from gptlite.errors import ConfigError, needed_package
 
 END = "<|endoftext|>"
@@ -20,6 +23,13 @@ LLAMA_SPECIAL, LLAMA_END = 256, "<|end_of_text|>"
 LLAMA_NAMES = {0: "<|begin_of_text|>", 1: LLAMA_END, 6: "<|start_header_id|>", 7: "<|end_header_id|>", 9: "<|eot_id|>"}
 
 
+@dataclass
+class _Settings:
+    pattern: str
+    special: dict[str, Annotated[int, Between(0, limits.VOCABULARY)]]
+    eod: str
+
+
 class TiktokenTokenizer(Tokenizer):
     """Tokenizer of a tiktoken encoding. Special tokens have no bytes, and text that spells one out is plain text.
 
@@ -29,6 +39,7 @@ class TiktokenTokenizer(Tokenizer):
 
     kind = "tiktoken"
     file = "ranks.tiktoken"
+    saved = _Settings
 
     def __init__(self, ranks: dict[bytes, int], pattern: str, special: dict[str, int], eod: str = END):
         if eod not in special:
@@ -98,7 +109,7 @@ def is_ranks(path: Path) -> bool:
 
 def _read_ranks(path: Path) -> dict[bytes, int]:
     ranks: dict[bytes, int] = {}
-    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+    for number, line in enumerate(read_bytes(path, limits.TOKENIZER_BYTES).splitlines(), 1):
         if line:
             try:
                 piece, token = line.split()
@@ -106,8 +117,13 @@ def _read_ranks(path: Path) -> dict[bytes, int]:
             except ValueError:
                 raise ConfigError(f"{path}:{number} is not a base64 string and its id") from None
     missing = [byte for byte in range(256) if bytes([byte]) not in ranks]
-    if missing or len(set(ranks.values())) != len(ranks) or min(ranks.values()) < 0:
-        what = f"byte 0x{missing[0]:02x} has no id" if missing else "an id is repeated or negative"
+    ids = ranks.values()
+    if missing or len(set(ids)) != len(ids) or min(ids) < 0 or max(ids) >= limits.VOCABULARY:
+        what = (
+            f"byte 0x{missing[0]:02x} has no id"
+            if missing
+            else f"an id is repeated, negative or above {limits.VOCABULARY}"
+        )
         raise ConfigError(f"{path} is not a table of ranks: {what}")
     return ranks
 

@@ -10,13 +10,16 @@ import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
+from dataclasses import dataclass
 from importlib import import_module
 from itertools import repeat
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
+from gptlite import limits
+from gptlite.documents import Between, checked, read_bytes, read_json, shown
 from gptlite.errors import ConfigError
 from gptlite.files import write_synced
 
@@ -32,6 +35,11 @@ _CLASSES = {  # module and class by kind; the module is imported on demand
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 
 
+@dataclass
+class NoSettings:
+    """Settings of a tokenizer without any."""
+
+
 class Tokenizer(ABC):
     """Base class of tokenizers. `pieces` are the ids' byte strings; that of `eod`, which ends a document, is empty.
 
@@ -41,6 +49,7 @@ class Tokenizer(ABC):
 
     kind: str
     file = ""
+    saved: type = NoSettings  # dataclass of the saved settings
 
     def __init__(self, pieces: list[bytes], eod: int, settings: dict[str, Any] | None = None, content: bytes = b""):
         self.pieces = pieces
@@ -101,7 +110,7 @@ class Tokenizer(ABC):
     @classmethod
     def load(cls, folder: Path, settings: dict[str, Any]) -> "Tokenizer":
         """Return the tokenizer saved in `folder`, with the `settings` of its definition."""
-        content = [(folder / cls.file).read_bytes()] if cls.file else []
+        content = [read_bytes(folder / cls.file, limits.TOKENIZER_BYTES)] if cls.file else []
         make: Any = cls  # the arguments differ by kind
         return make(*content, **settings)
 
@@ -125,10 +134,21 @@ class ByteTokenizer(Tokenizer):
         return np.frombuffer(text.encode("utf-8", errors="replace"), dtype=np.uint8).astype(np.int32)
 
 
+@dataclass
+class _Alphabet:
+    alphabet: str
+
+
+@dataclass
+class _Numbers:
+    vocab_size: Annotated[int, Between(1, limits.VOCABULARY)]
+
+
 class CharTokenizer(Tokenizer):
     """Tokenizer of characters. Ids are in code point order, followed by one id for unknown characters and `eod`."""
 
     kind = "char"
+    saved = _Alphabet
 
     def __init__(self, alphabet: Iterable[str]):
         self.alphabet = "".join(sorted(set(alphabet)))
@@ -151,6 +171,7 @@ class NumberTokenizer(Tokenizer):
     """Tokenizer for synthetic tokens, which decodes ids to decimal numbers. The last id is `eod`."""
 
     kind = "numbers"
+    saved = _Numbers
 
     def __init__(self, vocab_size: int):
         pieces = [f"{token} ".encode() for token in range(vocab_size - 1)] + [b""]
@@ -167,12 +188,13 @@ class NumberTokenizer(Tokenizer):
 def load_tokenizer(folder: Path) -> Tokenizer:
     """Return the tokenizer saved in `folder`. Raises ConfigError if it is missing or cannot be read."""
     try:
-        definition = json.loads((folder / DEFINITION).read_text(encoding="utf-8"))
-        if (kind := definition.pop("kind")) not in _CLASSES:
-            raise ValueError(f"unknown kind {kind}")
+        definition = read_json(folder / DEFINITION, dict[str, Any])
+        if (kind := definition.pop("kind", None)) not in _CLASSES:
+            raise ValueError(f"{DEFINITION}: kind is {shown(kind)}, not {' or '.join(_CLASSES)}")
         module, name = _CLASSES[kind].split(".")
-        return getattr(import_module(f"gptlite.data.{module}"), name).load(folder, definition)
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
+        made: type[Tokenizer] = getattr(import_module(f"gptlite.data.{module}"), name)
+        return made.load(folder, vars(checked(definition, made.saved, DEFINITION)))
+    except (OSError, ValueError, RuntimeError) as error:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"{folder} has no readable tokenizer: {error}; prepare the data again") from error

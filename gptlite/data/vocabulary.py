@@ -1,11 +1,12 @@
 """Vocabulary size of a run before its data is read, for plans and for checks before the ranks start."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 from gptlite.data.config import CorpusConfig, DataConfig, SyntheticConfig, TextConfig, TokensConfig
+from gptlite.data.indexed import Meta
 from gptlite.data.tokenizer import ByteTokenizer
+from gptlite.documents import read_json
 from gptlite.errors import ConfigError
 from gptlite.progress import Log
 
@@ -55,7 +56,6 @@ def _prepared(config: TextConfig | CorpusConfig, log: Log) -> Vocabulary | None:
 def _of_folder(folder: Path) -> Vocabulary | None:
     """Return the vocabulary of a prepared folder from its train.meta.json; None if that cannot be read."""
     try:
-        size = json.loads((folder / "train.meta.json").read_text(encoding="utf-8"))["vocab_size"]
-    except (OSError, ValueError, KeyError, TypeError):
+        return Vocabulary(read_json(folder / "train.meta.json", Meta).vocab_size)
+    except (OSError, ValueError):
         return None
-    return Vocabulary(size) if isinstance(size, int) and size > 0 else None

@@ -6,7 +6,6 @@ chunk has sequence_length tokens. Ends of documents are marked.
 plugins=[MODULE,...] imports the plugins of a run that needs them.
 """
 
-import json
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -25,6 +24,7 @@ from gptlite.data.stream import SampleStream, gather, num_chunks
 from gptlite.data.tokenizer import Tokenizer
 from gptlite.data_tool.places import prefixes, tokenizer_beside
 from gptlite.errors import ConfigError
+from gptlite.metrics.jsonl import read_rows
 from gptlite.progress import log
 
 if TYPE_CHECKING:
@@ -151,8 +151,7 @@ def row_of_old(folder: Path, config: Config, data: "PreparedData", step: int, ro
     eras = SampleStream.begin(config.seed, length, sets).eras
     counted = (0, 0)
     if (metrics := folder / "metrics.jsonl").exists():
-        for line in metrics.read_text(encoding="utf-8").splitlines():
-            row = json.loads(line)
+        for row in read_rows(metrics):
             if "loss" in row and counted[0] <= row["step"] < step:
                 counted = row["step"], row["tokens"] // length
     ramp = config.data.batch_ramp

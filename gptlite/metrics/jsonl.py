@@ -6,9 +6,18 @@ import os
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Required, TypedDict
 
+from gptlite.documents import Count, DocumentError, parse_json
 from gptlite.files import open_inside, write_whole
+
+
+class _Row(TypedDict, total=False):
+    """Values of a row that readers rely on; others are numbers or null, and readers skip what is not."""
+
+    step: Required[Count]
+    spike_step: Count
+    expert_loads: list[list[float]]
 
 
 class JsonlSink:
@@ -83,7 +92,6 @@ def _lines(path: Path) -> list[str]:
 
 def _parse(line: str) -> dict[str, Any] | None:
     try:
-        row = json.loads(line)
-    except json.JSONDecodeError:
+        return parse_json(line, _Row)
+    except DocumentError:
         return None
-    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None

@@ -9,7 +9,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from gptlite import limits
 from gptlite.cpu import cpu_cores, cpu_flags, cpu_name
+from gptlite.documents import checked, read_text, refuse_yaml
 from gptlite.errors import ConfigError
 from gptlite.invocation import command
 from gptlite.plan.config import ClusterConfig, LinkConfig
@@ -55,7 +57,7 @@ def this_machine(
                 f"the peak FLOP/s of {fingerprint()} is unknown; measure this machine with {command('plan')} calibrate"
             )
     return replace(
-        _cluster(_with_given(asdict(measured), asdict(cluster), asdict(ClusterConfig()), given)),
+        checked(_with_given(asdict(measured), asdict(cluster), asdict(ClusterConfig()), given), ClusterConfig),
         name="local",
         device=measured.device,
         nodes=cluster.nodes or 1,
@@ -95,26 +97,21 @@ def _with_given(measured: Any, wanted: Any, plain: Any, given: Collection[str], 
     return wanted if wanted != plain or key in given else measured
 
 
-def _cluster(values: dict[str, Any]) -> ClusterConfig:
-    """Return a cluster from the dict that `asdict` returned for it."""
-    links: dict[str, Any] = {key: LinkConfig(**values[key]) for key in ("intra", "inter")}
-    return ClusterConfig(**values | links)
-
-
 def read_calibration(file: Path) -> ClusterConfig | None:
     """Return the cluster that `write_calibration` wrote; None if the file does not exist or describes another machine.
 
     Raises ConfigError if the file cannot be read.
     """
-    from yaml import YAMLError, safe_load
+    from yaml import safe_load
 
     if not file.exists():
         return None
     try:
-        raw: dict[str, Any] = safe_load(file.read_text(encoding="utf-8"))
+        refuse_yaml(text := read_text(file, limits.YAML_BYTES))
+        raw: Any = safe_load(text)
         machine = raw.pop("machine")
-        found = _cluster(raw)
-    except (OSError, YAMLError, TypeError, KeyError, AttributeError, UnicodeDecodeError) as error:
+        found = checked(raw, ClusterConfig)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError(f"{file}: {error}; delete the file, or run {command('plan')} calibrate again") from error
     return found if machine == fingerprint() else None
 

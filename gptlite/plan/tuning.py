@@ -13,8 +13,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypedDict
 
 from gptlite.config import hydra_value
+from gptlite.documents import read_json
 from gptlite.files import write_whole
 from gptlite.invocation import command
 from gptlite.metrics.console import format_count
@@ -27,6 +29,10 @@ STOP_SECONDS = 20.0  # from SIGTERM to SIGKILL of a run
 # Overrides that leave only training steps to time. The speed is the median of the logged steps after the warm-up.
 BARE = ("trainer.eval_interval=0", "trainer.eval_samples=1", "trainer.sample_tokens=0", "trainer.log_interval=1")
 BARE_SAVING = ("checkpoint.interval=0", "checkpoint.resume=never", "logger=jsonl")
+
+
+class _Speed(TypedDict, total=False):
+    tokens_per_second: float | None
 
 
 @dataclass(frozen=True)
@@ -109,8 +115,8 @@ def measured(candidate: Candidate, given: Sequence[str], folder: Path, steps: in
     try:
         _, errors = run.communicate(timeout=limit)
         reason = _reason(errors, run.returncode) if run.returncode else ""
-        with suppress(OSError, ValueError, KeyError):
-            speed = json.loads((folder / "result.json").read_text(encoding="utf-8"))["tokens_per_second"] or 0.0
+        with suppress(OSError, ValueError):
+            speed = read_json(folder / "result.json", _Speed).get("tokens_per_second") or 0.0
     except subprocess.TimeoutExpired:
         reason = f"not finished within {limit / 60:g} minutes"
     finally:  # also after Ctrl-C

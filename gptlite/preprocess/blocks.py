@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from gptlite.data.corpus import document_hash
+from gptlite.documents import Count
 from gptlite.errors import ConfigError
 from gptlite.preprocess.inputs import STDIN, Source
 from gptlite.preprocess.streams import DamagedInput, Stream
@@ -24,9 +25,9 @@ class Place:
     `digest` is the hash of standard input up to here. A resumed run compares it to detect different input.
     """
 
-    source: int = 0
-    offset: int = 0
-    line: int = 1
+    source: Count = 0
+    offset: Count = 0
+    line: Count = 1
     digest: str = ""
 
 

@@ -12,12 +12,15 @@ import tempfile
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 
 from gptlite.data.corpus import is_held_out, split_writers
 from gptlite.data.indexed import Meta
 from gptlite.data.tokenizer import Tokenizer
+from gptlite.documents import Between, Count, DocumentError, read_json
+from gptlite.errors import ConfigError
 from gptlite.files import sync_folder, write_whole
 from gptlite.preprocess.blocks import Place
 from gptlite.preprocess.encode import Bad, Split
@@ -32,11 +35,19 @@ _PARTS = 4 << 20  # tokens of a long document read back at a time
 class Counts:
     """Totals: documents, their tokens with EOD tokens, their bytes of text, skipped bad records, empty documents."""
 
-    documents: int = 0
-    tokens: int = 0
-    text_bytes: int = 0
-    skipped: int = 0
-    empty: int = 0
+    documents: Count = 0
+    tokens: Count = 0
+    text_bytes: Count = 0
+    skipped: Count = 0
+    empty: Count = 0
+
+
+@dataclass
+class _State:
+    after: Place
+    counts: Counts
+    splits: Annotated[list[Meta], Between(2, 2)]
+    skipped: Count
 
 
 class Output:
@@ -52,17 +63,20 @@ class Output:
         self._long_bytes = 0
         sync_folder(partial / WHOLE)
         if self._state.exists():
-            self._go_on(json.loads(self._state.read_text(encoding="utf-8")), log)
+            try:
+                self._go_on(read_json(self._state, _State), log)
+            except DocumentError as error:
+                raise ConfigError(f"{self._state} is damaged: {error}; delete {partial} to start over") from error
 
-    def _go_on(self, state: dict, log: Log) -> None:
-        self.place, self.counts = Place(**state["after"]), Counts(**state["counts"])
+    def _go_on(self, state: _State, log: Log) -> None:
+        self.place, self.counts = state.after, state.counts
         log(f"resuming after {self.counts.tokens:,} tokens")
-        saved = [Meta(**each) for each in state["splits"]]
+        saved = state.splits
         itemsize = self._writers[0].dtype.itemsize
         progress = Progress("checking earlier output", sum(each.tokens for each in saved) * itemsize, log)
         for writer, each in zip(self._writers, saved, strict=True):
             writer.go_on(each, progress)
-        self._skipped.seek(state["skipped"])
+        self._skipped.seek(state.skipped)
         self._skipped.truncate()
 
     def save(self, place: Place) -> None:

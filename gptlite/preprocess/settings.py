@@ -1,10 +1,10 @@
 """Settings that determine the bytes of a prepared folder. The folder holds a copy, and a rerun must match it."""
 
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
+from gptlite.documents import Count, read_json
 from gptlite.errors import ConfigError
 from gptlite.preprocess.blocks import BLANK_LINES, Cutting
 from gptlite.preprocess.inputs import Source, find_sources
@@ -35,6 +35,16 @@ class Settings:
         }
 
 
+class _Input(TypedDict):
+    path: str
+    format: str
+
+
+class _Saved(TypedDict):
+    version: Count
+    input: list[_Input]
+
+
 def make_settings(given: Any) -> Settings:
     """Return the settings of a command line, with `tokenizer` left empty. Raises ConfigError if a value is invalid.
 
@@ -60,10 +70,9 @@ def make_settings(given: Any) -> Settings:
 def read_settings(path: Path) -> dict[str, Any] | None:
     """Return the settings saved in `path`, in the form of `as_json`; None if they are missing or not readable."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        return read_json(path, _Saved)
     except (OSError, ValueError):
         return None
-    return found if isinstance(found, dict) and "version" in found and isinstance(found.get("input"), list) else None
 
 
 def difference(old: dict[str, Any], new: dict[str, Any]) -> str:

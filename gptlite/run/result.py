@@ -2,14 +2,58 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
+
+from gptlite.documents import Count, Size, read_json
 
 RESULT, CURVES, EXPERTS = "result.json", "curves.png", "experts.png"  # in the run folder
+
+
+class Pipeline(TypedDict):
+    """Data for a timeline of a pipeline, see `run.summary`."""
+
+    ranks: Size
+    schedule: str
+    stages_per_rank: Size
+    micro_batches: Size
+    layers: list[Count]
+    stage_flops: list[float]
+
+
+class Values(TypedDict, total=False):
+    """Content of result.json that readers rely on; it has further figures, which are numbers or null."""
+
+    status: str
+    checkpoint: str | None
+    step: Count | None
+    tokens: Count | None
+    unit: str
+    world_size: Size | None
+    layout: str
+    loss: float | None
+    val_loss: float | None
+    best_val_loss: float | None
+    val_bits_per_byte: float | None
+    tokens_per_second: float | None
+    samples_per_second: float | None
+    step_seconds: float | None
+    mfu: float | None
+    wall_seconds: float | None
+    memory_peak_bytes: float | None
+    memory_ranks: list[dict[str, float | None]] | None
+    comm_seconds: dict[str, float | None] | None
+    pipeline: Pipeline | None
+
+
+def read_result(folder: Path) -> Values:
+    """Return the content of the result.json of a run; {} if it is missing or damaged."""
+    with suppress(OSError, ValueError):
+        return read_json(folder / RESULT, Values)
+    return {}
 
 
 @dataclass(frozen=True)
@@ -61,7 +105,4 @@ class Result:
     @classmethod
     def read(cls, folder: Path, exit_code: int) -> Result:
         """Return the result of a run that other processes have written to `folder`."""
-        values: dict[str, Any] = {}
-        with suppress(OSError, ValueError):
-            values = json.loads((folder / RESULT).read_text(encoding="utf-8"))
-        return cls.of(folder, exit_code, values)
+        return cls.of(folder, exit_code, read_result(folder))

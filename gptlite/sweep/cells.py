@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import math
 import re
 from collections.abc import Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,10 @@ from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import ChoiceSweep, Override, RangeSweep
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
+from gptlite import limits
 from gptlite.config import typed
 from gptlite.config.messages import refusals
 from gptlite.config.overrides import key_of
@@ -55,6 +58,7 @@ def checked_cells(loader: ConfigLoader, config: DictConfig, overrides: list[Over
     before = singleton.cfg
     try:
         with refusals():
+            _refuse_many(overrides)
             (combinations,) = BasicSweeper.split_arguments(overrides, max_batch_size=None)
         for number, each in enumerate(combinations):
             with refusals():
@@ -83,6 +87,22 @@ def checked_cells(loader: ConfigLoader, config: DictConfig, overrides: list[Over
         count = f"none of the {len(cells)} cells can run; the first one: " if len(cells) > 1 else ""
         raise ConfigError(f"{count}{cells[0].reason}")
     return cells
+
+
+def _refuse_many(overrides: Sequence[Override]) -> None:
+    """Raise ConfigError for more cells than are accepted, before a range of billions of values is expanded."""
+    count, largest = 1, ("", 1)
+    for each in overrides:
+        value = each.value()
+        if isinstance(value, RangeSweep):
+            start, stop = (float(each) if each is not None else math.inf for each in (value.start, value.stop))
+            steps = (stop - start) / value.step if value.step else math.inf
+            size = max(0, math.ceil(steps)) if abs(steps) <= limits.INTEGER else limits.INTEGER
+        else:
+            size = len(value.list) if isinstance(value, ChoiceSweep) else 1
+        count, largest = count * size, max(largest, (each.input_line or "", size), key=itemgetter(1))
+    if count > limits.CELLS:
+        raise ConfigError(f"{largest[0]}: the sweep has {count:,} cells, more than {limits.CELLS:,}; give fewer values")
 
 
 def this_cell(hydra: Any, raw: DictConfig, swept: Sequence[str]) -> Record:

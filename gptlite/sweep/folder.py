@@ -13,14 +13,25 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Literal, Required, TypedDict
 
+from gptlite.documents import Count, checked, read_json
 from gptlite.errors import ConfigError
-from gptlite.files import make_inside, open_inside, try_lock, unwritable, write_whole
+from gptlite.files import make_inside, open_inside, open_regular, try_lock, unwritable, write_whole
+from gptlite.run.result import Values
 
 OK, OUT_OF_MEMORY, PRUNED, FAILED, INTERRUPTED = "ok", "out of memory", "pruned", "failed", "interrupted"
 FINISHED = (OK, OUT_OF_MEMORY, PRUNED)  # not run again when the sweep is resumed
 VERSION = 1
+LONGEST_OWNER = 200  # characters
+
+
+class Prediction(TypedDict, total=False):
+    """Fields of the planner's Prediction that a comparison shows."""
+
+    step_seconds: float | None
+    memory: dict[str, float]
+    assumed: str
 
 
 @dataclass
@@ -33,7 +44,7 @@ class Record:
     resumed sweep recognizes its cells.
     """
 
-    number: int
+    number: Count
     name: str
     overrides: list[str]
     status: str
@@ -43,8 +54,8 @@ class Record:
     world_size: int | None = None
     layout: str = ""
     wall_seconds: float | None = None
-    result: dict[str, Any] = field(default_factory=dict)
-    predicted: dict[str, Any] | None = None
+    result: Values = field(default_factory=Values)
+    predicted: Prediction | None = None
     digest: str = ""
 
     @property
@@ -56,6 +67,18 @@ class Record:
     def title(self) -> str:
         """The cell in messages, which count from 1: `cell 4` for number 3."""
         return f"cell {self.number + 1}"
+
+
+class _Header(TypedDict, total=False):
+    overrides: Required[list[str]]
+    swept: Required[list[str]]
+    hydra: list[str]
+    cells: Count | None
+
+
+class _File(TypedDict):
+    version: Literal[1]  # VERSION
+    sweep: _Header
 
 
 class SweepFolder:
@@ -71,13 +94,10 @@ class SweepFolder:
         """The `sweep` entry of sweep.json, {} if the file does not exist. Raises ConfigError for a damaged file."""
         path = self.path / "sweep.json"
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-            if content["version"] != VERSION:
-                raise ValueError(f"version {content['version']}")
-            return content["sweep"]
+            return read_json(path, _File)["sweep"]
         except (FileNotFoundError, NotADirectoryError):
             return {}
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError) as error:
             raise ConfigError(
                 f"{path} is damaged or from another version of gptlite: {error}; move it away, or give another folder"
             ) from None
@@ -86,10 +106,10 @@ class SweepFolder:
         """Return a cell's record. None, so that the cell runs again, if the file is missing or unreadable, or if its
         `digest` differs from the given one."""
         try:
-            values = json.loads((self.path / "records" / f"{number}.json").read_text(encoding="utf-8"))
-            record = Record(**{each.name: values[each.name] for each in fields(Record) if each.name in values})
-            return record if digest in (None, record.digest) else None
-        except (OSError, ValueError, TypeError):
+            values = read_json(self.path / "records" / f"{number}.json", dict[str, Any])
+            record = checked({each.name: values[each.name] for each in fields(Record) if each.name in values}, Record)
+            return record if record.number == number and digest in (None, record.digest) else None
+        except (OSError, ValueError):
             return None
 
     def refuse(self) -> None:
@@ -155,7 +175,8 @@ class SweepFolder:
     @property
     def owner(self) -> str:
         """The process that locked the folder last, such as `process 123 on node1`."""
-        return (self.path / ".lock").read_text(encoding="utf-8").strip() or "another process"
+        with open_regular(self.path / ".lock", "r", encoding="utf-8", errors="replace") as file:
+            return file.read(LONGEST_OWNER).strip() or "another process"
 
     @property
     def deserted(self) -> bool:

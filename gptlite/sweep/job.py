@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import signal
@@ -11,24 +10,25 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from gptlite.config import Config, typed
 from gptlite.config.plugins import import_plugins
+from gptlite.documents import checked
 from gptlite.errors import ConfigError
 from gptlite.files import open_inside
 from gptlite.launch.rank_stop import EXIT_TERMINATED, SIGNALS
 from gptlite.parallelism.layout import Layout
+from gptlite.run.result import read_result
 from gptlite.sweep.begin import HERE
 from gptlite.sweep.cells import prepare, this_cell
-from gptlite.sweep.folder import FAILED, INTERRUPTED, OK, OUT_OF_MEMORY, PRUNED, Record, SweepFolder
+from gptlite.sweep.folder import FAILED, INTERRUPTED, OK, OUT_OF_MEMORY, PRUNED, Prediction, Record, SweepFolder
 from gptlite.sweep.report import publish
 
 LONGEST_REASON = 400
@@ -101,8 +101,7 @@ def attempt(raw: DictConfig, cell: Record, log: Path, before: float) -> Record:
         ended = Ended(1, f"{type(error).__name__}: {error}")
     cell.exit_code = ended.exit_code
     cell.wall_seconds = time.monotonic() - started + before
-    with suppress(OSError, ValueError):
-        cell.result = json.loads(result.read_text(encoding="utf-8"))
+    cell.result = read_result(result.parent)
     if not result.parent.exists():  # the run failed before it created its folder
         cell.run_dir = ""
     status = cell.result.get("status", "")
@@ -124,7 +123,7 @@ def with_status(record: Record, status: str, reason: str) -> Record:
     return record
 
 
-def predicted(config: Config, layout: Layout) -> dict[str, Any] | None:
+def predicted(config: Config, layout: Layout) -> Prediction | None:
     """Return the fields of the planner's Prediction for a run on `cluster`; None if no plan can be made.
 
     The entry `assumed` names a guessed vocabulary size, and a cluster that has not been measured.
@@ -145,7 +144,7 @@ def predicted(config: Config, layout: Layout) -> dict[str, Any] | None:
         return None
     if assumed:
         hints.append(f"assumed a vocabulary of {vocabulary_of(sized.model)}: {assumed}")
-    return found | {"assumed": "; ".join(hints)}
+    return checked(found | {"assumed": "; ".join(hints)}, Prediction)
 
 
 @contextmanager

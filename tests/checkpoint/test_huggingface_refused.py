@@ -41,10 +41,10 @@ CONFIGS = {
     "cross": ({"add_cross_attention": True}, "add_cross_attention=True"),
     "quantized": ({"quantization_config": {"bits": 4}}, "quantization_config="),
     "heads": ({"n_head": 5}, "n_embd=24 is not divisible by n_head=5"),
-    "no size": ({"n_layer": None}, "n_layer=None must be a whole number"),
+    "no size": ({"n_layer": None}, "n_layer=null must be a whole number"),
     "negative": ({"n_positions": -3}, "n_positions=-3 must be a whole number"),
-    "true": ({"vocab_size": True}, "vocab_size=True must be a whole number"),
-    "epsilon": ({"layer_norm_epsilon": "small"}, "layer_norm_epsilon='small' must be a finite number"),
+    "true": ({"vocab_size": True}, "vocab_size=true must be a whole number"),
+    "epsilon": ({"layer_norm_epsilon": "small"}, 'layer_norm_epsilon="small" must be a finite number'),
     "dropout": ({"attn_pdrop": 1.5}, "attn_pdrop=1.5 must be a finite number"),
     "tied": ({"tie_word_embeddings": "yes"}, "tie_word_embeddings='yes' must be true or false"),
     "more layers": ({"n_layer": 3}, "h.2.ln_1.weight is missing"),
@@ -168,7 +168,7 @@ def test_an_index_names_files_beside_it(folder, tmp_path):
         ({"weight_map": {W: "model-1.safetensors"}}, "model-1.safetensors cannot be read: No such file"),
         ({"weight_map": [1]}, "has no weight_map"),
         ({}, "has no weight_map"),
-        ([], "is not a JSON object"),
+        ([], "it is an array, not an object"),
     ):
         index.write_text(json.dumps(content))
         refused(folder, tmp_path / "run", words)

@@ -167,11 +167,11 @@ def test_a_schedule_sets_the_peak_and_the_length():
 WRONG = [
     ("{", "is not JSON: line 1, column 2"),
     ('{"a": 1,\n "b": }', "is not JSON: line 2, column 7"),
-    ("[" * 100_000, "maximum recursion depth"),
-    ("[1]", "has a list at its root, not an object"),
+    ("[" * 100_000, "it is nested more than 64 deep"),
+    ("[1]", "it is an array, not an object"),
     ("", "is not JSON: line 1, column 1"),
-    ('{"fp16": {}, "fp16": {}}', "the key fp16 is given twice"),
-    ('{"gradient_clipping": NaN}', "NaN is not valid JSON"),
+    ('{"fp16": {}, "fp16": {}}', 'the key "fp16" is given twice'),
+    ('{"gradient_clipping": NaN}', "gradient_clipping=NaN: must be a finite number"),
     ('{"gradient_clipping": 1e999}', "gradient_clipping=inf: must be a finite number"),
     ('{"gradient_cliping": 1}', "gradient_cliping=1: is not a key of DeepSpeed; did you mean gradient_clipping"),
     ('{"zero_optimization": {"stag": 1}}', "zero_optimization.stag=1: is not a key of DeepSpeed; did you mean stage"),
@@ -211,7 +211,7 @@ def test_a_file_that_cannot_be_read_and_two_files_are_refused(tmp_path: Path):
     with pytest.raises(ConfigError, match=f"^{tmp_path} cannot be read"):
         run([str(tmp_path)])
     (tmp_path / "ds.json").write_bytes(b"\xff\xfe")
-    with pytest.raises(ConfigError, match="is not a UTF-8 text file"):
+    with pytest.raises(ConfigError, match="it is not UTF-8 text, at byte 0"):
         load([f"deepspeed={tmp_path}/ds.json"])
     with pytest.raises(ConfigError, match="give one file"):
         load(["deepspeed=a.json", "deepspeed=b.json"])

@@ -75,7 +75,7 @@ AT_OPENING = {
     "meta not UTF-8": (".meta.json", lambda p: p.write_bytes(b"\xff\xfe"), "cannot be read"),
     "meta a list": (".meta.json", lambda p: p.write_text("[1]"), "cannot be read"),
     "meta lacks a field": (".meta.json", lambda p: p.write_text('{"eod": 9}'), "cannot be read"),
-    "meta of strings": (".meta.json", edit(eod="9"), "eod is '9'"),
+    "meta of strings": (".meta.json", edit(eod="9"), 'eod is "9", not an integer'),
     "meta of another dataset": (".meta.json", edit(tokens=8), "gives 8 tokens in 3 documents"),
 }
 
@@ -129,7 +129,7 @@ FOLDER = {
     "tokenizer garbage": ("tokenizer/definition.json", lambda p: p.write_bytes(b"\xff{"), "has no readable tokenizer"),
     "tokenizer cut off": ("tokenizer/definition.json", lambda p: p.write_text("{"), "has no readable tokenizer"),
     "tokenizer a list": ("tokenizer/definition.json", lambda p: p.write_text("[]"), "has no readable tokenizer"),
-    "tokenizer unknown": ("tokenizer/definition.json", edit(kind="wordpiece"), "unknown kind wordpiece"),
+    "tokenizer unknown": ("tokenizer/definition.json", edit(kind="wordpiece"), 'kind is "wordpiece", not byte or char'),
     "tokenizer without its model": ("tokenizer/definition.json", edit(kind="sentencepiece"), "no readable tokenizer"),
     "tokenizer without its definition": ("tokenizer/definition.json", edit(kind="char"), "has no readable tokenizer"),
     "another tokenizer": ("tokenizer/definition.json", edit(kind="numbers", vocab_size=300), "bin was not written"),

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -49,6 +50,12 @@ def test_a_digest_is_of_what_is_trained_not_of_where() -> None:
     assert (a.digest, b.digest) == (d.digest, c.digest)
     assert a.digest != b.digest
     assert cells("seed=1", "trainer.max_steps=4")[0].digest != a.digest
+
+
+@pytest.mark.parametrize("values", ["range(1,1000000000)", "range(0,1,1e-9)", "range(0,1e300)", "range(1,2,0)"])
+def test_too_many_cells_are_refused_before_they_are_expanded(values: str) -> None:
+    with pytest.raises(ConfigError, match=rf"seed={re.escape(values)}: the sweep has [\d,]+ cells, more than 10,000"):
+        cells("optimizer.lr=1e-3,2e-3", f"seed={values}")
 
 
 def test_illegal_cells_have_their_reason_and_the_rest_none() -> None:

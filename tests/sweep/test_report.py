@@ -66,8 +66,9 @@ def written(folder: Path, records: list[Record], final: bool = False) -> list[st
     """Publishes the records and returns what was logged."""
     (folder / "records").mkdir(exist_ok=True)
     sweep_folder, lines = SweepFolder(folder), []
-    for each in records:
-        sweep_folder.keep(each)
+    with sweep_folder.updating(sweep_folder.header or {"overrides": [], "swept": []}):
+        for each in records:
+            sweep_folder.keep(each)
     publish(sweep_folder, final, lines.append)
     return lines
 

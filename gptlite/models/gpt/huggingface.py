@@ -14,7 +14,9 @@ from functools import partial
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
+from gptlite.documents import shown
 from gptlite.errors import ConfigError, did_you_mean
+from gptlite.limits import LAYERS, SIZE, VOCABULARY
 from gptlite.models.gpt.config import GPTConfig, MLPKind, Norm, Position
 from gptlite.models.huggingface import Adapter, Weight, unchanged
 
@@ -42,6 +44,8 @@ FIXED = {
 }
 
 
+# Largest values of keys with another limit than SIZE.
+MOST = {"n_layer": LAYERS, "n_layers": LAYERS, "num_hidden_layers": LAYERS, "vocab_size": VOCABULARY}
 # Values that these keys of GPTConfig must have in a GPT-2.
 OF_GPT2 = {
     **{"kv_heads": None, "head_dim": None, "position": Position.learned, "norm": Norm.layer_norm},
@@ -199,9 +203,9 @@ def _qkv(ours: Tensor, num_heads: int) -> Tensor:
 def whole(content: Mapping[str, Any], key: str, file: str = "config.json") -> int:
     """Return a positive integer from config.json, or another file. Raises ConfigError, naming the key, for any other
     value."""
-    value = content.get(key)
-    if type(value) is not int or value < 1:  # a bool is an int too
-        raise ConfigError(f"{file}: {key}={value!r} must be a whole number of at least 1")
+    value, most = content.get(key), MOST.get(key, SIZE)
+    if type(value) is not int or not 1 <= value <= most:  # a bool is an int too
+        raise ConfigError(f"{file}: {key}={shown(value)} must be a whole number from 1 to {most:,}")
     return value
 
 
@@ -211,7 +215,7 @@ def number(
     """Return a number from config.json, or another file: at least 0 and less than `below`. Raises ConfigError, naming
     the key, for any other value."""
     value = content.get(key, default)
-    if type(value) not in (int, float) or not isfinite(value) or not 0 <= value < below:
+    if type(value) not in (int, float) or abs(value) > 1e300 or not 0 <= value < below:
         limit = f" and below {below:g}" if isfinite(below) else ""
-        raise ConfigError(f"{file}: {key}={value!r} must be a finite number of at least 0{limit}")
+        raise ConfigError(f"{file}: {key}={shown(value)} must be a finite number of at least 0{limit}")
     return float(value)

@@ -1,0 +1,19 @@
+"""Largest sizes that are accepted from configurations and files, so that a wrong one is refused before work grows with
+it. A model or file beyond a limit is more likely a mistake, or hostile, than meant."""
+
+# Files that are parsed as a whole. Parsing takes about ten times their size.
+DOCUMENT_BYTES = 1 << 26  # JSON: manifests of thousands of tensors on thousands of ranks take some 10 MB
+TOKENIZER_BYTES = 1 << 28  # tokenizer.json: the largest published ones, of 262k tokens, take 33 MB
+YAML_BYTES = 1 << 20  # config.yaml: a run's takes about 5 kB
+LINE_BYTES = 1 << 24  # a line of JSON
+DEPTH = 64  # nesting of JSON and YAML: ours nests 6 deep, Hugging Face's files about 8
+
+# Numbers.
+INTEGER = 2**63 - 1  # NumPy and torch index with int64
+SIZE = 2**31 - 1  # a dimension of a model: torch's kernels index with int32
+LAYERS = 100_000  # the deepest published networks have about 1,000
+RANKS = 1 << 20  # of a run: the largest published ones have about 100,000
+CELLS = 10_000  # of a sweep, each of which is composed before the first one starts
+RAMP_SIZES = 10_000  # sizes of the global batch in a ramp-up
+VOCABULARY = 1 << 24  # ids: the largest published vocabulary has about 1 million
+BLOB_BYTES = 1 << 31  # a field of a protobuf message, whose format has this limit
