@@ -6,11 +6,11 @@ always identifies the same sample.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any
 
-from gptlite.documents import Between, Count, Size, checked
+from gptlite.documents import Between, Count, DocumentError, Size, checked
 
 
 @dataclass(frozen=True)
@@ -102,3 +102,17 @@ class Era:
             place = f", sample {each.position}" if each.position else ""
             parts.append(f"{name}{weight} from epoch {each.epoch}{place}")
         return f"sequences of {self.sequence_length}: {'; '.join(parts)}"
+
+
+def check_eras(eras: Sequence[Era], key: str) -> None:
+    """Raise DocumentError unless the eras follow each other from sample 0, and each reads samples."""
+    for n, era in enumerate(eras):
+        if era.start < (eras[n - 1].start if n else 0) or (n == 0 and era.start):
+            raise DocumentError(f"{key}[{n}].start is {era.start}, which does not follow the era before")
+        if not era.active or not math.isclose(sum(each.weight for each in era.active.values()), 1, rel_tol=1e-6):
+            raise DocumentError(f"{key}[{n}].sets has weights whose sum is not 1")
+        for name, each in era.active.items():
+            if each.position > each.tokens:
+                raise DocumentError(f"{key}[{n}].sets: {name} has the position {each.position}, beyond its last sample")
+    if not eras:
+        raise DocumentError(f"{key} is empty")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from gptlite.data.batches import BatchSchedule, batch_schedule
-from gptlite.data.eras import Era
+from gptlite.data.eras import Era, check_eras
 from gptlite.documents import Between, Count, DocumentError, Size, checked, parse_json
 from gptlite.errors import ConfigError
 from gptlite.files import open_inside, open_regular
@@ -26,7 +26,7 @@ class Eras:
 
     def __call__(self, value: list[dict[str, Any]], key: str) -> None:
         """Raise DocumentError for another list."""
-        checked(value, list[Era], key)
+        check_eras(checked(value, list[Era], key), key)
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gptlite.data.batch_loader import BatchLoader
-from gptlite.data.eras import Era
 from gptlite.models.model import Model
 from gptlite.optimizer.schedule import Schedule
 from gptlite.optimizer.state import optimizer_state, take_optimizer_state
 from gptlite.parallelism.boxes import local_part, num_local_elements
 from gptlite.parallelism.stage_runner import StageRunner
 from gptlite.trainer.loss_scale import LossScaler
+from gptlite.trainer.saved_meta import checked_meta
 from gptlite.trainer.spike import SpikeWatch
 
 
@@ -171,7 +171,11 @@ class TrainState:
         }
 
     def load_meta(self, meta: dict[str, Any]) -> list[str]:
-        """Restore the state returned by `meta`. Returns notes to print, such as on values that cannot be restored."""
+        """Restore the state returned by `meta`. Returns notes to print, such as on values that cannot be restored.
+
+        Raises ConfigError for values that no run writes.
+        """
+        meta = checked_meta(meta)
         self.step, self.consumed_samples = meta["step"], meta["consumed_samples"]
         self.tokens, self.wandb_id = meta["tokens"], meta["wandb_id"]
         self.evaluated_step = meta["evaluated_step"]
@@ -187,7 +191,7 @@ class TrainState:
         if (eras := meta.get("data_order")) is None:  # older checkpoints have a single era with one data set
             history = [replace(stream.eras[-1], sequence_length=int(meta["data_identity"]["sequence_length"]))]
         else:
-            history = [Era.from_json(era) for era in eras]
+            history = eras
         self.loader.resume(history, self.consumed_samples)
         now = self.loader.stream.eras
         if self.consumed_samples and now[-1].start == self.consumed_samples:

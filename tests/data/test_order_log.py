@@ -1,8 +1,9 @@
 """data_order.jsonl tells which samples a step read, through ramps, skips and going back."""
 
+from gptlite.data.eras import DataSet, Era
 from gptlite.data.order_log import FILE_NAME, OrderRow, note_order, read_order, row_of_step
 
-ERAS = [{"start": 0, "sequence_length": 8, "sets": {}}]
+ERAS = [Era(0, 8, {"a": DataSet("hash", 1000, 1.0)}).to_json()]
 
 
 def test_a_row_is_added_only_where_the_rules_change(tmp_path):
