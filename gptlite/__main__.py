@@ -6,7 +6,7 @@ from typing import NoReturn
 
 from gptlite import __version__
 from gptlite.errors import did_you_mean
-from gptlite.invocation import COMMANDS
+from gptlite.invocation import COMMANDS, prepare_process
 
 HELP = """\
 gptlite: GPT pretraining with Hydra configuration.
@@ -20,6 +20,7 @@ passed to train.
 
 def main() -> NoReturn:
     """Run the command that the first argument names, or train if it is KEY=VALUE or a flag. Exit with its exit code."""
+    prepare_process()
     word = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if word in ("-h", "--help", "help"):
         lines = [f"  {name:<16} {summary}" for name, (_, summary) in COMMANDS.items()]

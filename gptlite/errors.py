@@ -4,9 +4,39 @@ import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
+NO_HOME = "Could not determine home directory."  # message of pathlib's RuntimeError
+
+
+def printable(text: object, keep: str = "") -> str:
+    """Return the text with characters that a terminal would act on, or could not print, as e.g. `\\x1b` or `\\u202e`.
+
+    Names in files of others may have such characters: escape sequences, line ends, marks that reverse the text. The
+    characters in `keep`, such as line ends of a text of several lines, are not changed.
+    """
+    if (text := str(text)).isprintable():
+        return text
+    return "".join(each if each.isprintable() or each in keep else ascii(each)[1:-1] for each in text)
+
 
 class ConfigError(ValueError):
     """Raised for an invalid configuration, before anything is written or started. Exit code 2."""
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
+
+
+@contextmanager
+def known_home() -> Iterator[None]:
+    """Context manager that raises ConfigError for a path with `~` where the user has no home folder."""
+    try:
+        yield
+    except RuntimeError as error:
+        if text_of(error) != NO_HOME or (place := error.__traceback__) is None:
+            raise
+        while place.tb_next:
+            place = place.tb_next
+        path = place.tb_frame.f_locals.get("self", "~")  # of Path.expanduser
+        raise ConfigError(f"{path}: no home folder is known for ~; set HOME, or give an absolute path") from None
 
 
 @contextmanager
@@ -36,8 +66,13 @@ def text_of(error: BaseException) -> str:
     """Return an exception's message, or a note if its own code cannot print it."""
     try:
         return str(error)
-    except Exception as another:
+    except (Exception, SystemExit) as another:
         return f"(its message cannot be printed: {type(another).__name__})"
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an exception's message; empty if there is none."""
+    return printable((text_of(error).splitlines() or [""])[0])
 
 
 def one_line(error: BaseException) -> str:
@@ -50,7 +85,7 @@ def one_line(error: BaseException) -> str:
     frames = [(frame.filename, frame.lineno) for frame in extract_tb(error.__traceback__)]
     own = [f" ({os.path.basename(file)}:{line})" for file, line in frames if ours not in file and installed not in file]
     place = own[-1] if own else ""
-    return f"{type(error).__name__}: {shorten(text_of(error), 300, placeholder='...')}{place}"
+    return printable(f"{type(error).__name__}: {shorten(text_of(error), 300, placeholder='...')}{place}")
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

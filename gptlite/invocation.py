@@ -1,5 +1,7 @@
 """Command lines that start gptlite's commands in this environment, for printed hints."""
 
+import io
+import os
 import re
 import shlex
 import shutil
@@ -27,6 +29,27 @@ COMMANDS = {
 }
 CANONICAL = re.compile(rf"\bgptlite ({'|'.join(sorted(COMMANDS, key=len, reverse=True))})\b(?!-)")
 RECIPE = re.compile(r"\bpython data/(\w+)/prepare\.py")
+
+
+def prepare_process() -> None:
+    """Prepare this process, at the start of a command, for closed standard streams and for a locale that is not UTF-8.
+
+    A file opened in place of a closed stream would receive what is printed. In an ASCII locale, Python is started again
+    in UTF-8 mode, since it cannot decode other names of files. A character that a stream lacks is printed as `\\u6f22`.
+    """
+    for number, mode in enumerate("rww"):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # becomes `number`, the lowest one that is free
+        if getattr(sys, name := ("stdin", "stdout", "stderr")[number]) is None:
+            setattr(sys, name, os.fdopen(number, mode, encoding="utf-8", closefd=False))
+    if sys.getfilesystemencoding() == "ascii" and os.environ.get("PYTHONUTF8") != "1":
+        os.environ["PYTHONUTF8"] = "1"
+        os.execv(sys.executable, sys.orig_argv)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def command(name: str) -> str:

@@ -6,13 +6,15 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 
+from gptlite.errors import printable
+
 Log = Callable[[str], None]
 PROGRESS = re.compile(r"\bETA \S+$")
 
 
 def log(line: str) -> None:
     """Print a line to standard error, so that scripts can read a command's results from standard output."""
-    print(line, file=sys.stderr, flush=True)
+    print(printable(line, "\n"), file=sys.stderr, flush=True)
 
 
 def counted(number: int, word: str) -> str:

@@ -50,6 +50,7 @@ ROOMS = {
     **{leaf: Room() for leaf in LEAVES},
     "documents": Room(lazy="yaml"),
     "files": Room("errors"),
+    "progress": Room("errors"),
     "ops": Room("kernels", packages="torch", lazy="apex"),
     "parallelism": Room("ops", packages="torch"),
     "precision": Room(lazy="torch"),  # the schema imports it for its dataclass

@@ -21,7 +21,7 @@ from gptlite.checkpoint.compare import Effect, compare_configs, flatten
 from gptlite.checkpoint.find import is_step
 from gptlite.checkpoint.manifest import Entries, Manifest, in_words, read_manifest
 from gptlite.checkpoint_tool.places import checkpoint_config, config_of, existing, one_checkpoint
-from gptlite.errors import ConfigError
+from gptlite.errors import ConfigError, printable
 from gptlite.metrics.console import table
 from gptlite.progress import log
 
@@ -48,7 +48,7 @@ def run(paths: list[str], options: Options) -> int:
     """Print the differences. Return 1 if there are any."""
     a, b = map(read_side, paths)
     lines = list(differences(a, b, options.values))
-    print(f"a  {a.path}", f"b  {b.path}", *(lines or ["no difference"]), sep="\n")
+    print(printable(f"a  {a.path}"), printable(f"b  {b.path}"), *(lines or ["no difference"]), sep="\n")
     return int(bool(lines))
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from gptlite.checkpoint_tool.places import existing
 from gptlite.config.plugins import import_plugins
+from gptlite.errors import printable
 from gptlite.progress import log
 
 
@@ -35,5 +36,5 @@ def run(paths: list[str], options: Options) -> int:
         max_shard_bytes=options.max_shard_bytes,
         log=log,
     )
-    print(target)
+    print(printable(target))
     return 0

@@ -16,7 +16,7 @@ from gptlite.checkpoint.compare import flatten
 from gptlite.checkpoint.find import damage
 from gptlite.checkpoint.manifest import Manifest, read_manifest
 from gptlite.checkpoint_tool.places import checkpoint_config, one_checkpoint, when
-from gptlite.errors import ConfigError, did_you_mean
+from gptlite.errors import ConfigError, did_you_mean, printable
 from gptlite.metrics.console import format_bytes, format_count, table
 from gptlite.progress import log
 
@@ -95,7 +95,7 @@ def _print_summary(facts: dict[str, Any]) -> None:
         + f" ({format_count(each['elements'])} parameters)" * (word == "model")
         for word, each in facts["kinds"].items()
     ]
-    print(facts["path"])
+    print(printable(facts["path"]))
     _print_facts(
         ("status", f"DAMAGED: {facts['damage']}" if facts["damage"] else "file sizes intact; verify checks every byte"),
         ("progress", f"step {meta['step']}, {tokens} tokens, {samples} samples"),
@@ -115,7 +115,7 @@ def _print_summary(facts: dict[str, Any]) -> None:
 
 def _print_facts(*pairs: tuple[str, str]) -> None:
     """Print a line for each name and text. Pairs with an empty text are omitted."""
-    print(*(f"  {word:<11} {text}" for word, text in pairs if text), sep="\n")
+    print(*(printable(f"  {word:<11} {text}") for word, text in pairs if text), sep="\n")
 
 
 def _given(value: object, form: str = "", instead: str = NONE) -> str:
@@ -172,7 +172,7 @@ def _print_tensor(folder: Path, manifest: Manifest, name: str, as_json: bool) ->
         held = [{"file": f"data/{at.relative_path}", "offset": b.offsets, "sizes": b.sizes} for b, at in boxes]
         print(json.dumps({"name": name, **entry, "bytes": tensor_bytes(entry), **numbers, "boxes": held}, indent=1))
         return
-    print(f"{name}  {entry['dtype']} {entry['shape']}, {format_bytes(tensor_bytes(entry))}")
+    print(printable(f"{name}  {entry['dtype']} {entry['shape']}, {format_bytes(tensor_bytes(entry))}"))
     _print_facts(*((key, _given(value, ".8g")) for key, value in numbers.items()))
     rows = [
         (f"data/{at.relative_path}", str(list(box.offsets)), str(list(box.sizes)), f"{at.offset:,}", f"{at.length:,}")

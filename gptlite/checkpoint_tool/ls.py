@@ -13,6 +13,7 @@ from gptlite.checkpoint import store
 from gptlite.checkpoint.find import damage
 from gptlite.checkpoint.manifest import DamagedCheckpoint, read_manifest
 from gptlite.checkpoint_tool.places import has_writer, leftovers, roots, size_on_disk, when
+from gptlite.errors import printable
 from gptlite.metrics.console import format_bytes, format_count, table
 from gptlite.progress import log
 
@@ -30,7 +31,7 @@ def run(paths: list[str], options: Options) -> int:
     """Print a table for each run. Return 1 if a checkpoint is damaged."""
     any_damaged = False
     for root in dict.fromkeys(root for path in paths for root in roots(path)):
-        print(root)
+        print(printable(root))
         any_damaged |= _list(root, options.hashes)
     return int(any_damaged)
 
@@ -46,7 +47,7 @@ def _list(root: Path, hashes: bool) -> bool:
         print("  no checkpoint")
     alive = has_writer(root)
     for left in leftovers(root):
-        print(f"  {left.name}  {format_bytes(size_on_disk(left))}, {_about(left, alive)}")
+        print(printable(f"  {left.name}  {format_bytes(size_on_disk(left))}, {_about(left, alive)}"))
     return any(reasons.values())
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from gptlite.checkpoint import store
 from gptlite.checkpoint.find import beyond, damage
 from gptlite.checkpoint_tool.places import has_writer, leftovers, roots, size_on_disk
-from gptlite.errors import ConfigError
+from gptlite.errors import ConfigError, printable
 from gptlite.metrics.console import format_bytes
 from gptlite.progress import counted, log
 
@@ -40,7 +40,7 @@ def run(paths: list[str], options: Options) -> int:
     newest, stays, goes = plan(root, options.keep, options.every, options.damaged)
     for word, group in (("keep", stays), ("remove", goes)):
         for path, reason in group.items():
-            print(f"{word:<6}  {format_bytes(size_on_disk(path)):>9}  {path}  ({reason})")
+            print(printable(f"{word:<6}  {format_bytes(size_on_disk(path)):>9}  {path}  ({reason})"))
     print(f"{len(goes)} to remove, {format_bytes(sum(map(size_on_disk, goes)))}" if goes else "nothing to remove")
     if goes and not options.yes:
         print("nothing is removed yet; give yes=true to remove")

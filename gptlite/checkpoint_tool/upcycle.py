@@ -18,6 +18,7 @@ from gptlite.checkpoint.manifest import read_manifest
 from gptlite.checkpoint_tool.huggingface import CHECKPOINTS, changed, write_first
 from gptlite.checkpoint_tool.places import one_checkpoint
 from gptlite.config import from_yaml, hydra_value, override_value, to_yaml
+from gptlite.errors import printable
 from gptlite.files import refuse_used
 from gptlite.invocation import command
 from gptlite.models.init import init_weight_
@@ -51,7 +52,7 @@ def run(paths: list[str], options: Options) -> int:
     written = write_first(run_dir, tensors, to_yaml(new), {}, log)
     start = [f"checkpoint.resume={hydra_value(str(run_dir))}", "checkpoint.load=weights"]
     log(f"train from it with: {command('train')} {shlex.join([*start, *overrides])}")
-    print(written)
+    print(printable(written))
     return 0
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from gptlite.checkpoint.manifest import DamagedCheckpoint
 from gptlite.checkpoint.manifest import verify as verify_files
 from gptlite.checkpoint_tool.places import checkpoints
+from gptlite.errors import printable
 from gptlite.metrics.console import format_bytes
 from gptlite.progress import log
 
@@ -46,12 +47,13 @@ def _verify(folder: Path, hashes: bool) -> bool:
         weights = [key for key in manifest.tensors if key.startswith("model.")] if hashes else []
         for key in weights:
             if problem := not_finite(read(key)):
-                print(f"BAD      {folder}  its files are intact, but {key} {problem}", flush=True)
+                print(printable(f"BAD      {folder}  its files are intact, but {key} {problem}"), flush=True)
                 return False
     except DamagedCheckpoint as error:
-        print(f"DAMAGED  {folder}  {error.reason}", flush=True)
+        print(printable(f"DAMAGED  {folder}  {error.reason}"), flush=True)
         return False
     size = sum(entry["bytes"] for entry in manifest.files.values())
     pace = f" read in {seconds:.1f} s, {format_bytes(size / max(seconds, 1e-3))}/s" if hashes else ", sizes only"
-    print(f"ok       {folder}  {format_bytes(size)}{pace}; all {len(manifest.tensors)} tensors complete", flush=True)
+    words = f"ok       {folder}  {format_bytes(size)}{pace}; all {len(manifest.tensors)} tensors complete"
+    print(printable(words), flush=True)
     return True

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from gptlite.commands.eval import Arguments
 from gptlite.config import Config, hydra_value, load, presets_of
-from gptlite.errors import ConfigError
+from gptlite.errors import ConfigError, printable
 from gptlite.parallelism.config import ParallelismConfig
 from gptlite.progress import log
 
@@ -55,7 +55,7 @@ def evaluate_text(arguments: Arguments, found: Restored) -> None:
     data = together(mesh, lambda: held_out(arguments.data, config, found.tokenizer))
     loader = build_loader(section, data, mesh, config.seed)
     if mesh.is_main:
-        print(f"{data.num_validation_tokens:,} tokens of {data.name}", flush=True)
+        print(printable(f"{data.num_validation_tokens:,} tokens of {data.name}"), flush=True)
     quiet = log if mesh.is_main else lambda _: None
     result = evaluate_sets(found.model, found.runner, loader, arguments.samples, log=quiet)
     loader.close()
@@ -67,7 +67,7 @@ def evaluate_text(arguments: Arguments, found: Restored) -> None:
     print(f"loss {result.loss:.4f} nats per token, perplexity {result.perplexity:.2f}, {words} bits per byte")
     for name, part in result.parts.items():
         bits_words = "n/a" if part.bits_per_byte is None else f"{part.bits_per_byte:.4f}"
-        print(f"  {name}: loss {part.loss:.4f}, {bits_words} bits per byte")
+        print(printable(f"  {name}: loss {part.loss:.4f}, {bits_words} bits per byte"))
     row = {"loss": result.loss, "perplexity": result.perplexity, "bits_per_byte": bits, "tokens": result.tokens}
     print(json.dumps(row))
 
@@ -95,8 +95,8 @@ def evaluate_tasks(arguments: Arguments, found: Restored) -> None:
         results = run_tasks(lm, Tasks(names, arguments.limit, arguments.num_fewshot, folder))
         path = Path(arguments.output).expanduser() if arguments.output else results_file(found.path, names)
         write_results(results, path, {"checkpoint": str(found.path), "arguments": asdict(arguments)})
-        print(table(results))
-        print(f"results: {path}")
+        print(printable(table(results), "\n"))
+        print(printable(f"results: {path}"))
         print(json.dumps(figures(results)), flush=True)
 
 

@@ -9,11 +9,13 @@ checkpoint without one; it takes the same values as in preprocess. temperature=0
 top_k=0 and top_p=1 turn these filters off. The same seed gives the same text.
 """
 
+import sys
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import NoReturn
 
 from gptlite.config.command_line import run_tool
-from gptlite.errors import ConfigError
+from gptlite.errors import ConfigError, printable
 from gptlite.models.sampling import Sampling
 
 
@@ -58,11 +60,13 @@ def write_samples(arguments: Arguments) -> None:
     if not model.spec.writes_text:
         raise ConfigError(f"checkpoint={arguments.checkpoint}: a {model.spec.name} model does not generate text")
     prompt = tokenizer.encode(arguments.prompt) or [tokenizer.eod]  # the model needs at least one token
+    # A model may write what a terminal would act on. A file receives the text as it is.
+    shown = partial(printable, keep="\n\t") if sys.stdout.isatty() else str
     for index in range(arguments.num_samples):
         # StreamDecoder, since a token may end within a UTF-8 character.
         decoder, drawn = StreamDecoder(tokenizer), replace(sampling, seed=arguments.seed + index)
-        print(arguments.prompt, end="", flush=True)
+        print(shown(arguments.prompt), end="", flush=True)
         given = (runner, prompt, arguments.max_tokens, drawn)
         for token in model.spec.generate(*given, stop=tokenizer.eod, cache=arguments.cache):
-            print(decoder.push(token), end="", flush=True)
-        print(decoder.flush(), flush=True)
+            print(shown(decoder.push(token)), end="", flush=True)
+        print(shown(decoder.flush()), flush=True)

@@ -20,7 +20,7 @@ from gptlite.config.deepspeed.expand import overrides_of
 from gptlite.config.deepspeed.file import read
 from gptlite.config.deepspeed.rows import Row, Verdict
 from gptlite.config.deepspeed.translate import translate
-from gptlite.errors import ConfigError
+from gptlite.errors import ConfigError, printable
 from gptlite.invocation import command
 
 NARROW, WIDE = 60, 120
@@ -46,7 +46,7 @@ def run(arguments: list[str]) -> int:
     if ranks is not None and ranks < 1:
         raise ConfigError(f"ranks={ranks} must be at least 1")
     rows = translate(read(path, key=""), ranks)
-    print(report(path, rows, min(max(shutil.get_terminal_size().columns, NARROW), WIDE)))
+    print(printable(report(path, rows, min(max(shutil.get_terminal_size().columns, NARROW), WIDE)), "\n"))
     return 2 if any(row.verdict is Verdict.refused for row in rows) else 0
 
 

@@ -28,7 +28,7 @@ from types import FrameType
 from typing import NoReturn
 
 from gptlite.config.command_line import run_tool
-from gptlite.errors import ConfigError
+from gptlite.errors import ConfigError, printable
 from gptlite.progress import counted, log
 
 # Errors that persist until another output is given or the permissions of its folder are changed.
@@ -85,10 +85,10 @@ def prepare(arguments: Arguments) -> int:
         reason = f"{where}: {(error.strerror or str(error)).lower()}"
         if error.errno in CANNOT_GO_ON and where.startswith(str(output)):
             raise ConfigError(f"output={arguments.output} cannot be written ({reason}); give another output=") from None
-        print(f"error: {reason}; fix the problem, and run the same command to continue", file=sys.stderr)
+        print(printable(f"error: {reason}; fix the problem, and run the same command to continue"), file=sys.stderr)
         return 1
     except WorkerDied as error:
-        print(f"error: {error}; run the same command to continue", file=sys.stderr)
+        print(printable(f"error: {error}; run the same command to continue"), file=sys.stderr)
         return 1
     counts, rate = done.counts, done.new.tokens / max(done.seconds, 1e-9)
     documents = counted(counts.documents, "document")

@@ -23,8 +23,8 @@ from gptlite.config.messages import refusals, unknown_key
 from gptlite.config.plugins import import_plugins, named_in
 from gptlite.config.schema import known_keys
 from gptlite.config.warm_start import with_model
-from gptlite.errors import ConfigError, did_you_mean
-from gptlite.invocation import localized
+from gptlite.errors import ConfigError, did_you_mean, known_home
+from gptlite.invocation import localized, prepare_process
 from gptlite.launch.hostfile import run as run_on_hosts
 from gptlite.launch.hostfile import take_flags
 from gptlite.launch.starter import is_main, let_main_speak, refuse_sweep
@@ -57,6 +57,7 @@ def train(raw: DictConfig) -> int:
 
 def main() -> NoReturn:
     """Run the command line and exit: 0 done, 2 refused, 128+signal stopped, 1 anything else."""
+    prepare_process()
     register()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises its errors instead of printing them
     sys.exit(guarded(command))
@@ -153,6 +154,7 @@ def check_flags(flags: list[str]) -> None:
 
 def run_command(run: Callable[[list[str]], int], usage: str | None) -> NoReturn:
     """Run a command with the arguments of the command line, and exit. `--help` prints `usage`, its docstring."""
+    prepare_process()
     arguments = sys.argv[1:]
     if {"-h", "--help"} & set(arguments):
         print(localized(usage or "").strip())
@@ -163,7 +165,8 @@ def run_command(run: Callable[[list[str]], int], usage: str | None) -> NoReturn:
 def guarded(action: Callable[[], int | None]) -> int:
     """Run an action and return its exit code. Prints a failure: a user error in one line, others with a traceback."""
     try:
-        return action() or 0
+        with known_home():
+            return action() or 0
     except ConfigError as error:
         if is_main():
             print(f"error: {error}", file=sys.stderr, flush=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +18,7 @@ from gptlite.config.checks import check
 from gptlite.config.deepspeed import with_deepspeed
 from gptlite.config.messages import refusals, unknown_key
 from gptlite.config.plugins import import_plugins, named_in, refuse_unnamed
-from gptlite.config.saved import saved_config, saved_overrides
+from gptlite.config.saved import leaves, saved_config, saved_overrides
 from gptlite.config.schema import CONF_DIR, SCHEMAS, Config, choices, presets_of, register, schema_names
 from gptlite.config.warm_start import with_model
 from gptlite.errors import ConfigError
@@ -133,6 +134,9 @@ def typed(config: DictConfig, overrides: Iterable[str] = ()) -> Config:
     refuse_unnamed(result.plugins, "a preset")  # every rank imports the plugins, so the command line must name them
     _refuse_added_keys(config, result)
     result.run.overrides = list(overrides)
+    for key, value in leaves(result):
+        if isinstance(value, str) and re.search("[\ud800-\udfff]", value):  # of bytes that are not UTF-8
+            raise ConfigError(f"{key}={value} is not UTF-8, which config.yaml must be; rename the file or folder")
     check(result)
     return result
 

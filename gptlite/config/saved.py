@@ -167,7 +167,7 @@ def saved_file(arguments: list[str]) -> Path:
 
 def hydra_value(text: str) -> str:
     """Format a string as the value of an override, with quotes if Hydra would interpret characters in it."""
-    if re.fullmatch(r"[\w./:+~@-]+", text):
+    if re.fullmatch(r"[\w./:+@-]+", text, re.ASCII):
         return text
     return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
 

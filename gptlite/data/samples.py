@@ -26,7 +26,7 @@ from gptlite.data.config import DatasetConfig
 from gptlite.data.prepared import Identity
 from gptlite.data.registry import source_of
 from gptlite.data.stream import SampleStream
-from gptlite.errors import ConfigError
+from gptlite.errors import ConfigError, first_line, text_of
 
 TARGETS = ("labels", "label", "targets", "target")  # keys of targets in a dict sample, in order of preference
 
@@ -82,8 +82,7 @@ def open_samples(config: DatasetConfig) -> SampleSets:
     except ConfigError:
         raise
     except Exception as error:  # a plugin's function may raise anything
-        reason = (str(error).splitlines() or [""])[0]
-        raise ConfigError(f"{key}: opening it raised {type(error).__name__}: {reason}") from error
+        raise ConfigError(f"{key}: opening it raised {type(error).__name__}: {first_line(error)}") from error
     if not isinstance(opened, tuple | list) or len(opened) != 2:
         raise ConfigError(f"{key}: opening it returned {type(opened).__name__}; return (training, validation)")
     train, validation = opened
@@ -138,15 +137,14 @@ def _sample(key: str, dataset: Any, index: int) -> Any:
     except ConfigError as error:
         raise ConfigError(f"{key}: {error}") from error
     except Exception as error:  # a plugin's dataset may raise anything
-        raise ConfigError(f"{key}: sample {index} raised {type(error).__name__}: {error}") from error
+        raise ConfigError(f"{key}: sample {index} raised {type(error).__name__}: {text_of(error)}") from error
 
 
 def _collated(dataset: Any, samples: list[Any], key: str) -> Any:
     try:
         return getattr(dataset, "collate", default_collate)(samples)
     except Exception as error:
-        reason = str(error).splitlines()[0] if str(error) else ""
-        raise ConfigError(f"{key}: samples cannot be collated ({type(error).__name__}: {reason}); "
+        raise ConfigError(f"{key}: samples cannot be collated ({type(error).__name__}: {first_line(error)}); "
                           "return samples of equal shapes, or define `collate` in the dataset") from error  # fmt: skip
 
 

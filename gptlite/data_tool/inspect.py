@@ -15,7 +15,7 @@ import numpy as np
 
 from gptlite.data.indexed import IndexedDataset
 from gptlite.data_tool.places import all_prefixes, tokenizer_beside
-from gptlite.errors import ConfigError
+from gptlite.errors import ConfigError, printable
 from gptlite.metrics.console import format_bytes, table
 from gptlite.metrics.plot import STYLE, label_log_ticks
 
@@ -42,7 +42,7 @@ def run(paths: list[str], options: Options) -> int:
         print(json.dumps({"datasets": every, "damage": damage}, indent=1))
     else:
         _print(found, lengths)
-        print(*(f"DAMAGED  {reason}" for reason in damage), sep="\n", end="\n" * bool(damage))
+        print(*(printable(f"DAMAGED  {reason}") for reason in damage), sep="\n", end="\n" * bool(damage))
     if options.plot is not None:
         plot_lengths({str(prefix): each for prefix, each in lengths.items()}, Path(options.plot))
         print(f"document lengths plotted into {options.plot}")
@@ -150,8 +150,8 @@ def _print(found: dict[Path, IndexedDataset], lengths: dict[Path, np.ndarray]) -
     ]
     print("", *table(("tokens per document", *words), rows), sep="\n")
     for prefix, each in lengths.items():
-        print(f"\n{prefix}", *_bars(list(histogram(each))), sep="\n")
-    print("", *_tokenizers(found), sep="\n")
+        print("", printable(prefix), *_bars(list(histogram(each))), sep="\n")
+    print("", *map(printable, _tokenizers(found)), sep="\n")
 
 
 def _bars(counts: list[tuple[str, int]]) -> Iterator[str]:

@@ -23,7 +23,7 @@ from gptlite.data.order_log import OrderRow, read_order, row_of_step
 from gptlite.data.stream import SampleStream, gather, num_chunks
 from gptlite.data.tokenizer import Tokenizer
 from gptlite.data_tool.places import prefixes, tokenizer_beside
-from gptlite.errors import ConfigError
+from gptlite.errors import ConfigError, printable
 from gptlite.metrics.jsonl import read_rows
 from gptlite.progress import log
 
@@ -57,7 +57,7 @@ def run(paths: list[str], options: Options) -> int:
     else:
         shown = of_folder(folder, options)
     for line in shown:
-        print(line)
+        print(printable(line, "\n\t"))
     return 0
 
 

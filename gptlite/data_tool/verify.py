@@ -16,7 +16,7 @@ import numpy as np
 
 from gptlite.data.indexed import IndexedDataset, damaged, outside
 from gptlite.data_tool.places import all_prefixes, tokenizer_beside
-from gptlite.errors import ConfigError
+from gptlite.errors import ConfigError, printable
 from gptlite.metrics.console import format_bytes
 from gptlite.progress import Log, Progress, counted, log
 
@@ -53,11 +53,11 @@ def _verify(prefix: Path, vocab_size: int | None, dtypes: dict[Path, tuple[Path,
         return False
     seconds, size = time.monotonic() - began, dataset.tokens.nbytes
     unknown = "" if dataset.meta else f", no .meta.json: {'hash' if vocab_size else 'hash and vocabulary'} not checked"
-    print(
+    words = (
         f"ok       {prefix}  {counted(dataset.num_documents, 'document')}, {len(dataset.tokens):,} tokens, "
-        f"{format_bytes(size)} read in {seconds:.1f} s{unknown}",
-        flush=True,
+        f"{format_bytes(size)} read in {seconds:.1f} s{unknown}"
     )
+    print(printable(words), flush=True)
     return True
 
 

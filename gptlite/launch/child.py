@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
+from gptlite.invocation import prepare_process
 from gptlite.launch.worker import die_with
 
 
@@ -16,6 +17,7 @@ def main() -> NoReturn:
     the given id ends. The exit code, or the reason of a refusal or failure, is written to `ended.json` in the folder.
     SIGHUP ends the ranks at once; other signals are handled as by `gptlite train`.
     """
+    prepare_process()
     folder, world, started, parent = sys.argv[1:]
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup makes its child processes ignore it
     die_with(int(parent))

@@ -21,7 +21,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from gptlite.checkpoint.config import CheckpointConfig
 from gptlite.config import Config, to_yaml
-from gptlite.errors import ConfigError
+from gptlite.errors import ConfigError, printable
 from gptlite.launch.host_memory import kernel_kills, was_near
 from gptlite.launch.rank_log import log_path
 from gptlite.launch.rank_stop import EXIT_TERMINATED, SAME_SECONDS, SIGNALS
@@ -202,12 +202,12 @@ def blame(failures: Failures, folder: Path, run_dir: Path) -> str:
     failure, log = failures[rank], log_path(run_dir, rank)
     early = folder / log.name
     if error := _exception(failure):
-        headline, text = f"rank {rank} failed: {error[0].splitlines()[0]}", error[1]
+        headline, text = f"rank {rank} failed: {(error[0].splitlines() or [''])[0]}", error[1]
     else:
         headline, text = f"rank {rank} {_ending(failure.exitcode)}", ""
         if rank and failure.exitcode not in (-signal.SIGKILL, EXIT_TERMINATED):  # killed ranks print no error
             text = (early if early.exists() else log).read_text(errors="replace")
-    lines = [headline, *(f"  {line}" for line in text.strip().splitlines()[-SHOWN_LINES:])]
+    lines = [printable(headline), *(f"  {printable(line)}" for line in text.strip().splitlines()[-SHOWN_LINES:])]
     return "\n".join([*lines, f"  its output: {log}"] if rank and not early.exists() else lines)
 
 

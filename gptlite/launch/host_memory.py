@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from gptlite.errors import text_of
+
 GIB = 2**30
 # Texts of errors that have no exception type. Errors of gloo and NCCL for a lost connection must not match.
 HOST = re.compile(
@@ -56,7 +58,7 @@ def _set_limit(most: int | None) -> None:
 def out_of_memory(error: BaseException) -> str:
     """Return a one-line reason if an exception, or one in its chain of causes, is an out-of-memory failure; else ""."""
     for each in _chain(error):
-        text = str(each)
+        text = text_of(each)
         if type(each).__name__ == "OutOfMemoryError" or DEVICE.search(text):  # by name, as torch is not imported here
             free = FREE.search(text)
             return f"CUDA memory ran out{_asked(text)}{f', {free[1]} free' if free else ''}"

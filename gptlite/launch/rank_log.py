@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 from typing import IO
 
+from gptlite.errors import printable
 from gptlite.files import make_inside, open_inside
 
 
@@ -41,7 +42,8 @@ class RankLog:
 
     def tell(self, text: str) -> None:
         """Print a line to the previous standard error."""
-        os.write(self.terminal, (text + "\n").encode())  # one call, so that lines of several ranks do not mix
+        line = printable(text) + "\n"
+        os.write(self.terminal, line.encode())  # one call, so that lines of several ranks do not mix
 
     def _point_to(self, file: IO[bytes]) -> None:
         file.flush()

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import NoReturn, TypeVar
 
 from gptlite.config import Config, from_yaml, to_yaml
-from gptlite.errors import ConfigError
+from gptlite.errors import ConfigError, one_line
 from gptlite.files import write_whole
+from gptlite.invocation import prepare_process
 from gptlite.launch.host_memory import lift, limit, limit_words, note_use, out_of_memory, prefer_oom_kill
 from gptlite.launch.rank_log import RankLog
 from gptlite.launch.starter import Starter
@@ -39,6 +40,7 @@ def main(arguments: list[str], pretrain: Callable[..., int] = exit_code) -> NoRe
     the run's exit code or the reason of a refusal. Any other end is a failure, after which the launcher stops the other
     ranks. `pretrain` is the function to run, which returns the exit code.
     """
+    prepare_process()
     folder, started, launcher = Path(arguments[0]), float(arguments[1]), int(arguments[2])
     die_with(launcher)
     prefer_oom_kill()  # the launcher must survive to report the failure
@@ -116,7 +118,7 @@ def under(starter: Starter, config: Config, started: float, pretrain: Callable[.
             lift()
             sys.exit(ran_out(f"rank {starter.rank}: {reason}", config, starter.world_size))
         if log:
-            log.tell(f"rank {starter.rank} failed: {type(error).__name__}: {error}; its output is in {log.path}")
+            log.tell(f"rank {starter.rank} failed: {one_line(error)}; its output is in {log.path}")
         raise
 
 
@@ -171,7 +173,10 @@ def note_failure(error: BaseException) -> None:
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
     with contextlib.suppress(OSError):
-        get_error_handler().record_exception(error)
+        try:
+            get_error_handler().record_exception(error)
+        except Exception:  # the exception's own code cannot print it
+            get_error_handler().record_exception(RuntimeError(one_line(error)).with_traceback(error.__traceback__))
 
 
 def end(code: int) -> NoReturn:

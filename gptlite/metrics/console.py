@@ -9,6 +9,8 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from gptlite.errors import printable
+
 WIDTH = 80  # columns of a terminal
 PART = "val_loss/"  # prefix of the loss of one dataset of a blend
 TRAIN_METRIC, VAL_METRIC = "train_", "val_"  # prefixes of a model's own metrics
@@ -87,13 +89,13 @@ def eval_line(row: Mapping[str, Any], max_steps: int, unit: str = "tokens") -> s
 def banner(lines: list[tuple[str, str]], title: str = "gptlite") -> str:
     """Format keys and values in two columns between horizontal rules, the upper one with the title. Long values wrap.
 
-    An empty key continues the entry above it.
+    An empty key continues the entry above it. Control characters are escaped.
     """
     indent = max((len(key) for key, _ in lines), default=0) + 4
     out = [f"== {title} ".ljust(WIDTH, "=")]
     for key, value in lines:
         out += textwrap.wrap(
-            value,
+            printable(value, "\n"),
             WIDTH,
             initial_indent=f"  {key}".ljust(indent),
             subsequent_indent=" " * indent,
@@ -104,8 +106,9 @@ def banner(lines: list[tuple[str, str]], title: str = "gptlite") -> str:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], right: str = "", indent: str = "  ") -> Iterator[str]:
-    """Yield lines of aligned columns under a header. The columns named in `right` are right-aligned."""
-    lines = [list(header), *map(list, rows)]
+    """Yield lines of aligned columns under a header. The columns named in `right` are right-aligned. Control characters
+    are escaped."""
+    lines = [list(map(printable, line)) for line in (header, *rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
     aligned_right = [name in right.split() for name in header]
     for line in lines:

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
+from gptlite.errors import first_line
 from gptlite.models.model import Model
 from gptlite.ops.inputs import Inputs
 from gptlite.ops.select import Ops
@@ -53,7 +54,7 @@ def count_flops(model: Model, length: int, example: tuple[Any, Tensor] | None = 
                 model.spec.forward(part, x, inputs).backward()
         except Exception as error:  # a model may raise anything, and unknown ops often cannot run without data
             if not unknown.names:  # otherwise the unknown op, reported below, explains the failure better
-                reason = (str(error).splitlines() or [type(error).__name__])[0]
+                reason = first_line(error) or type(error).__name__
                 raise Uncounted(f"a pass on the meta device fails: {reason}; define `flops` in the spec") from error
     if unknown.names:
         raise Uncounted(f"no FLOP formula for {unknown.names[0]}; define `flops` in the spec")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from gptlite.errors import ConfigError, one_line
+from gptlite.errors import ConfigError, one_line, text_of
 from gptlite.models.metrics import check_metrics
 from gptlite.models.plain import build_whole, input_shapes
 from gptlite.models.spec import ModelSpec, spec_of
@@ -90,13 +90,13 @@ class Model:
                 x, targets = tree_map(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype), (x, targets))
                 loss = self.spec.forward(self.build(Ops(), 0).eval(), x, Inputs(targets, metrics=found))
         except NotImplementedError as error:
-            if type(self.spec).__name__ in str(error):  # a method that the spec does not define
-                raise ConfigError(str(error)) from error
+            if type(self.spec).__name__ in text_of(error):  # a method that the spec does not define
+                raise ConfigError(text_of(error)) from error
             return
         except ConfigError:
             raise
         except Exception as error:  # a model may raise anything
-            if "meta" in str(error):
+            if "meta" in text_of(error):
                 return
             double = any(leaf.dtype == torch.float64 for leaf in tree_leaves(x))
             hint = "; return float32 samples" if double else ""

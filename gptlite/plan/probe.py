@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from gptlite.errors import ConfigError
+from gptlite.errors import ConfigError, first_line
 from gptlite.models.batch_norm import SyncedBatchNorm
 from gptlite.models.model import Model
 from gptlite.models.spec import spec_of
@@ -246,7 +246,7 @@ def _recorded(work: Workload, tp_rank: int, blocks: int) -> Iterator[_Part]:
                     raise
                 raise ConfigError(
                     f"the {model.spec.name} model cannot be planned: a pass on tensors without values raises "
-                    f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}; give the layout "
+                    f"{type(error).__name__}: {first_line(error)}; give the layout "
                     "(parallelism=zero2, ...) instead of parallelism=auto"
                 ) from error
 

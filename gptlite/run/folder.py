@@ -23,7 +23,7 @@ from gptlite.config import Config, from_yaml, read_saved, to_dict, to_yaml
 from gptlite.config.warm_start import too_few_ids
 from gptlite.data.order_log import OrderRow, note_order, note_spike
 from gptlite.data.tokenizer import Tokenizer
-from gptlite.errors import ConfigError
+from gptlite.errors import ConfigError, printable
 from gptlite.files import existing, open_inside, try_lock, unwritable, write_whole
 from gptlite.models.batch_norm import has_batch_norm
 from gptlite.models.spec import spec_of
@@ -151,19 +151,20 @@ class RunFolder:
         """Write lines to the terminal and to train.log, which also receives earlier lines when it is opened."""
         self.record(text)
         try:
-            self._console.print(text)
+            self._console.print(printable(text, "\n"))
         except OSError:  # the reader of a pipe has exited, e.g. tee at Ctrl-C: continue without it
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
     def error(self, text: str) -> None:
         """Write a line to train.log and to standard error."""
         self.record(text)
-        print(text, file=sys.stderr, flush=True)
+        print(printable(text, "\n"), file=sys.stderr, flush=True)
 
     def record(self, text: str) -> None:
         """Write lines to train.log only."""
         if not self.mesh.is_main:
             return
+        text = printable(text, "\n\t")
         if self._log_file is None:
             self._early.append(text)
         elif not self._log_file.closed:

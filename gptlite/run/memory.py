@@ -9,7 +9,7 @@ import torch
 
 from gptlite.config import Config
 from gptlite.config.batch import check_world
-from gptlite.errors import ConfigError
+from gptlite.errors import ConfigError, first_line
 from gptlite.invocation import command
 from gptlite.metrics.console import format_bytes
 from gptlite.models.spec import spec_of
@@ -74,7 +74,7 @@ def predicted(run: Run) -> list[tuple[str, str]]:
         work = planned(run.config, mesh.layout, mesh.device, run.policy, run.ops.attention)
         return [("memory", _words(replace(work, micro_batch_size=size)))]
     except Exception as error:  # the model's own code runs with fake tensors, and may fail in any way
-        return [("memory", f"n/a: {str(error).partition(chr(10))[0]}")]
+        return [("memory", f"n/a: {first_line(error)}")]
 
 
 def planned(config: Config, layout: Layout, device: torch.device, policy: Policy, attention: Attention) -> Workload:

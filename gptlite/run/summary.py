@@ -16,6 +16,7 @@ import torch
 from gptlite.config import Config, hydra_value
 from gptlite.config.plugins import as_override
 from gptlite.data.tokenizer import StreamDecoder
+from gptlite.errors import printable, text_of
 from gptlite.invocation import command
 from gptlite.metrics.console import banner, format_bytes, format_duration
 from gptlite.metrics.memory import memory_bytes
@@ -89,7 +90,7 @@ def conclude(
             raise
         run.error(f"error: {error}{ADVICE[type(error)].format(lr=config.optimizer.lr)}")
     except BaseException as error:
-        status = f"failed: {watch.verdict() or f'{type(error).__name__}: {error}'}"
+        status = f"failed: {watch.verdict() or f'{type(error).__name__}: {printable(text_of(error))}'}"
         run.record(traceback.format_exc())
         raise
     finally:
@@ -108,7 +109,7 @@ def conclude(
         try:
             _close(config, run, state, reporter, started, conclusion.outcome)
         except Exception as error:  # training is complete and saved, so a failed plot is only a warning
-            run.log(f"warning: the closing report failed: {type(error).__name__}: {error}")
+            run.log(f"warning: the closing report failed: {type(error).__name__}: {text_of(error)}")
 
 
 def _result(

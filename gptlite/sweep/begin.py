@@ -22,7 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 from gptlite.config import hydra_value
 from gptlite.config.overrides import key_of
 from gptlite.config.plugins import as_override, named_in, refuse_foreign
-from gptlite.errors import ConfigError
+from gptlite.errors import ConfigError, printable
 from gptlite.invocation import command
 from gptlite.progress import counted
 from gptlite.sweep.cells import checked_cells, parsed_overrides, swept_keys
@@ -91,7 +91,7 @@ class Sweep:
                 words = [f"{DIR}={hydra_value(str(self.folder.path))}"]
                 if plugins := named_in(self.folder.header["overrides"]):
                     words.append(as_override(plugins))
-                print(f"continue:    {command('train')} -m {shlex.join(words)}", flush=True)
+                print(printable(f"continue:    {command('train')} -m {shlex.join(words)}"), flush=True)
         return self._code
 
     def _settle(self, cells: Sequence[Record]) -> None:
@@ -102,7 +102,7 @@ class Sweep:
             if cell.status == PRUNED:
                 self.folder.keep(replace(cell, run_dir=""))
                 done[PRUNED] += 1
-                print(f"{cell.title} ({cell.name}): pruned: {cell.reason}")
+                print(printable(f"{cell.title} ({cell.name}): pruned: {cell.reason}"))
             elif not record or record.status == PRUNED:
                 self.folder.forget(cell.number)  # the presets have changed since then, or the cell has become legal
             else:
@@ -111,7 +111,7 @@ class Sweep:
         if cells:
             where = f"sweep of {counted(len(cells), 'cell')} in {self.folder.path}"
             one = "; no key has several values, as in optimizer.lr=1e-3,3e-3" * (not self.folder.header["swept"])
-            print(f"{where}: {len(cells) - done.total()} to run{words}{one}", flush=True)
+            print(printable(f"{where}: {len(cells) - done.total()} to run{words}{one}"), flush=True)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if self._received is None:

@@ -21,7 +21,7 @@ from omegaconf import DictConfig
 from gptlite.config import Config, typed
 from gptlite.config.plugins import import_plugins
 from gptlite.documents import checked
-from gptlite.errors import ConfigError
+from gptlite.errors import ConfigError, one_line, printable
 from gptlite.files import open_inside
 from gptlite.launch.rank_stop import EXIT_TERMINATED, SIGNALS
 from gptlite.parallelism.layout import Layout
@@ -51,13 +51,15 @@ def run_cell(raw: DictConfig) -> float | None:
         return None
     with folder.running(cell.number) as free:
         if not free:
-            print(f"{cell.title} ({cell.name}) is skipped, because another process is running it", flush=True)
+            words = f"{cell.title} ({cell.name}) is skipped, because another process is running it"
+            print(printable(words), flush=True)
             return None
         record = folder.record(cell.number, cell.digest)
         if record is None or not record.finished:
             log, before = folder.path / "records" / f"{cell.number}.log", record.wall_seconds if record else None
             position = f"{cell.title} of {header.get('cells') or '?'}"  # some sweepers have no fixed number of cells
-            print(f"\n{position}: {cell.name}\n  to watch it: tail -f {shlex.quote(str(log))}", flush=True)
+            print("", printable(f"{position}: {cell.name}"), sep="\n")
+            print(printable(f"  to watch it: tail -f {shlex.quote(str(log))}"), flush=True)
             with nullcontext() if here else passing_on_stops(folder):
                 record = attempt(raw, cell, log, before or 0.0)
             folder.keep(record)
@@ -98,7 +100,7 @@ def attempt(raw: DictConfig, cell: Record, log: Path, before: float) -> Record:
         ended = Ended(2, str(error))
     except Exception as error:  # such as a full disk; only this cell fails, not the sweep
         traceback.print_exc()
-        ended = Ended(1, f"{type(error).__name__}: {error}")
+        ended = Ended(1, one_line(error))
     cell.exit_code = ended.exit_code
     cell.wall_seconds = time.monotonic() - started + before
     cell.result = read_result(result.parent)
@@ -119,7 +121,7 @@ def with_status(record: Record, status: str, reason: str) -> Record:
     """Return the record with its status and reason set, and print them."""
     record.status, record.reason = status, " ".join(reason.split())[:LONGEST_REASON]
     words = f"{status}{f': {record.reason}' if record.reason else ''}"
-    print(f"{record.title} ({record.name}): {words}", flush=True)
+    print(printable(f"{record.title} ({record.name}): {words}"), flush=True)
     return record
 
 

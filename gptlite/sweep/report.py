@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import quote
 
+from gptlite.errors import printable
 from gptlite.files import write_whole
 from gptlite.sweep.compare import Comparison, Row, compare
 from gptlite.sweep.folder import FAILED, OK, OUT_OF_MEMORY, Record, SweepFolder
@@ -64,8 +65,11 @@ def page(folder: Path, found: Comparison, pictures: Sequence[Picture], final: bo
     def encoded(picture: Picture) -> str:
         return base64.b64encode((folder / picture.file).read_bytes()).decode("ascii")
 
+    def visible(value: object) -> object:
+        return printable(value, "\n") if isinstance(value, str) and not hasattr(value, "__html__") else value
+
     # The page must not execute HTML or scripts in a name or an error message.
-    pages = Environment(loader=PackageLoader("gptlite.sweep", ""), autoescape=True, trim_blocks=True)
+    pages = Environment(loader=PackageLoader("gptlite.sweep", ""), autoescape=True, trim_blocks=True, finalize=visible)
     columns = shown(found)
     return pages.get_template("report.html").render(
         name=folder.resolve().name,

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from gptlite.errors import printable
 from gptlite.invocation import command as written
 from gptlite.metrics.console import WIDTH, format_bytes, format_count, format_duration
 from gptlite.metrics.console import table as aligned
@@ -133,7 +134,7 @@ def table(found: Comparison, *, final: bool, bold: bool = False) -> str:
     columns = [by_key[key] for key in TERMINAL if any(row[key] is not None for row in found.rows)]
     while max(map(len, lines := _lines(found, columns))) > WIDTH:
         columns.pop()
-    if bold:
+    if bold:  # after control characters have been escaped
         lines = [f"\033[1m{line}\033[0m" if line.startswith("*") else line for line in lines]
     text = [f"== sweep: {found.counts} ".ljust(WIDTH, "="), *lines]
     if final:
@@ -145,11 +146,13 @@ def table(found: Comparison, *, final: bool, bold: bool = False) -> str:
         ]
         notes += [("best  ", found.best_words), ("by    ", found.judged_by)] if found.best else []
         for name, words in [*notes, *(("plan  ", words) for words in found.plan_words)]:
-            text += textwrap.wrap(words, WIDTH, initial_indent=name, subsequent_indent=" " * 6)
+            text += textwrap.wrap(
+                printable(words, "\n"), WIDTH, initial_indent=printable(name), subsequent_indent=" " * 6
+            )
         if found.best:
-            text.append(f"run   {command(found.best)}")  # not wrapped, so that it can be copied
+            text.append(f"run   {printable(command(found.best))}")  # not wrapped, so that it can be copied
         if len(above := {str(Path(row["run_dir"]).parent) for row in found.rows if row["run_dir"]}) == 1:
-            text.append(f"more  in {above.pop()}: runs, sweep.csv and sweep.html")
+            text.append(f"more  in {printable(above.pop())}: runs, sweep.csv and sweep.html")
     return "\n".join([*text, "=" * WIDTH])
 
 
@@ -170,7 +173,7 @@ def _lines(found: Comparison, columns: list[Column]) -> list[str]:
     for row, texts in zip(found.rows, rows, strict=True):
         name = "* "[not row["best"]] + row["name"]
         texts[0], own = (name, "") if len(row["name"]) <= NAME_WIDTH else ("", shorten(name, WIDTH))
-        above.append(own)
+        above.append(printable(own))
     titles = [each.title for each in columns]
     title, *lines = aligned([" cell", *titles[1:]], rows, right=" ".join(titles[2:]), indent="")
     return [title, *(line for pair in zip(above, lines, strict=True) for line in pair if line)]

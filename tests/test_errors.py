@@ -1,0 +1,102 @@
+"""Messages with anything in them are printed in one line."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gptlite.errors import ConfigError, first_line, known_home, one_line, printable, text_of
+
+CONTROL = "a\x1b[2J\rb\nc\td\x9b\u202e\u2066\u2028\ud800e"
+ESCAPED = r"a\x1b[2J\rb\nc\td\x9b\u202e\u2066\u2028\ud800e"
+
+
+class Unprintable(Exception):
+    """An exception of a plug-in, whose own code fails to print it."""
+
+    def __init__(self, way: str) -> None:
+        self.way = way
+
+    def __str__(self) -> str:
+        match self.way:
+            case "raises":
+                raise KeyError("no message")
+            case "exits":
+                sys.exit(0)
+            case "number":
+                return 7  # type: ignore[return-value]
+        return CONTROL
+
+
+def test_control_characters_are_escaped_once() -> None:
+    assert printable(CONTROL) == ESCAPED
+    assert printable(ESCAPED) == ESCAPED
+    assert printable("é 漢 ώ") == "é 漢 ώ"
+    assert printable("a\tb\nc\r", "\n\t") == "a\tb\nc\\r"
+
+
+def test_a_config_error_is_one_line_without_control_characters() -> None:
+    assert str(ConfigError(f"model.{CONTROL}=1")) == f"model.{ESCAPED}=1"
+
+
+@pytest.mark.parametrize("way", ["raises", "exits", "number", "control"])
+def test_an_exception_that_cannot_be_printed_is_one_line(way: str) -> None:
+    error = Unprintable(way)
+    for words in (one_line(error), f"{ConfigError(text_of(error))}", first_line(error)):
+        assert words.isprintable()
+        words.encode("utf-8")
+    assert one_line(error).startswith("Unprintable: ")
+
+
+def test_a_home_that_is_unknown_is_named_with_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as without HOME and an entry in passwd
+    words = r"^~/runs/a: no home folder is known for ~; set HOME, or give an absolute path$"
+    with pytest.raises(ConfigError, match=words), known_home():
+        Path("~/runs/a").expanduser()
+    with pytest.raises(RuntimeError, match="another"), known_home():
+        raise RuntimeError("another")
+
+
+def started(*redirections: str, code: str, **variables: str) -> subprocess.CompletedProcess[bytes]:
+    """A process that prepares itself as commands do, and then runs the code. Its file descriptor 3 is our pipe."""
+    program = f"from gptlite.invocation import prepare_process; prepare_process()\n{code}"
+    shell = f'exec "$0" -c "$1" {" ".join(redirections)}'
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "LC_", "LANG"))}
+    return subprocess.run(
+        ["/bin/sh", "-c", shell, sys.executable, program],
+        env=environment | {"PYTHONPATH": os.pathsep.join(sys.path)} | variables,
+        capture_output=True,
+        check=False,
+        timeout=60,
+    )
+
+
+def test_closed_streams_are_opened_so_that_no_file_takes_their_place(tmp_path: Path) -> None:
+    code = f"""
+import sys
+file = open({str(tmp_path / "data")!r}, "w")
+print("printed"); print("said", file=sys.stderr); sys.stdin.read(); sys.stdout.flush(); sys.stderr.flush()
+file.write(str(file.fileno() > 2)); file.close()
+"""
+    found = started("<&-", ">&-", "2>&-", code=code)
+    assert (found.returncode, (tmp_path / "data").read_text()) == (0, "True")
+
+
+def test_an_ascii_locale_reads_and_prints_other_names(tmp_path: Path) -> None:
+    folder = tmp_path / "é漢"
+    folder.mkdir()
+    code = f"""
+import os, sys
+name, = os.listdir({str(tmp_path)!r})
+print(ascii(name), name, chr(0xdc80)); print(name, file=sys.stderr)
+"""
+    for variables in ({"PYTHONUTF8": "0"}, {"PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii"}):
+        found = started(code=code, LC_ALL="C", PYTHONCOERCECLOCALE="0", **variables)
+        assert found.returncode == 0, found.stderr
+        first, second, third = found.stdout.split()
+        assert first == rb"'\xe9\u6f22'"
+        ascii_only = "PYTHONIOENCODING" in variables
+        assert second == (rb"\xe9\u6f22" if ascii_only else "é漢".encode())
+        assert third == rb"\udc80"
