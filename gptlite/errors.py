@@ -26,8 +26,8 @@ class ConfigError(ValueError):
 
 
 @contextmanager
-def known_home() -> Iterator[None]:
-    """Context manager that raises ConfigError for a path with `~` where the user has no home folder."""
+def known_home(key: str = "") -> Iterator[None]:
+    """Context manager that raises ConfigError for a path with `~`, the value of `key`, if no home folder is known."""
     try:
         yield
     except RuntimeError as error:
@@ -36,7 +36,8 @@ def known_home() -> Iterator[None]:
         while place.tb_next:
             place = place.tb_next
         path = place.tb_frame.f_locals.get("self", "~")  # of Path.expanduser
-        raise ConfigError(f"{path}: no home folder is known for ~; set HOME, or give an absolute path") from None
+        name = f"{key}={path}" if key else path
+        raise ConfigError(f"{name}: no home folder is known for ~; set HOME, or give an absolute path") from None
 
 
 @contextmanager

@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from gptlite.config import load
 from gptlite.errors import ConfigError, first_line, known_home, one_line, printable, text_of
+from gptlite.plan.config import ClusterConfig
+from gptlite.plan.local import this_machine
 
 CONTROL = "a\x1b[2J\rb\nc\td\x9b\u202e\u2066\u2028\ud800e"
 ESCAPED = r"a\x1b[2J\rb\nc\td\x9b\u202e\u2066\u2028\ud800e"
@@ -55,6 +58,9 @@ def test_a_home_that_is_unknown_is_named_with_the_path(monkeypatch: pytest.Monke
     words = r"^~/runs/a: no home folder is known for ~; set HOME, or give an absolute path$"
     with pytest.raises(ConfigError, match=words), known_home():
         Path("~/runs/a").expanduser()
+    with pytest.raises(ConfigError, match=r"^run\.dir=~/runs/a: "):
+        load(["data=synthetic", "run.dir='~/runs/a'"])
+    assert this_machine(ClusterConfig(), [].append).devices_per_node  # needs no calibration
     with pytest.raises(RuntimeError, match="another"), known_home():
         raise RuntimeError("another")
 

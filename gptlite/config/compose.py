@@ -21,7 +21,7 @@ from gptlite.config.plugins import import_plugins, named_in, refuse_unnamed
 from gptlite.config.saved import leaves, saved_config, saved_overrides
 from gptlite.config.schema import CONF_DIR, SCHEMAS, Config, choices, presets_of, register, schema_names
 from gptlite.config.warm_start import with_model
-from gptlite.errors import ConfigError
+from gptlite.errors import ConfigError, known_home
 from gptlite.invocation import localized
 from gptlite.models.spec import spec_of
 from gptlite.parallelism.config import ParallelismConfig
@@ -137,6 +137,9 @@ def typed(config: DictConfig, overrides: Iterable[str] = ()) -> Config:
     for key, value in leaves(result):
         if isinstance(value, str) and re.search("[\ud800-\udfff]", value):  # of bytes that are not UTF-8
             raise ConfigError(f"{key}={value} is not UTF-8, which config.yaml must be; rename the file or folder")
+        if isinstance(value, str) and re.match("~[^/]*/", value) and key != "data.cache_dir":  # not all data needs it
+            with known_home(key):
+                Path(value).expanduser()
     check(result)
     return result
 

@@ -21,7 +21,7 @@ from gptlite.data.samples import SampleLoader, SampleSets, open_samples
 from gptlite.data.stream import SampleStream
 from gptlite.data.text import find_files, split, text_digest
 from gptlite.data.tokenizer import NumberTokenizer
-from gptlite.errors import ConfigError
+from gptlite.errors import ConfigError, known_home
 from gptlite.parallelism.axes import CONTEXT
 from gptlite.parallelism.config import ParallelismConfig
 from gptlite.parallelism.layout import chunk_starts, largest_micro_batch
@@ -176,7 +176,8 @@ def prepared_folder(config: TextConfig | CorpusConfig, log: Log) -> Path:
 
 
 def _cache(config: DataConfig) -> Path:
-    return Path(config.cache_dir).expanduser()
+    with known_home("data.cache_dir"):
+        return Path(config.cache_dir).expanduser()
 
 
 def _key(config: TextConfig | CorpusConfig, log: Log) -> tuple[str, dict[str, str]]:

@@ -46,7 +46,11 @@ def this_machine(
         return replace(
             cluster, nodes=cluster.nodes or 1, devices_per_node=cluster.devices_per_node or _devices(cluster.device)
         )
-    measured = read_calibration(calibration.expanduser())
+    try:
+        file = calibration.expanduser()
+    except RuntimeError:  # without a home folder, nothing has been measured
+        file = None
+    measured = file and read_calibration(file)
     if measured is None:
         log(
             f"cluster=local has not been measured; for better predictions, run {command('plan')} calibrate (one minute)"
