@@ -21,7 +21,7 @@ from gptlite.config.overrides import key_of, values_of
 from gptlite.config.plugins import PluginsNotNamed, import_plugins, refuse_foreign, refuse_unnamed
 from gptlite.config.schema import RENAMED, SCHEMAS, Config, schema_names
 from gptlite.documents import DocumentError, checked, read_text, refuse_yaml
-from gptlite.errors import ConfigError
+from gptlite.errors import ConfigError, known_home
 from gptlite.models.registry import SPECS
 
 
@@ -162,7 +162,8 @@ def saved_overrides(arguments: list[str], config: Config | None = None) -> list[
 
 def saved_file(arguments: list[str]) -> Path:
     """Return the path of the config.yaml in `run.dir`."""
-    return Path(values_of(arguments).get("run.dir", "").strip("'\"")).expanduser() / "config.yaml"
+    with known_home("run.dir"):
+        return Path(values_of(arguments).get("run.dir", "").strip("'\"")).expanduser() / "config.yaml"
 
 
 def hydra_value(text: str) -> str:
