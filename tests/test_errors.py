@@ -1,5 +1,6 @@
 """Messages with anything in them are printed in one line."""
 
+import json
 import os
 import subprocess
 import sys
@@ -8,7 +9,10 @@ from pathlib import Path
 import pytest
 
 from gptlite.config import load
+from gptlite.config.plugins import import_plugins
 from gptlite.errors import ConfigError, first_line, known_home, one_line, printable, text_of
+from gptlite.launch.host_memory import out_of_memory
+from gptlite.launch.worker import note_failure
 from gptlite.plan.config import ClusterConfig
 from gptlite.plan.local import this_machine
 
@@ -51,6 +55,44 @@ def test_an_exception_that_cannot_be_printed_is_one_line(way: str) -> None:
         assert words.isprintable()
         words.encode("utf-8")
     assert one_line(error).startswith("Unprintable: ")
+
+
+@pytest.mark.parametrize("way", ["raises", "exits", "number", "control"])
+def test_a_plug_in_that_raises_it_is_refused_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    (tmp_path / f"mute_{way}.py").write_text(f"from test_errors import Unprintable\nraise Unprintable({way!r})\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    with pytest.raises(ConfigError) as refused:
+        import_plugins([f"mute_{way}"])
+    assert str(refused.value).startswith(f"plugins=[mute_{way}]: importing it raised Unprintable: ")
+    assert str(refused.value).isprintable()
+
+
+@pytest.mark.parametrize("way", ["raises", "exits", "number", "control"])
+def test_a_rank_that_raises_it_reports_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    try:
+        raise Unprintable(way)
+    except Unprintable as error:
+        note_failure(error)
+        reason = out_of_memory(error)
+    assert reason == ""
+    said = json.loads((tmp_path / "error.json").read_text())["message"]
+    assert "Unprintable: " in said["message"]
+    assert "raise Unprintable(way)" in said["extraInfo"]["py_callstack"]
+
+
+def test_a_run_that_raises_it_says_so_in_its_folder(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise Unprintable("raises")
+
+    monkeypatch.setattr(sys.modules["gptlite.pretrain"], "train", fail)  # the package has a function of this name
+    with pytest.raises(Unprintable):
+        run("mute")
+    status = json.loads((tmp_path / "mute" / "result.json").read_text())["status"]
+    assert status == "failed: Unprintable: (its message cannot be printed: KeyError)"
 
 
 def test_a_home_that_is_unknown_is_named_with_the_path(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -169,14 +169,15 @@ def die_with(launcher: int) -> None:
 
 
 def note_failure(error: BaseException) -> None:
-    """Write an exception with its traceback to the file that the elastic agent reads."""
+    """Write the exception that is being handled, with its traceback, to the file that the elastic agent reads."""
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
+    try:
+        str(error)
+    except (Exception, SystemExit):
+        error = RuntimeError(one_line(error))  # the traceback is that of the exception being handled
     with contextlib.suppress(OSError):
-        try:
-            get_error_handler().record_exception(error)
-        except Exception:  # the exception's own code cannot print it
-            get_error_handler().record_exception(RuntimeError(one_line(error)).with_traceback(error.__traceback__))
+        get_error_handler().record_exception(error)
 
 
 def end(code: int) -> NoReturn:

@@ -97,11 +97,11 @@ def banner(lines: list[tuple[str, str]], title: str = "gptlite") -> str:
         out += textwrap.wrap(
             printable(value, "\n"),
             WIDTH,
-            initial_indent=f"  {key}".ljust(indent),
+            initial_indent=f"  {printable(key)}".ljust(indent),
             subsequent_indent=" " * indent,
             break_long_words=False,  # paths and commands must stay copyable
             break_on_hyphens=False,
-        ) or [f"  {key}"]
+        ) or [f"  {printable(key)}"]
     return "\n".join([*out, "=" * WIDTH])
 
 

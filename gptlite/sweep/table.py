@@ -140,15 +140,16 @@ def table(found: Comparison, *, final: bool, bold: bool = False) -> str:
     if final:
         text.append("")
         notes = [
-            (f"  {shorten(row['name'], WIDTH - 20)}: {row['status']}: ", shorten(row["reason"], REASON_LENGTH))
+            (
+                f"  {shorten(printable(row['name']), WIDTH - 20)}: {row['status']}: ",
+                shorten(row["reason"], REASON_LENGTH),
+            )
             for row in found.rows
             if row["reason"] and row["status"] != PRUNED
         ]
         notes += [("best  ", found.best_words), ("by    ", found.judged_by)] if found.best else []
         for name, words in [*notes, *(("plan  ", words) for words in found.plan_words)]:
-            text += textwrap.wrap(
-                printable(words, "\n"), WIDTH, initial_indent=printable(name), subsequent_indent=" " * 6
-            )
+            text += textwrap.wrap(printable(words, "\n"), WIDTH, initial_indent=name, subsequent_indent=" " * 6)
         if found.best:
             text.append(f"run   {printable(command(found.best))}")  # not wrapped, so that it can be copied
         if len(above := {str(Path(row["run_dir"]).parent) for row in found.rows if row["run_dir"]}) == 1:
@@ -171,9 +172,9 @@ def _lines(found: Comparison, columns: list[Column]) -> list[str]:
     """Return the title line and a line for each cell. Names longer than NAME_WIDTH are on a separate line above."""
     rows, above = [[each.text(row) for each in columns] for row in found.rows], []
     for row, texts in zip(found.rows, rows, strict=True):
-        name = "* "[not row["best"]] + row["name"]
-        texts[0], own = (name, "") if len(row["name"]) <= NAME_WIDTH else ("", shorten(name, WIDTH))
-        above.append(printable(own))
+        name = "* "[not row["best"]] + printable(row["name"])
+        texts[0], own = (name, "") if len(name) <= NAME_WIDTH + 1 else ("", shorten(name, WIDTH))
+        above.append(own)
     titles = [each.title for each in columns]
     title, *lines = aligned([" cell", *titles[1:]], rows, right=" ".join(titles[2:]), indent="")
     return [title, *(line for pair in zip(above, lines, strict=True) for line in pair if line)]

@@ -2,7 +2,16 @@ import math
 
 import pytest
 
-from gptlite.metrics.console import WIDTH, banner, eval_line, format_bytes, format_count, format_duration, step_line
+from gptlite.metrics.console import (
+    WIDTH,
+    banner,
+    eval_line,
+    format_bytes,
+    format_count,
+    format_duration,
+    step_line,
+    table,
+)
 
 ROW = {
     "step": 120,
@@ -85,6 +94,14 @@ def test_eval_line_shows_both_units_of_loss():
     row = {"step": 250, "val_loss": 3.612, "val_bits_per_byte": 1.9042}
     assert eval_line(row, 1000) == "eval  250/1000 | val loss  3.6120 nats/token | 1.9042 bits/byte"
     assert eval_line(row | {"val_bits_per_byte": None}, 1000) == "eval  250/1000 | val loss  3.6120 nats/token"
+
+
+def test_control_characters_in_tables_are_escaped():
+    evil = "a\x1b[2J\rb\nc\u202e"
+    lines = list(table(("key", "value"), [(evil, "1"), ("b", evil)], right="value"))
+    assert len({len(line) for line in lines}) == 1
+    assert all(line.isprintable() for line in lines)
+    assert all(line.isprintable() for line in banner([("data", evil), (evil, "")]).split("\n"))
 
 
 def test_banner_aligns_values_and_wraps_within_its_width():

@@ -174,6 +174,20 @@ def test_names_and_reasons_are_words_and_never_markup(tmp_path: Path) -> None:
     assert all("script" in "".join(words) for words in page.rows[1:])
 
 
+def test_control_characters_are_escaped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    evil = "a\x1b[2J\rb\nc\u202e"
+    nasty = [
+        record(0, evil, overrides=[f"run.name={evil}"], run_dir=f"{evil}/0"),
+        record(1, evil * 9, status=FAILED, reason=evil, run_dir=f"{evil}/1"),
+    ]
+    assert written(tmp_path, nasty, final=True) == []
+    printed = capsys.readouterr().out
+    assert all(line.isprintable() for line in printed.split("\n")), printed
+    assert r"a\x1b[2J\rb\nc\u202e" in printed
+    page = (tmp_path / "sweep.html").read_text(encoding="utf-8")
+    assert not {"\x1b", "\r", "\u202e"} & set(page)
+
+
 def test_long_names_and_reasons_stay_in_bounds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     long = [
         record(0, "n" * 3000, run_dir="0", status=FAILED, reason="line\n" * 9000, layout="l" * 500),
