@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from gptlite.checkpoint_tool.places import existing
+from gptlite.errors import printable
 from gptlite.progress import log
 
 
@@ -25,5 +26,5 @@ def run(paths: list[str], options: Options) -> int:
     from gptlite.checkpoint_tool.huggingface import import_
 
     source, target = paths
-    print(import_(existing(source), Path(target).expanduser(), plugins=options.plugins, log=log))
+    print(printable(import_(existing(source), Path(target).expanduser(), plugins=options.plugins, log=log)))
     return 0

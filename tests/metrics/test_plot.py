@@ -67,6 +67,13 @@ def test_nothing_to_plot_is_an_error_and_the_old_picture_stays(tmp_path):
     assert (tmp_path / "curves.png").read_bytes() == b"old"
 
 
+def test_a_name_is_text_whatever_it_has(tmp_path):
+    folder = tmp_path / "a$\\x$\x1b\nb"
+    folder.mkdir()
+    write_run(folder / "metrics.jsonl", range(1, 5), lambda step: 3.0)
+    assert plot_curves(folder / "metrics.jsonl", folder / "curves.png").stat().st_size
+
+
 def test_smoothing_keeps_a_constant_and_has_no_lag():
     assert smooth([3.0] * 50, 5) == pytest.approx([3.0] * 50)
     line = [float(i) for i in range(100)]
