@@ -1,5 +1,7 @@
 """User errors. Each message is one line that names the key, its value and the fix."""
 
+import errno
+import io
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -95,3 +97,67 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
     close = get_close_matches(word, list(known), n=1)
     return f"; did you mean {close[0]}?" if close else ""
+
+
+# What helps against an error of the operating system.
+CURES = {
+    errno.ENOSPC: "free some space, or {elsewhere}",
+    errno.EDQUOT: "free some space, raise the quota, or {elsewhere}",
+    errno.EFBIG: "raise the limit of file sizes (ulimit -f), or {elsewhere}",
+    errno.EACCES: "change the permissions, or {elsewhere}",
+    errno.EPERM: "change the permissions, or {elsewhere}",
+    errno.EROFS: "mount it writable, or {elsewhere}",
+    errno.EMFILE: "raise the limit of open files (ulimit -n), and run the same command again",
+    errno.ENFILE: "close other programs, or raise the system's limit of open files (sysctl fs.file-max)",
+    errno.ENAMETOOLONG: "{elsewhere} that is shorter",
+    errno.EISDIR: "it is a folder; remove it, or {elsewhere}",
+    errno.ENOTDIR: "a folder of this path is a file; remove that file, or {elsewhere}",
+    errno.EEXIST: "remove it, or {elsewhere}",
+    errno.ENOTEMPTY: "empty it, or {elsewhere}",
+    errno.ENOENT: "create it, or {elsewhere}; if it has just been removed, run the same command again",
+    errno.ELOOP: "remove the link",
+    errno.EXDEV: "{elsewhere}, on the same file system",
+    errno.ESTALE: "the file server has lost it; mount it again, and run the same command again",
+    errno.EIO: "check the disk (dmesg shows its errors), or {elsewhere}",
+    errno.ETIMEDOUT: "check the file server and the network, and run the same command again",
+    errno.EAGAIN: "raise the limit of processes (ulimit -u), and run the same command again",
+    errno.ENOMEM: "close other programs, or use a machine with more memory",
+}
+# Errors of reading and writing an open file, to which Python adds no name.
+_UNNAMED = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ESTALE, errno.EACCES, errno.EROFS, errno.EISDIR}
+
+
+def system_error(error: OSError, elsewhere: str = "give another path") -> str:
+    """Return an OSError in one line: the file, the reason, and what helps (`CURES`), such as what to give instead."""
+    names = [os.fsdecode(each) for each in (named(error).filename, error.filename2) if isinstance(each, str | bytes)]
+    reason = error.strerror if isinstance(error.strerror, str) else text_of(error)
+    words = " ".join((reason or type(error).__name__).split())  # of one line
+    cure = CURES.get(error.errno or 0, "").format(elsewhere=elsewhere)
+    cure *= cure not in words
+    return printable(f"{' -> '.join(names)}{': ' * bool(names)}{words}{'; ' * bool(cure)}{cure}")
+
+
+def named(error: OSError) -> OSError:
+    """Return the error, with the name of the file if it has none, because it is of reading or writing an open file.
+
+    The file is then a variable of a function in the traceback, or an attribute of one.
+    """
+    from traceback import walk_tb  # imported only for an error
+
+    if error.filename is None and error.errno in _UNNAMED:
+        frames = [frame for frame, _ in walk_tb(error.__traceback__)]
+        variables = [each for frame in reversed(frames) for each in frame.f_locals.values()]
+        values = (value for each in variables for value in (each, *tuple(getattr(each, "__dict__", {}).values())))
+        names = (getattr(each, "name", None) for each in values if isinstance(each, io.IOBase))
+        error.filename = next((name for name in names if isinstance(name, str) and not name.startswith("<")), None)
+    return error
+
+
+@contextmanager
+def naming(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Context manager for the use of an open file: adds its `path` to errors that do not name a file."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or os.fspath(path)
+        raise

@@ -13,14 +13,14 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any, BinaryIO
 
-from gptlite.errors import ConfigError
+from gptlite.errors import ConfigError, naming
 
 LINK = "a symbolic link leads elsewhere; remove the link"
 _LOCK, _WHOLE, _REPLACED = "lock", "whole", "replaced"  # in the folder of a new folder in progress
 _SPECIAL = ((stat.S_ISFIFO, "pipe"), (stat.S_ISSOCK, "socket"), (stat.S_ISCHR, "device"), (stat.S_ISBLK, "device"))
 
 
-def open_regular(path: str | Path, mode: str = "rb", **options: Any) -> IO[Any]:
+def open_regular(path: str | Path, mode: str = "rb", **options: Any) -> Any:
     """Open a file for reading, like `open`. Links are followed.
 
     Raises ConfigError if it is a pipe, a socket or a device, whose end may never come; OSError if it is a folder or
@@ -66,7 +66,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     """
     temporary = path.with_name(f".tmp-{path.name}-{uuid.uuid4().hex[:8]}")
     try:
-        with open(temporary, "wb") as file:
+        with naming(path), open(temporary, "wb") as file:
             yield file
             _sync(file)  # before the rename, or a power failure could leave an empty file under the final name
         os.replace(temporary, path)
@@ -83,7 +83,7 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
 def write_synced(path: Path, content: str | bytes) -> None:
     """Write a file without a rename and sync it, for files whose name or folder is still temporary."""
-    with open(path, "wb") as file:
+    with naming(path), open(path, "wb") as file:
         file.write(_bytes(content))
         _sync(file)
 
@@ -129,7 +129,8 @@ def sync_folder(folder: Path) -> None:
     """Sync a folder's entries. Without this, a new or renamed file may be lost in a power failure."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        with naming(folder):
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
@@ -138,7 +139,7 @@ def sync_tree(folder: Path) -> None:
     """Sync all files below a folder, and their directory entries."""
     for parent, _, names in os.walk(folder):
         for name in names:
-            with open(Path(parent, name), "rb") as file:
+            with naming(path := os.path.join(parent, name)), open(path, "rb") as file:
                 os.fsync(file.fileno())
         sync_folder(Path(parent))
 

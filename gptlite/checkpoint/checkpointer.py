@@ -21,7 +21,7 @@ from gptlite.checkpoint.load import verify_together
 from gptlite.checkpoint.manifest import DamagedCheckpoint, Entries, read_manifest, write_manifest
 from gptlite.checkpoint.parts import Parts
 from gptlite.checkpoint.space import disk_bytes
-from gptlite.errors import ConfigError
+from gptlite.errors import ConfigError, system_error
 from gptlite.parallelism.layout import ONE_RANK
 from gptlite.parallelism.mesh import Mesh
 from gptlite.parallelism.rank_sync import ALONE, from_all, from_main, together
@@ -276,7 +276,7 @@ def _remove(folders: list[Path], log: Log) -> None:
         try:
             store.remove(folder)
         except OSError as error:
-            log(f"checkpoint: {error}")
+            log(f"checkpoint: {system_error(error)}")
 
 
 def _samples(folder: Path) -> int:

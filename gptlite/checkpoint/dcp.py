@@ -45,6 +45,7 @@ from gptlite.checkpoint.hashed_file import HashedFile
 from gptlite.checkpoint.manifest import DamagedCheckpoint, Entries
 from gptlite.checkpoint.metadata import check_metadata
 from gptlite.checkpoint.parts import Parts
+from gptlite.files import open_regular
 from gptlite.parallelism.mesh import Mesh
 from gptlite.parallelism.rank_sync import from_all
 from gptlite.progress import Log
@@ -188,7 +189,7 @@ class _Reader(FileSystemReader):
         return _done(None)
 
     def _read_box(self, place: Any, item: ReadItem, planner: LoadPlanner) -> None:
-        with self.fs.create_stream(Path(self.path) / place.relative_path, "rb") as file:
+        with open_regular(Path(self.path) / place.relative_path) as file:
             # weights_only: an untrusted checkpoint must not run code.
             stored = torch.load(self._slice_file(file, place), map_location="cpu", weights_only=True)
         index, target = item.storage_index, planner.resolve_tensor(item).detach()

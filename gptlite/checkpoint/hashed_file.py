@@ -11,6 +11,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from gptlite.errors import naming
+
 PIECE = 1 << 22  # bytes hashed and written at a time; a multiple of any disk's block size
 
 
@@ -23,6 +25,7 @@ class HashedFile:
     """
 
     def __init__(self, path: Path) -> None:
+        self._path = path
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         self._set_direct(True)
         self._threads, self._digest = ThreadPoolExecutor(2, "checkpoint file"), hashlib.sha256()
@@ -70,7 +73,8 @@ class HashedFile:
                 self._set_direct(False)  # the last piece may end within a block
                 self._send()
                 self._wait()
-                os.fsync(self._descriptor)
+                with naming(self._path):
+                    os.fsync(self._descriptor)
                 self.entry = {"bytes": self._size, "sha256": self._digest.hexdigest()}
         finally:
             self._threads.shutdown()
@@ -103,7 +107,7 @@ class HashedFile:
                 count = os.pwrite(self._descriptor, view, offset)
             except OSError as error:
                 if error.errno != errno.EINVAL or not self._direct:
-                    raise
+                    raise OSError(error.errno, error.strerror, str(self._path)) from None
                 self._set_direct(False)  # the file system accepted O_DIRECT, but the write failed
                 continue
             view, offset = view[count:], offset + count

@@ -12,16 +12,17 @@ import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Annotated, Any, BinaryIO, TypedDict
 
 import torch
 from torch import Tensor
 
 from gptlite import documents
-from gptlite.errors import ConfigError
-from gptlite.files import write_synced
+from gptlite.errors import ConfigError, naming, system_error
+from gptlite.files import open_regular, refuse_special, write_synced
 from gptlite.progress import Log, Progress
 
 SINGLE, INDEX, PICKLE = "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"
@@ -31,6 +32,12 @@ DTYPES = {
 }  # fmt: skip
 BLOCK_BYTES = 1 << 24  # bytes converted and written at a time
 MOST_HEADER_BYTES = 100_000_000  # the safetensors package's limit
+
+
+class _Entry(TypedDict):
+    dtype: str
+    shape: list[documents.Count]
+    data_offsets: Annotated[list[documents.Count], documents.Between(2, 2)]
 
 
 @dataclass(frozen=True)
@@ -85,7 +92,7 @@ def _write(path: Path, tensors: Sequence[Stored], progress: Progress) -> None:
         header[each.name] = {"dtype": names[each.dtype], "shape": list(each.shape), "data_offsets": offsets}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # aligns the data
-    with open(path, "xb") as file:  # x: fails if the file exists
+    with naming(path), open(path, "xb") as file:  # x: fails if the file exists
         file.write(len(text).to_bytes(8, "little") + text)
         for each in tensors:
             _write_tensor(file, each, progress)
@@ -130,25 +137,41 @@ def open_weights(folder: Path, canonical: Callable[[str], str | None]) -> dict[s
 def _of_file(path: Path) -> dict[str, Stored]:
     """Return the tensors of a safetensors file. They stay on disk until they are read."""
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             length = int.from_bytes(file.read(8), "little")
             size = os.fstat(file.fileno()).st_size - 8 - length
             if size < 0 or length > MOST_HEADER_BYTES:
                 raise ValueError("it ends within its header")
-            header = json.loads(file.read(length))
+            header = documents.parse_json(file.read(length), dict[str, Any])
         header.pop("__metadata__", None)
-        found = {name: _entry(path, name, entry, 8 + length, size) for name, entry in header.items()}
+        entries = {name: documents.checked(entry, _Entry, name) for name, entry in header.items()}
+        _refuse_other_than_adjacent(entries)
+        found = {name: _entry(path, name, entry, 8 + length, size) for name, entry in entries.items()}
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ConfigError(f"cannot read {system_error(error)}") from None
+    except ConfigError:
+        raise
+    except ValueError as error:
         raise ConfigError(f"{path} is not a safetensors file, or is damaged: {error}; download it again") from None
     if sum(each.num_bytes for each in found.values()) != size:
         raise ConfigError(f"{path} has {size} bytes of data, which does not match its header; download it again")
     return found
 
 
-def _entry(path: Path, name: str, entry: dict[str, Any], data: int, size: int) -> Stored:
-    """Return a tensor from its header entry. Raises ValueError, KeyError or TypeError for an invalid entry."""
+def _refuse_other_than_adjacent(entries: dict[str, _Entry]) -> None:
+    """Raise ValueError if the data of two tensors overlap or have a hole between them, as bytes would be read twice or
+    hidden."""
+    places = sorted((*entry["data_offsets"], name) for name, entry in entries.items())
+    for (_, end, name), (begin, stop, other) in pairwise(places):
+        if begin < end:
+            raise ValueError(f"the data of {name} and of {other} overlap by {min(end, stop) - begin} bytes")
+    for (_, end, name), (begin, _, other) in pairwise([(0, 0, "the header"), *places]):
+        if begin > end:
+            raise ValueError(f"{begin - end} bytes between {name} and {other} are of no tensor")
+
+
+def _entry(path: Path, name: str, entry: _Entry, data: int, size: int) -> Stored:
+    """Return a tensor from its header entry. Raises ValueError for an invalid entry."""
     shape, (begin, end) = tuple(entry["shape"]), entry["data_offsets"]
     if entry["dtype"] not in DTYPES:
         raise ValueError(f"{name} has the unknown dtype {entry['dtype']}")
@@ -156,7 +179,7 @@ def _entry(path: Path, name: str, entry: dict[str, Any], data: int, size: int) -
 
     def read() -> Tensor:
         content = bytearray(end - begin)  # writable, or torch.frombuffer warns
-        with open(path, "rb") as file:
+        with open_regular(path) as file, naming(path):
             file.seek(data + begin)
             if file.readinto(content) != len(content):
                 raise ConfigError(f"{path} ends within {name}; download it again")
@@ -164,8 +187,7 @@ def _entry(path: Path, name: str, entry: dict[str, Any], data: int, size: int) -
         return torch.frombuffer(content, dtype=dtype).reshape(shape) if content else torch.empty(shape, dtype=dtype)
 
     stored = Stored(name, shape, dtype, read)
-    # `type` instead of isinstance, since a bool is an int too.
-    if not all(type(n) is int and n >= 0 for n in (*shape, begin)) or end - begin != stored.num_bytes or end > size:
+    if end - begin != stored.num_bytes or end > size:
         raise ValueError(f"the shape or the offsets of {name} are invalid")
     return stored
 
@@ -195,6 +217,7 @@ def load_pickle(path: Path, *, mapped: bool = False) -> dict[str, Tensor]:
 
     Unpickling runs no code from the file. Raises ConfigError, naming the file, if it is not a state dict of tensors.
     """
+    refuse_special(path)
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except Exception as error:  # a hostile pickle can raise anything
@@ -217,6 +240,6 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         return documents.read_json(path, dict[str, Any])
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+        raise ConfigError(f"cannot read {system_error(error)}") from None
     except documents.DocumentError as error:
         raise ConfigError(f"{path} cannot be used: {error}") from None

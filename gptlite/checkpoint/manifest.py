@@ -20,7 +20,7 @@ import gptlite
 from gptlite.checkpoint.store import step_of
 from gptlite.documents import Count, Digest, DocumentError, Matching, checked, read_bytes, read_json
 from gptlite.errors import ConfigError
-from gptlite.files import write_synced
+from gptlite.files import open_regular, write_synced
 from gptlite.parallelism.layout import ONE_RANK
 from gptlite.progress import Log, Progress
 
@@ -270,7 +270,7 @@ def _checksum(content: dict[str, Any]) -> str:
 def _hash(path: Path, progress: Progress) -> str:
     """Return the SHA-256 of a file, read from disk: cached pages are dropped first."""
     digest, buffer = hashlib.sha256(), memoryview(bytearray(max(1, min(path.stat().st_size, 1 << 20))))
-    with open(path, "rb", buffering=0) as file:
+    with open_regular(path, buffering=0) as file:
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         while count := file.readinto(buffer):

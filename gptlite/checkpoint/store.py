@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from gptlite.errors import system_error
 from gptlite.files import make_inside, open_inside, sync_folder, try_lock, write_whole
 from gptlite.progress import Log
 
@@ -49,7 +50,8 @@ def writing(root: Path, log: Log) -> Iterator[None]:
         if try_lock(lock):
             for path in (*root.glob(".tmp-*"), *root.glob(".trash-*")):
                 log(f"checkpoint: removing {path.name}, left by a process that ended while writing")
-                _delete(path)
+                if reason := _delete(path):
+                    log(f"checkpoint: cannot be removed wholly: {system_error(reason)}")
         # The exclusive lock is released before the shared one is held. This is safe, as no files are written yet.
         try_lock(lock, shared=True, wait=True)
         yield
@@ -116,7 +118,10 @@ def _delete(path: Path) -> OSError | None:
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, onerror=note)  # which follows no link
     else:
-        path.unlink(missing_ok=True)
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            errors.append(error)
     return errors[0] if errors else None
 
 

@@ -17,10 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gptlite import limits
 from gptlite.checkpoint.compare import Effect, compare_configs, flatten
 from gptlite.checkpoint.find import is_step
 from gptlite.checkpoint.manifest import Entries, Manifest, in_words, read_manifest
 from gptlite.checkpoint_tool.places import checkpoint_config, config_of, existing, one_checkpoint
+from gptlite.documents import DocumentError, read_text
 from gptlite.errors import ConfigError, printable
 from gptlite.metrics.console import table
 from gptlite.progress import log
@@ -57,9 +59,9 @@ def read_side(path: str) -> Side:
     found = existing(path)
     if found.is_file():
         try:
-            return Side(found, config_of(found.read_text(encoding="utf-8"), path), None)
-        except UnicodeDecodeError:
-            raise ConfigError(f"{path} is not text; give a config.yaml, a run or a checkpoint") from None
+            return Side(found, config_of(read_text(found, limits.YAML_BYTES), path), None)
+        except DocumentError as error:
+            raise ConfigError(f"{path}: {error}; give a config.yaml, a run or a checkpoint") from None
     saved = found / "config.yaml"
     if not is_step(found) and saved.is_file() and not any((found / "checkpoints").glob("step-*")):
         return read_side(str(saved))

@@ -29,7 +29,7 @@ from gptlite.data.config import DataConfig, TextConfig
 from gptlite.data.export_tokenizer import tokenizer_files
 from gptlite.data.sentence_piece import SentencePieceTokenizer
 from gptlite.data.tokenizer import load_tokenizer
-from gptlite.errors import ConfigError, did_you_mean
+from gptlite.errors import ConfigError, did_you_mean, system_error
 from gptlite.files import new_folder, refuse_used, write_synced
 from gptlite.invocation import command
 from gptlite.models.config import ModelConfig
@@ -330,4 +330,4 @@ def _errors_of_the_disk(where: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise ConfigError(f"{where}: {(error.strerror or str(error)).lower()}; give another folder") from None
+        raise ConfigError(f"{where}: {system_error(error, 'give another folder')}") from None

@@ -14,7 +14,7 @@ from gptlite.checkpoint.manifest import read_file
 from gptlite.config import from_yaml, to_dict
 from gptlite.documents import refuse_yaml
 from gptlite.errors import ConfigError, did_you_mean
-from gptlite.files import try_lock
+from gptlite.files import open_regular, try_lock
 from gptlite.metrics.console import format_duration
 from gptlite.progress import log
 
@@ -86,7 +86,7 @@ def has_writer(root: Path) -> bool | None:
     """Return True if a process holds the writers' lock of `root`; None if the file system has no locks."""
     if not (root / ".lock").exists():
         return False
-    with open(root / ".lock") as lock:
+    with open_regular(root / ".lock") as lock:
         alone = try_lock(lock)
     return None if alone is None else not alone
 

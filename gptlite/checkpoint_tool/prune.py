@@ -6,6 +6,8 @@ if none passes, nothing is removed. Damaged checkpoints do not count towards K; 
 dead processes have left (.tmp-, .trash-) are removed too. The run may be training at the same time.
 """
 
+import errno
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +15,8 @@ from pathlib import Path
 from gptlite.checkpoint import store
 from gptlite.checkpoint.find import beyond, damage
 from gptlite.checkpoint_tool.places import has_writer, leftovers, roots, size_on_disk
-from gptlite.errors import ConfigError, printable
+from gptlite.documents import read_text
+from gptlite.errors import ConfigError, printable, system_error
 from gptlite.metrics.console import format_bytes
 from gptlite.progress import counted, log
 
@@ -45,8 +48,11 @@ def run(paths: list[str], options: Options) -> int:
     if goes and not options.yes:
         print("nothing is removed yet; give yes=true to remove")
     elif goes:
-        _remove(root, newest, goes)
-        print("removed")
+        failed = _remove(root, newest, goes)
+        print(f"removed {len(goes) - len(failed)} of {len(goes)}" if failed else "removed")
+        for error in failed:
+            print(f"error: {system_error(error)}", file=sys.stderr)
+        return int(bool(failed))
     return 0
 
 
@@ -90,11 +96,19 @@ def plan(root: Path, keep: int, every: int, damaged: bool) -> tuple[Path | None,
     return newest, stays, goes
 
 
-def _remove(root: Path, newest: Path | None, goes: Iterable[Path]) -> None:
+def _remove(root: Path, newest: Path | None, goes: Iterable[Path]) -> list[OSError]:
+    """Remove the paths, and return the errors of those that cannot be removed."""
+    failed: list[OSError] = []
     with store.writing(root, log):  # removes leftovers of dead processes, never files of a live one
         for folder in goes:
-            if not folder.name.startswith("."):
-                store.remove(folder)
+            try:
+                if not folder.name.startswith("."):
+                    store.remove(folder)
+                elif folder.exists():
+                    raise OSError(errno.ENOTEMPTY, "cannot be removed", str(folder))
+            except OSError as error:
+                failed.append(error)
         latest = root / "latest"
-        if newest is not None and latest.exists() and not (root / latest.read_text().strip()).is_dir():
+        if newest is not None and latest.exists() and not (root / read_text(latest).strip()).is_dir():
             store.point_latest(newest)
+    return failed

@@ -23,7 +23,7 @@ from gptlite.config.messages import refusals, unknown_key
 from gptlite.config.plugins import import_plugins, named_in
 from gptlite.config.schema import known_keys
 from gptlite.config.warm_start import with_model
-from gptlite.errors import ConfigError, did_you_mean, known_home
+from gptlite.errors import ConfigError, did_you_mean, known_home, system_error
 from gptlite.invocation import localized, prepare_process
 from gptlite.launch.hostfile import run as run_on_hosts
 from gptlite.launch.hostfile import take_flags
@@ -180,7 +180,7 @@ def guarded(action: Callable[[], int | None]) -> int:
     except BrokenPipeError:
         return pipe_closed()
     except OSError as error:  # e.g. a full disk; train.log has the traceback if it was open
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {system_error(error)}", file=sys.stderr)
         return EXIT_FAILED
     except Exception:
         traceback.print_exc()

@@ -18,7 +18,7 @@ from typing import Any, NoReturn, TypeVar
 from omegaconf import OmegaConf
 
 from gptlite.documents import shown
-from gptlite.errors import ConfigError, did_you_mean, known_home
+from gptlite.errors import ConfigError, did_you_mean, known_home, system_error
 from gptlite.invocation import localized, prepare_process
 from gptlite.limits import INTEGER
 
@@ -46,7 +46,7 @@ def run_tool(main: Callable[[Any], int | None], schema: type[Any], usage: str | 
     except BrokenPipeError:
         sys.exit(pipe_closed())
     except OSError as error:  # such as a full disk or a missing permission
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {system_error(error)}", file=sys.stderr)
         sys.exit(1)
 
 

@@ -1,7 +1,6 @@
 """Content-addressed cache of prepared folders: each is made once and named by the hash of its key."""
 
 import contextlib
-import errno
 import hashlib
 import json
 import os
@@ -10,11 +9,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
-from gptlite.errors import ConfigError
+from gptlite.errors import ConfigError, system_error
 from gptlite.files import new_folder, try_lock
 from gptlite.progress import Log
-
-_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def cached_folder(root: Path, name: str, key: dict[str, str], make: Callable[[Path], None], log: Log) -> Path:
@@ -48,11 +45,8 @@ def _make(folder: Path, key: str, make: Callable[[Path], None]) -> None:
             make(temporary)
             (temporary / "key.json").write_text(key + "\n", encoding="utf-8")
     except OSError as error:
-        full = error.errno in _FULL
-        fix = "free some space, or " if full else "if the error names a path in the cache, "
-        raise ConfigError(
-            f"data could not be prepared in data.cache_dir={folder.parent}: {error}; {fix}give another data.cache_dir"
-        ) from error
+        words = system_error(error, "give another data.cache_dir")
+        raise ConfigError(f"data could not be prepared in data.cache_dir={folder.parent}: {words}") from error
 
 
 @contextmanager
@@ -63,7 +57,9 @@ def _locked(root: Path, name: str, notice: str, log: Log) -> Iterator[None]:
         root.mkdir(parents=True, exist_ok=True)
         file = _hold(path, notice, log)
     except OSError as error:
-        raise ConfigError(f"data.cache_dir={root} cannot be written: {error}; give another data.cache_dir") from error
+        raise ConfigError(
+            f"data.cache_dir={root} cannot be written: {system_error(error, 'give another data.cache_dir')}"
+        ) from error
     with file:
         try:
             yield

@@ -2,7 +2,9 @@
 
 from pathlib import Path
 
+from gptlite import limits
 from gptlite.data.tokenizer import DEFINITION, ByteTokenizer, Tokenizer, load_tokenizer
+from gptlite.documents import read_bytes
 from gptlite.errors import ConfigError
 from gptlite.invocation import command
 
@@ -64,7 +66,7 @@ def _of_file(path: Path, spec: str, eod: str | None) -> Tokenizer:
 
             if is_ranks(path):
                 return TiktokenTokenizer.of_llama(path, eod)
-            return SentencePieceTokenizer(path.read_bytes())
+            return SentencePieceTokenizer(read_bytes(path, limits.TOKENIZER_BYTES))
         case ".tiktoken":
             from gptlite.data.tiktoken_tokenizer import TiktokenTokenizer
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from gptlite.data.config import ImageFolderConfig
 from gptlite.data.images import ToTensor, divided, require
 from gptlite.errors import ConfigError
+from gptlite.files import open_regular
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".ppm", ".pgm", ".tif", ".tiff")
 VALIDATION = ("val", "valid", "validation", "test")
@@ -33,7 +34,7 @@ class ImageFolder:
 
         file = self.root / self.files[index]
         try:
-            with Image.open(file) as image:
+            with open_regular(file) as opened, Image.open(opened) as image:
                 pixels = self.convert(image)
         except Exception as error:  # Pillow raises many types of errors
             raise ConfigError(f"{file} cannot be read as an image ({error}); replace or delete it") from error

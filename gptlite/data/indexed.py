@@ -32,7 +32,7 @@ import numpy as np
 from gptlite import limits
 from gptlite.documents import Between, Count, read_json
 from gptlite.errors import ConfigError
-from gptlite.files import sync_folder, write_synced
+from gptlite.files import open_regular, sync_folder, write_synced
 from gptlite.progress import Progress
 
 MAGIC = b"MMIDIDX\0\0"
@@ -314,7 +314,7 @@ class IndexedDataset:
 def _read_header(path: Path) -> tuple[np.dtype, int, int, bool]:
     """Return the dtype of the tokens, S, D (see the module), and True if the file has modes."""
     size = file_size(path)
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         raw = file.read(_HEADER.size)
     if len(raw) < _HEADER.size or not raw.startswith(MAGIC):
         raise damaged(path, f"it does not begin with {MAGIC!r}")

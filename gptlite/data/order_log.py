@@ -79,7 +79,7 @@ def note_spike(folder: Path, step: int, spike_step: int, skipped: tuple[int, int
     """
     row = {"step": step, "spike_step": spike_step, "skipped": list(skipped)}
     path = folder / FILE_NAME
-    if not path.exists() or json.dumps(row) not in path.read_text(encoding="utf-8", errors="replace").splitlines():
+    if not path.exists() or json.dumps(row) not in "".join(_lines(path)).splitlines():
         _append(folder, row)
 
 
@@ -93,13 +93,17 @@ def _append(folder: Path, row: dict[str, Any]) -> None:
         os.fsync(file.fileno())
 
 
+def _lines(path: Path) -> list[str]:
+    with open_regular(path, "r", encoding="utf-8", errors="replace") as file:
+        return file.read().splitlines(keepends=True)
+
+
 def read_order(folder: Path) -> list[OrderRow]:
     """Return the rows, oldest first; [] for a run without a log. Raises ConfigError naming a damaged line."""
     path = folder / FILE_NAME
     if not path.exists():
         return []
-    with open_regular(path, "r", encoding="utf-8", errors="replace") as file:
-        lines = file.read().splitlines(keepends=True)
+    lines = _lines(path)
     rows = []
     for number, line in enumerate(lines, 1):
         try:

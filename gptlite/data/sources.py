@@ -14,6 +14,7 @@ from pathlib import Path
 from gptlite.data.check import check_tokenizer
 from gptlite.data.corpus import TOKENIZER, TRAIN, VALIDATION, train_tokenizer, write_split
 from gptlite.errors import ConfigError
+from gptlite.files import open_regular
 from gptlite.progress import Progress
 
 _SECONDS = 30  # network timeout
@@ -54,7 +55,7 @@ class Source:
 
     def _checked(self, path: str | None, file: Path) -> Path:
         try:
-            with open(file, "rb") as opened:
+            with open_regular(file) as opened:
                 digest = hashlib.file_digest(opened, "sha256").hexdigest()
         except IsADirectoryError:
             fix = f"give {self.name}, or data=text to train on the files in a folder"

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO
 
 from gptlite.documents import Digest, read_json
 from gptlite.errors import ConfigError
-from gptlite.files import write_whole
+from gptlite.files import open_regular, write_whole
 from gptlite.invocation import command
 from gptlite.progress import Log, Progress
 
@@ -166,10 +166,10 @@ def split(path: Path, validation_fraction: float) -> tuple[Span, Span]:
 
 
 @contextmanager
-def _reading(path: Path) -> Iterator[BinaryIO]:
+def _reading(path: Path) -> Iterator[IO[bytes]]:
     """Open a file during the block. An OSError in the block becomes a ConfigError that names the file."""
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             yield file
     except OSError as error:
         raise ConfigError(f"data.path: {path} cannot be read ({error.strerror}); give a readable text file") from error

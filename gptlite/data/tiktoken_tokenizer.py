@@ -12,6 +12,7 @@ from gptlite import limits
 from gptlite.data.tokenizer import Tokenizer
 from gptlite.documents import Between, read_bytes
 from gptlite.errors import ConfigError, needed_package
+from gptlite.files import open_regular
 
 END = "<|endoftext|>"
 # Pattern and special tokens of Llama 3, whose file has only the ranks. The 256 special tokens get the next ids.
@@ -102,7 +103,7 @@ class TiktokenTokenizer(Tokenizer):
 
 def is_ranks(path: Path) -> bool:
     """Return True if the first line of a file is a base64 string and an id, as in a table of ranks."""
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         words = file.readline(200).split()
     return len(words) == 2 and words[1].isdigit() and re.fullmatch(rb"[A-Za-z0-9+/]+=*", words[0]) is not None
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Required, TypedDict
 
 from gptlite.documents import Count, DocumentError, parse_json
-from gptlite.files import open_inside, write_whole
+from gptlite.files import open_inside, open_regular, write_whole
 
 
 class _Row(TypedDict, total=False):
@@ -72,7 +72,7 @@ def truncate_after(path: Path, step: int) -> int:
     for line in _lines(path):
         row = _parse(line)
         (kept if row is not None and row["step"] <= step else replaced).append(line)
-    if not replaced and path.read_bytes().endswith(b"\n"):
+    if not replaced and _content(path).endswith(b"\n"):
         return 0
     # Sync the copy before replacing the original, so that every row is in one of the files at any time.
     if replaced:
@@ -84,9 +84,14 @@ def truncate_after(path: Path, step: int) -> int:
     return len(replaced)
 
 
+def _content(path: Path) -> bytes:
+    with open_regular(path) as file:
+        return file.read()
+
+
 def _lines(path: Path) -> list[str]:
     # Only "\n" ends a row: str.splitlines would also cut at separators inside a string.
-    text = path.read_bytes().decode("utf-8", errors="replace")  # a kill may have cut a character
+    text = _content(path).decode("utf-8", errors="replace")  # a kill may have cut a character
     return [line + "\n" for line in text.split("\n") if line.strip()]
 
 

@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from gptlite.errors import named
 from gptlite.parallelism.collectives import broadcast_bytes, gather_bytes
 from gptlite.parallelism.mesh import Mesh
 from gptlite.parallelism.messages import decode, decode_error, encode, encode_error
@@ -107,6 +108,8 @@ def _run_encoded(rank: int, action: Callable[[], Any]) -> tuple[bytes, BaseExcep
     try:
         return encode((action(), b"", "")), None
     except BaseException as error:  # includes KeyboardInterrupt, as the other ranks wait for an answer
+        if isinstance(error, OSError):
+            named(error)  # here, where its traceback is
         words = f"on rank {rank}:\n{''.join(traceback.format_exception(error))}"
         return encode((None, encode_error(error), words)), error
 

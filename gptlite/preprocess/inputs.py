@@ -6,6 +6,7 @@ from pathlib import Path
 
 from gptlite.data.text import refuse_broken_link
 from gptlite.errors import ConfigError, did_you_mean
+from gptlite.files import open_regular
 
 STDIN = "-"
 COMPRESSED = {".gz", ".zst", ".xz", ".bz2"}
@@ -86,7 +87,7 @@ def _source(path: Path, format: str) -> Source:
     if not path.is_file():  # a pipe or a device may never end, and cannot be read again
         raise ConfigError(f"input: {path} is not a regular file; pipe it into input=-")
     try:
-        with open(path, "rb"):
+        with open_regular(path):
             status = path.stat()
     except OSError as error:
         raise ConfigError(f"input: {path} cannot be read ({error.strerror})") from error

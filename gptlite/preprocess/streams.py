@@ -8,9 +8,10 @@ import sys
 import zlib
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 from gptlite.errors import needed_package
+from gptlite.files import open_regular
 
 _COMPRESSED = 1 << 14  # bytes given to zstandard at a time; the output may be a thousand times as large
 
@@ -23,7 +24,7 @@ class Stream:
     """Sequential reader of a file, or of standard input (`-`), after its first `skip` decompressed bytes."""
 
     def __init__(self, path: str, skip: int = 0):
-        self._file: BinaryIO = sys.stdin.buffer if path == "-" else open(path, "rb")  # noqa: SIM115
+        self._file: IO[bytes] = sys.stdin.buffer if path == "-" else open_regular(path)
         head = self._file.peek(6) if isinstance(self._file, io.BufferedReader) else b""  # type: ignore[attr-defined]
         opener = next((opener for magic, opener in _OPENERS.items() if head.startswith(magic)), None)
         self.damage = ""
@@ -67,7 +68,7 @@ class Stream:
 class _Zstandard:
     """Reader of consecutive zstandard frames. Unlike the library's own reader, it detects a truncated last frame."""
 
-    def __init__(self, file: BinaryIO):
+    def __init__(self, file: IO[bytes]):
         with needed_package("zstandard", "a .zst file"):
             import zstandard
         self._file, self._library = file, zstandard

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
+from gptlite import limits
 from gptlite.checkpoint.checkpointer import Checkpointer
 from gptlite.checkpoint.compare import compare_configs
 from gptlite.checkpoint.load import load_tensors, read_config
@@ -23,8 +24,9 @@ from gptlite.config import Config, from_yaml, read_saved, to_dict, to_yaml
 from gptlite.config.warm_start import too_few_ids
 from gptlite.data.order_log import OrderRow, note_order, note_spike
 from gptlite.data.tokenizer import Tokenizer
-from gptlite.errors import ConfigError, printable
-from gptlite.files import existing, open_inside, try_lock, unwritable, write_whole
+from gptlite.documents import read_text
+from gptlite.errors import ConfigError, printable, system_error
+from gptlite.files import existing, open_inside, open_regular, try_lock, unwritable, write_whole
 from gptlite.models.batch_norm import has_batch_norm
 from gptlite.models.spec import spec_of
 from gptlite.parallelism.mesh import Mesh
@@ -238,7 +240,7 @@ class RunFolder:
             held = step_folders(self.checkpointer.root)
             left = f"the last one, {held[0]}, is intact" if held else "there is no earlier one"
             raise SaveFailed(
-                f"{what} was not saved: {error}; {left}; fix the problem, and run the same command again"
+                f"{what} was not saved: {system_error(error)}; {left}; fix the problem, and run the same command again"
             ) from error
 
     def write_result(self, result: dict[str, Any]) -> None:
@@ -310,7 +312,9 @@ class RunFolder:
             self._log_file = open_inside(self.path, self.path / LOG, "a", encoding="utf-8")
             held.callback(self._close_log)
         except OSError as error:
-            raise ConfigError(f"run.dir={config.run.dir} cannot be written: {error}; give another run.dir") from None
+            raise ConfigError(
+                f"run.dir={config.run.dir} cannot be written: {system_error(error, 'give another run.dir')}"
+            ) from None
         self._lock(held)
         self._log_file.writelines(line + "\n" for line in self._early)
 
@@ -337,8 +341,8 @@ class RunFolder:
         locked = try_lock(file)
         if locked is False:
             owner = "another process"
-            with suppress(OSError):
-                owner = (self.path / OWNER).read_text(encoding="utf-8").strip()
+            with suppress(OSError), open_regular(self.path / OWNER, "r", encoding="utf-8") as note:
+                owner = note.read().strip()
             where = f"run.dir={self.config.run.dir}"
             raise ConfigError(f"{where}: {owner} is training in it; wait, stop it, or give another run.dir")
         return bool(locked)
@@ -351,7 +355,7 @@ class RunFolder:
 
     def _write_config(self) -> None:
         target, text = self.path / "config.yaml", to_yaml(self.config)
-        if target.exists() and (old := target.read_text(encoding="utf-8")) != text:
+        if target.exists() and (old := read_text(target, limits.YAML_BYTES)) != text:
             number = 1
             while (kept := self.path / f"config.{number}.yaml").exists():
                 number += 1

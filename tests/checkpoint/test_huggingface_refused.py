@@ -105,12 +105,20 @@ def test_other_tensors_are_refused(folder, tmp_path, name):
     refused(folder, tmp_path / "run", words)
 
 
-def another_header(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+def with_header(path: Path, change: Callable[[bytes], bytes]) -> bytes:
     content = path.read_bytes()
     end = 8 + int.from_bytes(content[:8], "little")
-    header = json.loads(content[8:end])
-    text = json.dumps(change(header) or header).encode()
-    path.write_bytes(len(text).to_bytes(8, "little") + text + content[end:])
+    text = change(content[8:end].rstrip())
+    return len(text).to_bytes(8, "little") + text + content[end:]
+
+
+def another_header(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    def changed(text: bytes) -> bytes:
+        header = json.loads(text)
+        found = change(header)
+        return json.dumps(found if isinstance(found, list) else header).encode()
+
+    path.write_bytes(with_header(path, changed))
 
 
 FILES: dict[str, tuple[Callable[[Path], Any], str]] = {
@@ -125,12 +133,37 @@ FILES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "unknown dtype": (lambda p: another_header(p, lambda h: h[W].update(dtype="F4")), f"{W} has the unknown dtype F4"),
     "outside": (
         lambda p: another_header(p, lambda h: h[W].update(data_offsets=[-9, 5079])),
-        f"the shape or the offsets of {W} are invalid",
+        f"{W}.data_offsets[0] is -9, not 0 or more",
     ),
     "a hole": (
         lambda p: another_header(p, lambda h: h.pop("transformer.wpe.weight") and None),
-        "does not match its header",
+        f"1536 bytes between transformer.ln_f.weight and {W} are of no tensor",
     ),
+    "a hole at the start": (
+        lambda p: another_header(p, lambda h: h.pop(min(h, key=lambda each: h[each].get("data_offsets", [1])))),
+        "bytes between the header and transformer.h.0.attn.c_attn.weight are of no tensor",
+    ),
+    "overlapping": (
+        lambda p: another_header(p, lambda h: h[LN].update(data_offsets=h["transformer.ln_f.weight"]["data_offsets"])),
+        f"the data of {LN} and of transformer.ln_f.weight overlap by 96 bytes",
+    ),
+    "a name twice": (
+        lambda p: p.write_bytes(with_header(p, lambda text: text[:-1] + f',"{LN}":{{}}}}'.encode())),
+        f'the key "{LN}" is given twice; remove one',
+    ),
+    "an offset of another type": (
+        lambda p: another_header(p, lambda h: h[W].update(data_offsets=[True, 5088])),
+        f"{W}.data_offsets[0] is true, not an integer",
+    ),
+    "a negative length": (
+        lambda p: another_header(p, lambda h: h[W].update(shape=[-53, -24])),
+        f"{W}.shape[0] is -53, not 0 or more",
+    ),
+    "three offsets": (
+        lambda p: another_header(p, lambda h: h[W]["data_offsets"].append(9)),
+        f"{W}.data_offsets has the length 3, not 2 to 2",
+    ),
+    "an entry of another type": (lambda p: another_header(p, lambda h: h.update({W: 3})), f"{W} is 3, not an object"),
     "unlike": (
         lambda p: another_header(p, lambda h: h[W].update(shape=[53, 23])),
         f"the shape or the offsets of {W} are invalid",
@@ -165,7 +198,7 @@ def test_an_index_names_files_beside_it(folder, tmp_path):
     index = folder / "model.safetensors.index.json"
     for content, words in (
         ({"weight_map": {W: "../outside.safetensors"}}, "is not a file name in the same folder"),
-        ({"weight_map": {W: "model-1.safetensors"}}, "model-1.safetensors cannot be read: No such file"),
+        ({"weight_map": {W: "model-1.safetensors"}}, "model-1.safetensors: No such file or directory; create it"),
         ({"weight_map": [1]}, "has no weight_map"),
         ({}, "has no weight_map"),
         ([], "it is an array, not an object"),

@@ -42,3 +42,20 @@ def test_a_save_goes_on_and_says_what_stays(tmp_path: Path) -> None:
     (line,) = [each for each in said if "removed wholly" in each]
     assert "Device or resource busy" in line
     assert ".trash-step-00000001" in line
+
+
+def test_a_leftover_that_cannot_be_removed_is_named_and_stops_no_save(tmp_path, monkeypatch):
+    root, lines = tmp_path / "checkpoints", []
+    (root / ".tmp-latest-x").mkdir(parents=True)
+    (root / ".tmp-latest-y").write_text("")
+
+    def refused(path, *_, **__):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(os, "unlink", refused)
+    monkeypatch.setattr(os, "rmdir", refused)
+    with store.writing(root, lines.append):
+        pass
+    failed = [line for line in lines if "cannot be removed wholly: " in line]
+    assert len(failed) == 2
+    assert all("Permission denied; change the permissions, or give another path" in line for line in failed)

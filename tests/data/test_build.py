@@ -161,7 +161,7 @@ def test_a_source_that_cannot_be_read_is_not_the_caches_fault(config, text, sett
     ("code", "message"),
     [
         (errno.ENOSPC, r"could not be prepared in data.cache_dir=.*No space left on device.*; free some space"),
-        (errno.EIO, r"could not be prepared in .*: .*error: 'some\.bin'; if the error names a path in the cache"),
+        (errno.EIO, r"could not be prepared in .*: some\.bin: Input/output error; check the disk .*give another data\.cache_dir"),
     ],
 )
 def test_a_file_that_cannot_be_written_is_named(tmp_path, code, message):

@@ -1,5 +1,6 @@
 """`python tools/checkpoint.py`, as a user calls it, on copies of the version-1 fixture: nothing is trained."""
 
+import errno
 import fcntl
 import json
 import shutil
@@ -9,11 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint.conftest import disk_full
 from checkpoint.destruction import hostile
 from checkpoint.destruction.wounds import flip
 from run_files import snapshot
 
+from gptlite.checkpoint import store
 from gptlite.checkpoint.checkpointer import Checkpointer
 from gptlite.checkpoint.config import CheckpointConfig
 from gptlite.checkpoint_tool import command, huggingface
@@ -320,10 +321,20 @@ def test_a_wrong_call_is_refused_in_one_line(tool, steps, tmp_path, arguments):
     assert result.err.count("\n") == 1
 
 
-def test_a_full_disk_is_one_line(tool, steps, monkeypatch):
-    monkeypatch.setattr("gptlite.checkpoint.store.remove", disk_full)
-    code, _, err = tool("prune", steps, "keep=1", "yes=true")
-    assert (code, err) == (1, "error: [Errno 28] No space left on device\n")
+def test_prune_names_what_it_cannot_remove_and_removes_the_rest(tool, steps, monkeypatch):
+    remove = store.remove
+
+    def fails_once(folder: Path) -> None:
+        if folder.name == "step-00000002":
+            raise PermissionError(errno.EACCES, "Permission denied", str(folder))
+        remove(folder)
+
+    monkeypatch.setattr("gptlite.checkpoint.store.remove", fails_once)
+    code, out, err = tool("prune", steps, "keep=1", "yes=true")
+    kept = steps / "step-00000002"
+    assert (code, err) == (1, f"error: {kept}: Permission denied; change the permissions, or give another path\n")
+    assert out.endswith("removed 2 of 3\n")
+    assert {each.name for each in steps.glob("step-*")} == {"step-00000002", "step-00000004"}
 
 
 @pytest.mark.parametrize("name", ["", *command.SUBCOMMANDS])
