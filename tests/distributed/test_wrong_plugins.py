@@ -30,6 +30,10 @@ WRONG = [
     ("data.fault=raises data.workers=2", 2, "raised OSError: the disk is gone"),
     ("data.fault=rank1", 2, "raised OSError: the disk is gone"),
     ("data.fault=rank1 data.workers=2", 2, "raised OSError: the disk is gone"),
+    ("model.fault=mute", 2, "error: the wrong model cannot be built: Mute: (its message cannot be printed: KeyError)"),
+    ("data.fault=mute", 2, "raised Mute: (its message cannot be printed: KeyError)"),
+    ("data.fault=mute1", 2, "raised Mute: (its message cannot be printed: KeyError)"),
+    ("data.fault=mute1 data.workers=2", 2, "raised Mute: (its message cannot be printed: KeyError)"),
     ("data.fault=collate", 2, "error: data=rows: samples cannot be collated (IndexError: two are too many)"),
     ("data.fault=nan", 1, "error: step 1: loss nan, gradient norm nan."),
 ]

@@ -20,6 +20,13 @@ class WrongConfig(ModelConfig):
     fault: str = ""
 
 
+class Mute(Exception):
+    """An exception whose own code cannot print it."""
+
+    def __str__(self) -> str:
+        raise KeyError("no message")
+
+
 class Fork(nn.Module):
     """Two outputs."""
 
@@ -33,6 +40,8 @@ class WrongSpec(ModelSpec):
     def build(self, config, ops, seed):
         if config.fault == "build":
             raise KeyError("no such layer")
+        if config.fault == "mute":
+            raise Mute
         last = {"image": nn.Unflatten(1, (2, 4)), "pair": Fork()}.get(config.fault, nn.Linear(8, 3))
         return nn.Sequential(nn.Linear(8, 8), nn.Linear(9 if config.fault == "width" else 8, 8), last)
 
@@ -53,6 +62,8 @@ class Rows:
         rank = os.environ.get("RANK", "0")
         if index and (self.fault == "raises" or self.fault == f"rank{rank}"):
             raise OSError("the disk is gone")
+        if index and self.fault in ("mute", f"mute{rank}"):
+            raise Mute
         if index and self.fault == "exits":
             os._exit(3)
         if self.fault == "text":
