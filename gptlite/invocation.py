@@ -6,6 +6,7 @@ import re
 import shlex
 import shutil
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import gptlite
@@ -49,7 +50,8 @@ def prepare_process() -> None:
         os.execv(sys.executable, sys.orig_argv)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
+            with suppress(OSError):  # the descriptor may now lead elsewhere, where the position is unknown
+                stream.reconfigure(errors="backslashreplace")
 
 
 def command(name: str) -> str:
