@@ -65,7 +65,7 @@ class Faults:
                 return original(file, mode, buffering, encoding, errors, newline, closefd, opener)
             if opener is None:
                 self.see("open", path, True)
-            raw = _Faulty(self, path, file, mode.replace("b", "").replace("t", ""), closefd, opener)
+            raw = _Faulty(self, path, os.fspath(file), mode.replace("b", "").replace("t", ""), closefd, opener)
             if buffering == 0:
                 return raw
             writes = bool(set(mode) & set("wax"))

@@ -58,13 +58,13 @@ def train(raw: DictConfig) -> int:
 def main() -> NoReturn:
     """Run the command line and exit: 0 done, 2 refused, 128+signal stopped, 1 anything else."""
     prepare_process()
-    register()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises its errors instead of printing them
     sys.exit(guarded(command))
 
 
 def command() -> int:
     """Run the command line: print help, or run the configuration composed from the arguments and the run folder."""
+    register()
     with refusals():
         file, port, words = take_flags(sys.argv[1:])
         if file is not None and not {"-h", "--help"} & set(words):

@@ -5,7 +5,7 @@ from pathlib import Path
 from gptlite import limits
 from gptlite.data.tokenizer import DEFINITION, ByteTokenizer, Tokenizer, load_tokenizer
 from gptlite.documents import read_bytes
-from gptlite.errors import ConfigError
+from gptlite.errors import ConfigError, system_error
 from gptlite.invocation import command
 
 TIKTOKEN = "tiktoken:"
@@ -34,7 +34,7 @@ def find_tokenizer(spec: str, eod: str | None = None) -> Tokenizer:
     try:
         return _of_folder(path, eod) if path.is_dir() else _of_file(path, spec, eod)
     except OSError as error:
-        raise ConfigError(f"tokenizer={spec}: {error}") from error
+        raise ConfigError(f"tokenizer={spec}: {system_error(error)}") from error
     except ValueError as error:  # ConfigError or DocumentError
         known = isinstance(error, ConfigError) and str(path) in str(error)
         raise error if known else ConfigError(f"tokenizer={spec}: {error}") from error

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gptlite.data.text import refuse_broken_link
-from gptlite.errors import ConfigError, did_you_mean
+from gptlite.errors import ConfigError, did_you_mean, system_error
 from gptlite.files import open_regular
 
 STDIN = "-"
@@ -90,6 +90,6 @@ def _source(path: Path, format: str) -> Source:
         with open_regular(path):
             status = path.stat()
     except OSError as error:
-        raise ConfigError(f"input: {path} cannot be read ({error.strerror})") from error
+        raise ConfigError(f"input: {system_error(error)}") from error
     kind = _SUFFIXES.get(_stem_suffix(path), "text") if format == "auto" else format
     return Source(str(path), kind, status.st_size, status.st_mtime_ns)
