@@ -17,6 +17,7 @@ from marking import marked
 
 from gptlite.errors import CURES, named, naming, system_error
 from gptlite.files import write_whole
+from gptlite.launch.worker import note_failure
 
 CODES = [errno.ENOSPC, errno.EACCES, errno.EROFS, errno.EMFILE, errno.ENAMETOOLONG, errno.EISDIR, errno.ENOTDIR]
 CODES += [errno.ESTALE, errno.EIO]
@@ -164,3 +165,10 @@ def test_a_full_disk_names_the_file_and_not_its_temporary_name(tmp_path, monkeyp
     with pytest.raises(OSError, match="No space") as error:
         write_whole(tmp_path / "result.json", "{}")
     assert system_error(error.value).startswith(f"{tmp_path / 'result.json'}: No space left on device; free some")
+
+
+def test_a_rank_notes_the_file_and_the_cure(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    note_failure(OSError(errno.ENOSPC, "No space left on device", "train.bin"))
+    message = json.loads((tmp_path / "error.json").read_text())["message"]["message"]
+    assert message == "OSError: train.bin: No space left on device; free some space, or give another path"

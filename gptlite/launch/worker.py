@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NoReturn, TypeVar
 
 from gptlite.config import Config, from_yaml, to_yaml
-from gptlite.errors import ConfigError, one_line
+from gptlite.errors import CURES, ConfigError, one_line, system_error
 from gptlite.files import write_whole
 from gptlite.invocation import prepare_process
 from gptlite.launch.host_memory import lift, limit, limit_words, note_use, out_of_memory, prefer_oom_kill
@@ -172,6 +172,8 @@ def note_failure(error: BaseException) -> None:
     """Write the exception that is being handled, with its traceback, to the file that the elastic agent reads."""
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
+    if isinstance(error, OSError) and error.errno in CURES:
+        error = OSError(system_error(error))
     try:
         str(error)
     except (Exception, SystemExit):
