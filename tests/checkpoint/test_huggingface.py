@@ -136,7 +136,7 @@ def test_a_matrix_is_written_in_pieces(save, tmp_path, monkeypatch):
         ("out", {"dtype": "bf61"}, "dtype=bf61 is not one of fp32, bf16, fp16; did you mean bf16?"),
         ("out", {"max_shard_bytes": 0}, "max_shard_bytes=0 must be at least 1"),
         ("out", {"dtype": "fp16"}, "transformer.wte.weight has values that overflow torch.float16"),
-        ("taken/file/out", {}, "file exists; give another folder"),
+        ("taken/file/out", {}, "file: File exists; remove it, or give another folder"),
     ],
 )
 def test_what_is_not_exported_leaves_nothing(save, tmp_path, name, options, words):
@@ -157,7 +157,7 @@ def test_a_full_disk_and_a_damaged_checkpoint_leave_nothing(save, tmp_path, monk
 
     with monkeypatch.context() as patch:
         patch.setattr("gptlite.checkpoint.huggingface._write", disk_full)
-        with pytest.raises(ConfigError, match="no space left on device; give another folder"):
+        with pytest.raises(ConfigError, match="No space left on device; free some space, or give another folder"):
             export(step, tmp_path / "out")
     flip(step / "data" / "__0_0.distcp")
     with pytest.raises(ConfigError, match="SHA-256 differs"):
