@@ -130,8 +130,8 @@ def parse_json(content: bytes | str, kind: Any = Any) -> Any:
 
 
 def refuse_yaml(text: str) -> None:
-    """Raise DocumentError for a YAML text that is not YAML, nests too deeply, is too long, or has anchors or aliases,
-    by which a few lines can stand for gigabytes."""
+    """Raise DocumentError for a YAML text that is not YAML, nests too deeply, is too long, or has tags, anchors or
+    aliases, by which a few lines can stand for gigabytes."""
     import yaml
 
     if len(text) > limits.YAML_BYTES:
@@ -141,6 +141,8 @@ def refuse_yaml(text: str) -> None:
         for event in yaml.parse(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
             if getattr(event, "anchor", None):
                 raise DocumentError(f"line {event.start_mark.line + 1} has an anchor or an alias; write the value out")
+            if getattr(event, "tag", None):
+                raise DocumentError(f"line {event.start_mark.line + 1} has the tag {shown(event.tag)}; leave it out")
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
             if depth > limits.DEPTH:
                 raise DocumentError(f"it is nested more than {limits.DEPTH} deep")
@@ -186,16 +188,16 @@ def checked(value: Any, kind: Any, key: str = "") -> Any:
 
 
 def shown(value: Any) -> str:
-    """Return a short text of a value for messages: containers by their type."""
-    if isinstance(value, dict | list):
-        return _NAMES[type(value)]
+    """Return the JSON of a value for messages, cut to 80 characters; what a long container or integer is in words."""
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) > limits.INTEGER:
         return f"an integer of {int(math.log10(abs(value))) + 1} digits"
-    return (
-        ascii(value)[:80]
-        if isinstance(value, str) and not value.isprintable()
-        else json.dumps(value, ensure_ascii=False, default=repr)[:80]
-    )
+    if isinstance(value, str):
+        return f"{json.dumps(value, ensure_ascii=not value.isprintable()):.80}"
+    try:
+        text = json.dumps(value, default=repr)
+    except (RecursionError, ValueError):
+        text = ""
+    return _NAMES[type(value)] if isinstance(value, dict | list) and not 0 < len(text) <= 40 else f"{text:.80}"
 
 
 def _is(value: Any, kind: Any) -> bool:

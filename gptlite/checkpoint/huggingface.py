@@ -198,7 +198,7 @@ def _of_index(path: Path) -> dict[str, Stored]:
         raise ConfigError(f"{path} has no weight_map from names to files; download it again")
     files: dict[str, dict[str, Stored]] = {}
     for file in sorted(set(where.values())):
-        if Path(file).name != file:  # reject files outside the folder
+        if not file or Path(file).name != file:  # reject files outside the folder
             raise ConfigError(f"{path}: {file} is not a file name in the same folder; download it again")
         files[file] = _of_file(path.with_name(file))
     for name, file in where.items():

@@ -29,6 +29,7 @@ from gptlite.data.config import DataConfig, TextConfig
 from gptlite.data.export_tokenizer import tokenizer_files
 from gptlite.data.sentence_piece import SentencePieceTokenizer
 from gptlite.data.tokenizer import load_tokenizer
+from gptlite.documents import shown
 from gptlite.errors import ConfigError, did_you_mean, system_error
 from gptlite.files import new_folder, refuse_used, write_synced
 from gptlite.invocation import command
@@ -254,9 +255,9 @@ def _adapter_of(content: Mapping[str, Any]) -> Adapter:
     for adapter in adapters:
         if adapter.model_type == found:
             return adapter
-    known = ", ".join(repr(each.model_type) for each in adapters)
+    known = ", ".join(shown(each.model_type) for each in adapters)
     raise ConfigError(
-        f"config.json: model_type={found!r}: only model_type={known} can be imported; see plugins=[MODULE]"
+        f"config.json: model_type={shown(found)}: only model_type={known} can be imported; see plugins=[MODULE]"
     )
 
 

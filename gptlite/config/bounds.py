@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
+from dataclasses import is_dataclass
+from functools import cache
 from operator import attrgetter
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from gptlite.config.schema import Config
+from gptlite.documents import DocumentError, checked
 from gptlite.errors import ConfigError
 from gptlite.limits import INTEGER, LAYERS, RANKS, SIZE, VOCABULARY
 from gptlite.models.spec import spec_of
@@ -37,7 +43,12 @@ LARGEST = {"num_layers": LAYERS, "vocab_size": VOCABULARY}  # keys of a model wi
 
 
 def check_bounds(config: Config) -> None:
-    """Raise a one-line ConfigError for the first number outside its range."""
+    """Raise a one-line ConfigError for the first number outside its range, and for the first list or dict with an
+    element of another type."""
+    try:
+        _elements(config, "")
+    except DocumentError as error:
+        raise ConfigError(str(error)) from None
     degrees = " ".join(axis.key for axis in every_axis())
     sizes = [("model.", name, 1, LARGEST.get(name, SIZE), AT_LEAST_1) for name in spec_of(config.model).positive]
     for section, keys, least, most, words in [*sizes, ("parallelism.", degrees, 1, RANKS, AT_LEAST_1), *BOUNDS]:
@@ -46,3 +57,29 @@ def check_bounds(config: Config) -> None:
             if value is not None and not least <= value <= most:
                 above = value > most and most in (INTEGER, LAYERS, RANKS, SIZE, VOCABULARY)
                 raise ConfigError(f"{key}={value} {f'must be at most {most:,}' if above else words}")
+
+
+def _elements(section: Any, key: str) -> None:
+    """Raise DocumentError for a list or dict with an element of another type. omegaconf 2.3.1 checks the types of
+    scalars among the elements, but accepts lists and dicts in their place."""
+    for name, kind in _hints(type(section)).items():
+        value, where = getattr(section, name), f"{key}{name}"
+        if is_dataclass(value):
+            _elements(value, f"{where}.")
+        elif isinstance(value, list | dict):
+            checked(value, kind, where)
+
+
+@cache
+def _hints(schema: type) -> Mapping[str, Any]:
+    """Return the types of a schema's fields, with Any in the place of types that documents do not have."""
+    return {name: _plain(kind) for name, kind in get_type_hints(schema).items()}
+
+
+def _plain(kind: Any) -> Any:
+    if kind in (int, float, str, bool, NoneType):
+        return kind
+    parts = tuple(map(_plain, get_args(kind)))
+    if get_origin(kind) in (Union, UnionType):
+        return Union[parts]  # noqa: UP007 (of a number of types that is not known)
+    return get_origin(kind)[parts] if get_origin(kind) in (list, dict) else Any

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any, NotRequired, TypedDict
 
 from gptlite import limits
-from gptlite.data.tokenizer import UNKNOWN, Tokenizer
+from gptlite.data.tokenizer import UNKNOWN, Tokenizer, reading
 from gptlite.documents import Between, DocumentError, parse_json, read_bytes, read_json
 from gptlite.errors import ConfigError, needed_package
 
@@ -103,10 +103,8 @@ def byte_alphabet() -> dict[str, int]:
 def _read(content: bytes) -> Any:
     with needed_package("tokenizers", "a tokenizer.json"):
         from tokenizers import Tokenizer as Rust
-    try:
+    with reading(FILE):
         return Rust.from_buffer(content)
-    except Exception as error:  # the library raises nothing more specific
-        raise ConfigError(f"{FILE} cannot be read: {error}") from error
 
 
 def _definition(content: bytes) -> _Definition:

@@ -5,11 +5,12 @@ import hashlib
 import json
 import re
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 from gptlite import limits
-from gptlite.data.tokenizer import Tokenizer
+from gptlite.data.tokenizer import Tokenizer, reading
 from gptlite.documents import Between, read_bytes
 from gptlite.errors import ConfigError, needed_package
 from gptlite.files import open_regular
@@ -45,7 +46,9 @@ class TiktokenTokenizer(Tokenizer):
     def __init__(self, ranks: dict[bytes, int], pattern: str, special: dict[str, int], eod: str = END):
         if eod not in special:
             raise ConfigError(f"no special token {eod}; the special tokens are {', '.join(special) or 'none'}")
-        self._encoding = _tiktoken().Encoding("gptlite", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
+        make = partial(_tiktoken().Encoding, "gptlite", pat_str=pattern)
+        with reading("the tiktoken encoding"):
+            self._encoding = make(mergeable_ranks=ranks, special_tokens=special)
         pieces = [b""] * (max([*ranks.values(), *special.values()]) + 1)
         for piece, token in ranks.items():
             pieces[token] = piece

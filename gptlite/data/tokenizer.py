@@ -9,7 +9,8 @@ import hashlib
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from itertools import repeat
@@ -20,7 +21,7 @@ import numpy as np
 
 from gptlite import limits
 from gptlite.documents import Between, checked, read_bytes, read_json, shown
-from gptlite.errors import ConfigError
+from gptlite.errors import ConfigError, text_of
 from gptlite.files import write_synced
 
 DEFINITION = "definition.json"
@@ -185,11 +186,23 @@ class NumberTokenizer(Tokenizer):
         return [int(number) % self.vocab_size for number in re.findall(r"[0-9]+", text)] or [0]
 
 
+@contextmanager
+def reading(what: str) -> Iterator[None]:
+    """Context manager for a library's reader, whose errors become a ConfigError that names `what`. Libraries in Rust
+    raise a BaseException if their code panics."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, ConfigError):
+        raise
+    except BaseException as error:
+        raise ConfigError(f"{what} cannot be read: {' '.join(text_of(error).split()):.300}") from error
+
+
 def load_tokenizer(folder: Path) -> Tokenizer:
     """Return the tokenizer saved in `folder`. Raises ConfigError if it is missing or cannot be read."""
     try:
         definition = read_json(folder / DEFINITION, dict[str, Any])
-        if (kind := definition.pop("kind", None)) not in _CLASSES:
+        if (kind := definition.pop("kind", None)) not in [*_CLASSES]:
             raise ValueError(f"{DEFINITION}: kind is {shown(kind)}, not {' or '.join(_CLASSES)}")
         module, name = _CLASSES[kind].split(".")
         made: type[Tokenizer] = getattr(import_module(f"gptlite.data.{module}"), name)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gptlite.errors import ConfigError
+from gptlite.errors import ConfigError, printable
 from gptlite.files import replacing
 from gptlite.metrics.console import TRAIN_METRIC, VAL_METRIC, format_count, format_duration
 from gptlite.metrics.jsonl import read_rows
@@ -85,7 +85,8 @@ def plot_curves(jsonl: Path, out: Path, title: str | None = None) -> Path:
             axes.set_xlabel("step")
         for axes in small[:-1]:
             axes.tick_params(labelbottom=False)
-        figure.text(LEFT, 0.945, title or jsonl.resolve().parent.name, fontsize=15, weight="bold")
+        title = printable(title or jsonl.resolve().parent.name)
+        figure.text(LEFT, 0.945, title, fontsize=15, weight="bold", parse_math=False)
         figure.text(LEFT, 0.91, _summary(rows, unit), color=FAINT)
         with replacing(out) as file:  # an interrupted plot leaves the previous one
             figure.savefig(file, format="png")
@@ -124,7 +125,8 @@ def own_metrics(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def _series(rows: list[dict[str, Any]], key: str) -> Series:
-    points = sorted((row["step"], row[key]) for row in rows if row.get(key) is not None)
+    # A value of another type is from a damaged or foreign file.
+    points = sorted((row["step"], row[key]) for row in rows if type(row.get(key)) in (int, float))
     return [step for step, _ in points], [value for _, value in points]
 
 
@@ -193,7 +195,7 @@ def _draw_noisy(axes: "Axes", name: str, series: Series, validation: Series = ([
 
 
 def _title(axes: "Axes", name: str, unit: str = "") -> None:
-    axes.set_title(name, loc="left", fontsize=10, weight="bold", pad=7)
+    axes.set_title(printable(name), loc="left", fontsize=10, weight="bold", pad=7, parse_math=False)
     if unit:
         axes.set_title(unit, loc="right", fontsize=9, color=FAINT, pad=7)
 
@@ -232,8 +234,9 @@ def _summary(rows: list[dict[str, Any]], unit: str) -> str:
         parts.append(f"{format_count(tokens[-1])} {unit}s")
     if seconds := _series(rows, "step_seconds")[1]:
         parts.append(f"{format_duration(last * sum(seconds) / len(seconds))} of training")
-    if evaluations := [row for row in rows if row.get("val_loss") is not None]:
+    if evaluations := [row for row in rows if type(row.get("val_loss")) in (int, float)]:
         best = min(evaluations, key=lambda row: row["val_loss"])
-        bits = f" ({best['val_bits_per_byte']:.4f} bits per byte)" if best.get("val_bits_per_byte") else ""
+        measured = best.get("val_bits_per_byte")
+        bits = f" ({measured:.4f} bits per byte)" if type(measured) in (int, float) and measured else ""
         parts.append(f"best validation loss {best['val_loss']:.4f}{bits}")
     return "   ·   ".join(parts)

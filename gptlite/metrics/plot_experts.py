@@ -15,9 +15,10 @@ MOST_LAYERS, MOST_STEPS = 8, 400  # limits of the picture; the layers and steps 
 
 def plot_loads(jsonl: Path, out: Path) -> Path | None:
     """Plot each expert's load divided by the mean load of its layer, with a panel for each layer, to the PNG `out`.
-    Returns `out`, or None if no row has loads."""
+    Returns `out`, or None unless rows have loads, all of the same model."""
     rows = [row for row in read_rows(jsonl) if row.get(EXPERT_LOADS)]
-    if not rows:
+    shapes = [[len(layer) for layer in row[EXPERT_LOADS]] for row in rows]
+    if not rows or any(shape != [shapes[0][0]] * len(shapes[0]) for shape in shapes) or not shapes[0][0]:
         return None
 
     import matplotlib

@@ -237,6 +237,8 @@ def timeline_of(pipeline: dict[str, Any], compute: float = 1.0) -> Timeline | No
     schedule = pipeline["schedule"]
     if schedule not in SCHEDULES or 3 * micro_batches * len(flops) > MOST_PASSES:
         return None
+    if len(flops) != ranks * pipeline["stages_per_rank"] or not 0 < min(flops) <= max(flops) < math.inf:
+        return None  # of a damaged or foreign file
     virtual = None if SCHEDULES[schedule].fixed else pipeline["stages_per_rank"]
     config = ParallelismConfig(pipeline=ranks, schedule=schedule, virtual_stages=virtual, data=None)
     backward = 3 if pipeline.get("activation_checkpointing") == "full" else 2

@@ -33,12 +33,12 @@ def folder(saved: Path, tmp_path: Path) -> Path:
 
 # What a folder may have wrong, and the words that must name it.
 CONFIGS = {
-    "model_type": ({"model_type": "bert"}, "model_type='bert': only model_type='gpt2', 'llama', 'qwen3'"),
-    "no model_type": ({"model_type": None}, "model_type=None"),
-    "activation": ({"activation_function": "gelu_nwe"}, "activation_function='gelu_nwe' is not one of"),
-    "inverse layer": ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True"),
-    "unscaled": ({"scale_attn_weights": False}, "scale_attn_weights=False"),
-    "cross": ({"add_cross_attention": True}, "add_cross_attention=True"),
+    "model_type": ({"model_type": "bert"}, 'model_type="bert": only model_type="gpt2", "llama", "qwen3"'),
+    "no model_type": ({"model_type": None}, "model_type=null"),
+    "activation": ({"activation_function": "gelu_nwe"}, 'activation_function="gelu_nwe" is not one of'),
+    "inverse layer": ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=true"),
+    "unscaled": ({"scale_attn_weights": False}, "scale_attn_weights=false"),
+    "cross": ({"add_cross_attention": True}, "add_cross_attention=true"),
     "quantized": ({"quantization_config": {"bits": 4}}, "quantization_config="),
     "heads": ({"n_head": 5}, "n_embd=24 is not divisible by n_head=5"),
     "no size": ({"n_layer": None}, "n_layer=null must be a whole number"),
@@ -46,7 +46,7 @@ CONFIGS = {
     "true": ({"vocab_size": True}, "vocab_size=true must be a whole number"),
     "epsilon": ({"layer_norm_epsilon": "small"}, 'layer_norm_epsilon="small" must be a finite number'),
     "dropout": ({"attn_pdrop": 1.5}, "attn_pdrop=1.5 must be a finite number"),
-    "tied": ({"tie_word_embeddings": "yes"}, "tie_word_embeddings='yes' must be true or false"),
+    "tied": ({"tie_word_embeddings": "yes"}, 'tie_word_embeddings="yes" must be true or false'),
     "more layers": ({"n_layer": 3}, "h.2.ln_1.weight is missing"),
     "fewer layers": ({"n_layer": 1}, "h.1.attn.c_attn.bias is not a tensor of the GPT-2 model of its config.json"),
     "width": ({"n_inner": 48}, "h.0.mlp.c_fc.weight has shape [24, 96], but config.json requires [24, 48]"),
@@ -201,7 +201,7 @@ def test_an_index_names_files_beside_it(folder, tmp_path):
         ({"weight_map": {W: "model-1.safetensors"}}, "model-1.safetensors: No such file or directory; create it"),
         ({"weight_map": [1]}, "has no weight_map"),
         ({}, "has no weight_map"),
-        ([], "it is an array, not an object"),
+        ([], "it is [], not an object"),
     ):
         index.write_text(json.dumps(content))
         refused(folder, tmp_path / "run", words)

@@ -139,11 +139,11 @@ def test_what_no_class_has_is_named(save, tmp_path, overrides, words):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"hidden_act": "gelu"}, "hidden_act='gelu': only hidden_act='silu'"),
-        ({"attention_bias": True}, "attention_bias=True"),
+        ({"hidden_act": "gelu"}, 'hidden_act="gelu": only hidden_act="silu"'),
+        ({"attention_bias": True}, "attention_bias=true"),
         (
             {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0}},
-            "rope_type='yarn': only 'default' and 'llama3'",
+            'rope_type="yarn": only "default" and "llama3"',
         ),
         ({"num_key_value_heads": 3}, "num_attention_heads=4 is not divisible by num_key_value_heads=3"),
         ({"intermediate_size": 0}, "intermediate_size=0 must be a whole number"),

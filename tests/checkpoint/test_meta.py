@@ -132,7 +132,7 @@ def change(name: str) -> Callable[[Path], None]:
         ("add_tensor", "layers.0.experts.weight is not a tensor of a Llama with 2 layers"),
         ("damage", r"consolidated.01.pth cannot be read as a state dict"),
         ({"moe_args": {}}, "moe_args is not a key of Llama 2 or 3"),
-        ({"n_heads": "4"}, "params.json: n_heads='4' must be a whole number"),
+        ({"n_heads": "4"}, 'params.json: n_heads="4" must be a whole number'),
         ({"multiple_of": 256}, r"gate_proj.weight has shape \[112, 32\], but config.json requires \[256, 32\]"),
         ({"vocab_size": 60}, r"embed_tokens.weight has shape \[54, 32\], but config.json requires \[60, 32\]"),
     ],

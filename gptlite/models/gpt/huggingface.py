@@ -145,10 +145,10 @@ class GPT2(Adapter[GPTConfig]):
         """
         refuse_other_values(content, FIXED)
         activation = content.get("activation_function", "gelu_new")
-        if activation not in ACTIVATIONS:
+        if activation not in [*ACTIVATIONS]:
             hint = did_you_mean(str(activation), ACTIVATIONS)
             names = ", ".join(ACTIVATIONS)
-            raise ConfigError(f"config.json: activation_function={activation!r} is not one of {names}{hint}")
+            raise ConfigError(f"config.json: activation_function={shown(activation)} is not one of {names}{hint}")
         width, heads = whole(content, "n_embd"), whole(content, "n_head")
         if width % heads:
             raise ConfigError(f"config.json: n_embd={width} is not divisible by n_head={heads}")
@@ -163,7 +163,7 @@ class GPT2(Adapter[GPTConfig]):
             sequence_length=whole(content, "n_positions"),
             mlp=ACTIVATIONS[activation],
             dropout=max(dropouts),
-            tied_embeddings=tied(content, default=True),
+            tied_embeddings=flag(content, "tie_word_embeddings", True),
             norm_eps=number(content, "layer_norm_epsilon", 1e-5),
             init_std=number(content, "initializer_range", 0.02),
         )
@@ -174,14 +174,14 @@ def refuse_other_values(content: Mapping[str, Any], fixed: Mapping[str, Any]) ->
     for key, value in fixed.items():
         found = content.get(key, value)
         if found != value and (found or value):  # null, {} and false all turn the key off
-            raise ConfigError(f"config.json: {key}={found!r}: only {key}={value!r} can be imported")
+            raise ConfigError(f"config.json: {key}={shown(found)}: only {key}={shown(value)} can be imported")
 
 
-def tied(content: Mapping[str, Any], default: bool) -> bool:
-    """Return config.json's tie_word_embeddings. Raises ConfigError if it is not a bool."""
-    found = content.get("tie_word_embeddings", default)
+def flag(content: Mapping[str, Any], key: str, default: bool) -> bool:
+    """Return a bool of config.json. Raises ConfigError, naming the key, for another value."""
+    found = content.get(key, default)
     if not isinstance(found, bool):
-        raise ConfigError(f"config.json: tie_word_embeddings={found!r} must be true or false")
+        raise ConfigError(f"config.json: {key}={shown(found)} must be true or false")
     return found
 
 

@@ -11,9 +11,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from gptlite.documents import shown
 from gptlite.errors import ConfigError
 from gptlite.models.gpt.config import GPTConfig, MLPKind, Norm, Position
-from gptlite.models.gpt.huggingface import number, refuse_other_values, rows, tied, unlike, whole
+from gptlite.models.gpt.huggingface import flag, number, refuse_other_values, rows, unlike, whole
 from gptlite.models.huggingface import Adapter, Piece, Weight
 
 if TYPE_CHECKING:
@@ -148,7 +149,7 @@ class Llama(Adapter[GPTConfig]):
             qk_norm=self.qk_norm,
             mlp=MLPKind.swiglu,
             bias=False,
-            tied_embeddings=tied(content, default=False),
+            tied_embeddings=flag(content, "tie_word_embeddings", False),
             init_std=number(content, "initializer_range", 0.02),
             **_rope(content),
         )
@@ -167,12 +168,14 @@ def _rope(content: Mapping[str, Any]) -> dict[str, Any]:
     """Return the configuration keys of RoPE, from `rope_theta` and `rope_scaling`, or from `rope_parameters` in files
     of transformers 5."""
     found = content.get("rope_parameters") or content.get("rope_scaling") or {}
-    base = number({"rope_theta": 10000.0} | dict(content) | dict(found), "rope_theta", 10000.0)
+    if not isinstance(found, dict):
+        raise ConfigError(f"config.json: rope_scaling={shown(found)} must be an object or null")
+    base = number({"rope_theta": 10000.0} | dict(content) | found, "rope_theta", 10000.0)
     kind = found.get("rope_type", found.get("type", "default"))
     if kind == "default":
         return {"rope_base": base}
     if kind != "llama3":
-        raise ConfigError(f"config.json: rope_type={kind!r}: only 'default' and 'llama3' can be imported")
+        raise ConfigError(f'config.json: rope_type={shown(kind)}: only "default" and "llama3" can be imported')
     scaling = {ours: number(found, theirs, 0) for ours, theirs in SCALING.items()}
     return scaling | {"rope_base": base, "rope_original_length": int(scaling["rope_original_length"])}
 

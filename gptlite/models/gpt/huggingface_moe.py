@@ -12,9 +12,10 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from gptlite.documents import shown
 from gptlite.errors import ConfigError
 from gptlite.models.gpt.config import GPTConfig, MLPKind, MoEConfig, Score
-from gptlite.models.gpt.huggingface import unlike, whole
+from gptlite.models.gpt.huggingface import flag, unlike, whole
 from gptlite.models.gpt.huggingface_llama import OF_LLAMA, Llama, of_pairs
 from gptlite.models.huggingface import Weight
 
@@ -70,13 +71,13 @@ class WithExperts(Llama):
         values."""
         key, only = self.unsupported
         if content.get(key) not in (None, []):
-            raise ConfigError(f"config.json: {key}={content[key]}: only {only} can be imported")
+            raise ConfigError(f"config.json: {key}={shown(content[key])}: only {only} can be imported")
         moe = MoEConfig(
             experts=whole(content, "num_experts" if "num_experts" in content else "num_local_experts"),
             top_k=whole(content, "num_experts_per_tok"),
             d_ff=whole(content, self.width),
-            every=int(content.get("decoder_sparse_step", 1)),
-            renormalize=bool(content.get("norm_topk_prob", self.renormalizes)),
+            every=whole({"decoder_sparse_step": 1} | dict(content), "decoder_sparse_step"),
+            renormalize=flag(content, "norm_topk_prob", self.renormalizes),
             bias_rate=0.0,
         )
         return replace(super().from_json(content, name), moe=moe, qk_norm_heads=self.qk_norm_heads)
