@@ -149,7 +149,8 @@ def named(error: OSError) -> OSError:
         variables = [each for frame in reversed(frames) for each in frame.f_locals.values()]
         values = (value for each in variables for value in (each, *tuple(getattr(each, "__dict__", {}).values())))
         names = (getattr(each, "name", None) for each in values if isinstance(each, io.IOBase))
-        error.filename = next((name for name in names if isinstance(name, str) and not name.startswith("<")), None)
+        if name := next((each for each in names if isinstance(each, str) and not each.startswith("<")), None):
+            error.filename = name  # None would be part of the message
     return error
 
 

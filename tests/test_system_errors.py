@@ -147,6 +147,7 @@ def test_errors_of_open_files_name_them(tmp_path):
     with pytest.raises(OSError, match="No space"):
         full(tmp_path / "a")
     assert named(error).filename == str(tmp_path / "a")
+    assert str(named(OSError(errno.EIO, "Input/output error"))) == "[Errno 5] Input/output error"
     with pytest.raises(OSError, match=r"b'$"), naming(tmp_path / "b"):
         raise OSError(errno.EIO, "Input/output error")
 
