@@ -161,7 +161,10 @@ def test_a_source_that_cannot_be_read_is_not_the_caches_fault(config, text, sett
     ("code", "message"),
     [
         (errno.ENOSPC, r"could not be prepared in data.cache_dir=.*No space left on device.*; free some space"),
-        (errno.EIO, r"could not be prepared in .*: some\.bin: Input/output error; check the disk .*give another data\.cache_dir"),
+        (
+            errno.EIO,
+            r"could not be prepared in .*: some\.bin: Input/output error; check the disk .*give another data\.cache_dir",
+        ),
     ],
 )
 def test_a_file_that_cannot_be_written_is_named(tmp_path, code, message):
@@ -244,7 +247,7 @@ def test_synthetic_tokens_follow_the_seed_and_nothing_else(settings):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (SyntheticConfig(vocab_size=1), "data.vocab_size=1 must be at least 2"),
+        (SyntheticConfig(vocab_size=1), "data.vocab_size=1 must be from 2 to 16,777,216"),
         (SyntheticConfig(num_tokens=256), "data.num_tokens=256 is too few for one sequence"),
         (CorpusConfig(corpus="shakespear"), "data.corpus=shakespear has no recipe.*did you mean shakespeare?"),
         (CorpusConfig(corpus="shakespeare", tokenizer="word"), "data.tokenizer=word is not sentencepiece or"),
