@@ -31,7 +31,7 @@ import numpy as np
 
 from gptlite import limits
 from gptlite.documents import Between, Count, read_json
-from gptlite.errors import ConfigError
+from gptlite.errors import ConfigError, system_error
 from gptlite.files import open_regular, sync_folder, write_synced
 from gptlite.progress import Progress
 
@@ -303,7 +303,9 @@ class IndexedDataset:
             return None
         try:
             meta = read_json(path, Meta)
-        except (OSError, ValueError) as error:
+        except OSError as error:
+            raise ConfigError(f"cannot read {system_error(error)}") from error
+        except ValueError as error:
             raise damaged(path, f"it cannot be read: {error}") from error
         if meta.tokens != len(self.tokens) or meta.documents != self.num_documents:
             counted = f"{len(self.tokens)} tokens in {self.num_documents} documents"

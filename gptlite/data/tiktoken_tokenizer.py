@@ -122,13 +122,12 @@ def _read_ranks(path: Path) -> dict[bytes, int]:
                 raise ConfigError(f"{path}:{number} is not a base64 string and its id") from None
     missing = [byte for byte in range(256) if bytes([byte]) not in ranks]
     ids = ranks.values()
-    if missing or len(set(ids)) != len(ids) or min(ids) < 0 or max(ids) >= limits.VOCABULARY:
-        what = (
-            f"byte 0x{missing[0]:02x} has no id"
-            if missing
-            else f"an id is repeated, negative or above {limits.VOCABULARY}"
+    if missing:
+        raise ConfigError(f"{path} is not a table of ranks: byte 0x{missing[0]:02x} has no id")
+    if len(set(ids)) != len(ids) or min(ids) < 0 or max(ids) >= limits.VOCABULARY:
+        raise ConfigError(
+            f"{path} is not a table of ranks: an id is repeated, negative, or {limits.VOCABULARY:,} or more"
         )
-        raise ConfigError(f"{path} is not a table of ranks: {what}")
     return ranks
 
 
