@@ -99,7 +99,7 @@ CASES: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "Llama's vocabulary": (lambda path: adapted(path, "llama", vocab_size=10**10), "vocab_size=10000000000 must be"),
     "Meta's layers": (lambda path: meta(path, n_layers=10**9), "n_layers=1000000000 must be a whole number"),
-    "id": (lambda path: tokenizer(path, 400_000_000), "has the id 400000000, but ids must be below 16,777,216"),
+    "id": (lambda path: tokenizer(path, 400_000_000), "has the id 400000000; at most 16,777,216 ids are supported"),
     "rank": (lambda path: ranks(path, 400_000_000), "an id is repeated, negative, or 16,777,216 or more"),
     "definition": (
         lambda path: definition(path, '{"kind": "numbers", "vocab_size": 10000000000}'),

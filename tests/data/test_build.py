@@ -163,7 +163,7 @@ def test_a_source_that_cannot_be_read_is_not_the_caches_fault(config, text, sett
         (errno.ENOSPC, r"could not be prepared in data.cache_dir=.*No space left on device.*; free some space"),
         (
             errno.EIO,
-            r"could not be prepared in .*: some\.bin: Input/output error; check the disk .*give another data\.cache_dir",
+            r"could not be prepared in .*: some\.bin: Input/output error; check the disk .*give another data.cache_dir",
         ),
     ],
 )
