@@ -22,6 +22,7 @@ from gptlite.documents import Count, Digest, DocumentError, Matching, checked, r
 from gptlite.errors import ConfigError
 from gptlite.files import open_regular, write_synced
 from gptlite.parallelism.layout import ONE_RANK
+from gptlite.parallelism.messages import passed_on
 from gptlite.progress import Log, Progress
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ MOST_THREADS = 8  # threads that hash files
 Entries = dict[str, dict[str, Any]]
 
 
+@passed_on
 class DamagedCheckpoint(ConfigError):
     """Error for a checkpoint folder that differs from its manifest. `reason` names the file and the problem."""
 

@@ -16,6 +16,7 @@ from importlib import import_module
 from importlib.metadata import entry_points
 
 from gptlite.errors import ConfigError, text_of
+from gptlite.parallelism.messages import passed_on
 
 GROUP = "gptlite.plugins"  # group of the entry points
 GIVEN = re.compile(r"\+{0,2}plugins=\[?([^\]]*)\]?$")
@@ -23,6 +24,7 @@ RESOLVER = re.compile(r"\$\{[^}]*:")  # ${oc.env:NAME}, ${now:...}; ${model.peak
 KEY = re.compile(r"(\+{0,2}|~)[A-Za-z_][\w./-]*")
 
 
+@passed_on
 class PluginsNotNamed(ConfigError):
     """Raised when a saved configuration needs plugins that the command line has not named."""
 

@@ -28,6 +28,7 @@ from gptlite.optimizer.state import materialized
 from gptlite.parallelism.boxes import cut_like
 from gptlite.parallelism.config import Offload, ParallelismConfig
 from gptlite.parallelism.mesh import Mesh
+from gptlite.parallelism.messages import passed_on
 from gptlite.parallelism.rank_sync import together
 from gptlite.parallelism.state_file import ALIGN, InFiles, StateFile, aligned
 from gptlite.parallelism.zero import local_tensor
@@ -37,6 +38,7 @@ UNIT = ALIGN // ITEM
 Numbers = dict[str, Tensor]  # a parameter's state other than moments
 
 
+@passed_on
 class OffloadFailed(RuntimeError):
     """Error for optimizer state files that cannot be read or written."""
 

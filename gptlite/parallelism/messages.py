@@ -8,26 +8,30 @@ from __future__ import annotations
 
 import base64
 import builtins
-import importlib
 import json
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-# Exceptions that ranks may raise for each other, by the module of each; others arrive as a RuntimeError.
-ERRORS = {
+from gptlite.errors import ConfigError
+
+# Exceptions that ranks may raise for each other, by name; others arrive as a RuntimeError. See `passed_on`.
+ERRORS: dict[str, type[BaseException]] = {
     **{
-        name: "builtins"
+        name: value
         for name, value in vars(builtins).items()
         if isinstance(value, type) and issubclass(value, BaseException) and not issubclass(value, BaseExceptionGroup)
     },
-    "ConfigError": "gptlite.errors",
-    "PluginsNotNamed": "gptlite.config.plugins",
-    "DamagedCheckpoint": "gptlite.checkpoint.manifest",
-    "OffloadFailed": "gptlite.optimizer.streamed",
-    "SaveFailed": "gptlite.run.folder",
+    "ConfigError": ConfigError,
 }
+E = TypeVar("E", bound=type[BaseException])
 PLAIN = (type(None), bool, int, float, str)
+
+
+def passed_on(kind: E) -> E:
+    """Class decorator: let ranks raise this exception for each other. Its `__reduce__` gives the arguments."""
+    ERRORS[kind.__name__] = kind
+    return kind
 
 
 class MessageError(ValueError):
@@ -52,7 +56,7 @@ def decode(message: bytes) -> Any:
 def encode_error(error: BaseException) -> bytes:
     """Return an exception, or b"" if it is not one of ERRORS or has arguments that no message has."""
     kind = type(error)
-    if ERRORS.get(kind.__name__) != kind.__module__:
+    if ERRORS.get(kind.__name__) is not kind:
         return b""
     try:
         return encode((kind.__name__, error.__reduce__()[1]))
@@ -66,9 +70,7 @@ def decode_error(message: bytes) -> BaseException | None:
         return None
     match decode(message):
         case (str(name), tuple(arguments)) if name in ERRORS:
-            error = getattr(importlib.import_module(ERRORS[name]), name)(*arguments)
-            assert isinstance(error, BaseException)
-            return error
+            return ERRORS[name](*arguments)
     raise MessageError("a message between ranks holds no known exception")
 
 

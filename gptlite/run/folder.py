@@ -30,6 +30,7 @@ from gptlite.files import existing, open_inside, open_regular, try_lock, unwrita
 from gptlite.models.batch_norm import has_batch_norm
 from gptlite.models.spec import spec_of
 from gptlite.parallelism.mesh import Mesh
+from gptlite.parallelism.messages import passed_on
 from gptlite.parallelism.rank_sync import from_all, from_main
 from gptlite.progress import Console, Log, counted
 from gptlite.run.result import RESULT
@@ -53,6 +54,7 @@ WRITTEN = (
 APPEARS_SECONDS = 30.0
 
 
+@passed_on
 class SaveFailed(RuntimeError):
     """Raised when a checkpoint could not be written. Earlier checkpoints are unchanged."""
 
