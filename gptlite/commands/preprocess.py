@@ -69,6 +69,8 @@ def prepare(arguments: Arguments) -> int:
     signal.signal(signal.SIGTERM, stop)  # SystemExit runs the cleanup; the default action would not
     settings = make_settings(arguments)
     tokenizer = find_tokenizer(arguments.tokenizer, arguments.eod)
+    if tokenizer.changes:
+        log(f"tokenizer: it changes texts before it encodes them ({tokenizer.changes})")
     output, workers = Path(arguments.output).expanduser(), arguments.workers
     try:
         done = preprocess(

@@ -1,11 +1,12 @@
 """Hugging Face tokenizers: a tokenizer.json, read by the `tokenizers` library."""
 
 import hashlib
+import json
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, NotRequired, TypedDict
+from typing import Annotated, Any, NotRequired, Required, TypedDict
 
 from gptlite import limits
 from gptlite.data.tokenizer import UNKNOWN, Tokenizer, reading
@@ -17,20 +18,36 @@ ENDS = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>", "<|end▁of▁sente
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
-class _Decoder(TypedDict):
+class _Part(TypedDict):
+    """Decoder or normalizer, which may be a sequence of others."""
+
     type: str
-    decoders: NotRequired[list["_Decoder"]]
+    decoders: NotRequired[list["_Part"]]
+    normalizers: NotRequired[list["_Part"]]
 
 
-class _Model(TypedDict):
-    unk_token: NotRequired[str | None]
+class _Model(TypedDict, total=False):
+    type: str
+    unk_token: str | None
+    byte_fallback: bool | None
+    dropout: float | None
 
 
-class _Definition(TypedDict):
-    """Content of a tokenizer.json that the library does not show."""
+class _Added(TypedDict):
+    id: int
+    content: str
+    special: bool
 
-    decoder: NotRequired[_Decoder | None]
-    model: NotRequired[_Model]
+
+class _Definition(TypedDict, total=False):
+    """Content of a tokenizer.json that gptlite reads itself."""
+
+    truncation: dict[str, Any] | None
+    padding: dict[str, Any] | None
+    normalizer: _Part | None
+    decoder: _Part | None
+    model: Required[_Model]
+    added_tokens: list[_Added]
 
 
 class _Token(TypedDict):
@@ -52,8 +69,9 @@ class HuggingFaceTokenizer(Tokenizer):
     """Tokenizer of a tokenizer.json whose tokens are byte strings: byte-level BPE, or SentencePiece with byte fallback.
 
     Special tokens have no bytes. Text that spells one out is plain text and never becomes an end-of-document token.
-    Nothing is added before or after a text. `eod` is the id that ends documents. Raises ConfigError for a file with
-    any other type of decoder.
+    Nothing is added before or after a text, and nothing is cut: `truncation` and `padding`, which transformers saves
+    with the file once they have been used, and the `dropout` of BPE are ignored. `eod` is the id that ends documents.
+    Raises ConfigError for a file with any other type of decoder.
     """
 
     kind = "huggingface"
@@ -61,9 +79,14 @@ class HuggingFaceTokenizer(Tokenizer):
     saved = _Settings
 
     def __init__(self, content: bytes, eod: int):
-        self._tokenizer = _read(content)
+        definition = _definition(content)
+        used = _with_special(_plain(definition), eod)
+        self._tokenizer = _read(content if used == definition else json.dumps(used).encode())
         self._tokenizer.encode_special_tokens = True  # text that spells out a special token is plain text
-        super().__init__(_pieces(self._tokenizer, _definition(content)), eod, {"eod": eod}, content)
+        super().__init__(_pieces(self._tokenizer, definition, eod), eod, {"eod": eod}, content)
+        self.changes = ", ".join(_types(definition.get("normalizer")))
+        if state := _state(definition):
+            self.warning = f"its {FILE} was saved with {' and '.join(state)}, by which documents may have been changed"
 
     def definition(self) -> bytes:
         # The content takes megabytes, so only its digest is included.
@@ -77,9 +100,13 @@ class HuggingFaceTokenizer(Tokenizer):
         """Load a tokenizer.json; `eod` is the text of the token that ends documents.
 
         The default is the eos_token in tokenizer_config.json beside `path`, else the first of `ENDS` in the vocabulary.
-        Raises ConfigError if there is no such token.
+        The tokenizer's content is without truncation, padding and dropout. Raises ConfigError if there is no such
+        token, or if some text cannot be encoded without loss.
         """
         content = read_bytes(path, limits.TOKENIZER_BYTES)
+        definition = _definition(content)
+        if _state(definition):
+            content = json.dumps(_plain(definition), ensure_ascii=False).encode()
         vocabulary = _read(content).get_vocab(with_added_tokens=True)
         names = [eod] if eod is not None else [*_configured_end(path.with_name("tokenizer_config.json")), *ENDS]
         known = next((name for name in names if name in vocabulary), None)
@@ -87,7 +114,14 @@ class HuggingFaceTokenizer(Tokenizer):
             raise ConfigError(
                 f"tokenizer={path} has no token {' or '.join(names)} to end documents with; give eod=TOKEN"
             )
-        return cls(content, vocabulary[known])
+        _refuse_lossy(vocabulary, definition)
+        tokenizer = cls(content, vocabulary[known])
+        if tokenizer.eod in tokenizer.encode(known):
+            raise ConfigError(
+                f"tokenizer={path}: the text {known!r} is encoded as the token {known}, so a text could end a document"
+                "; give eod=TOKEN with a special token"
+            )
+        return tokenizer
 
 
 def byte_alphabet() -> dict[str, int]:
@@ -114,7 +148,48 @@ def _definition(content: bytes) -> _Definition:
         raise ConfigError(f"{FILE} cannot be read: {error}") from None
 
 
-def _pieces(tokenizer: Any, definition: _Definition) -> list[bytes]:
+def _state(definition: _Definition) -> list[str]:
+    """Return what a file was saved with that changes documents: truncation, padding, dropout."""
+    found = [key for key in ("truncation", "padding") if definition.get(key) is not None]
+    return found + ["dropout"] * bool(definition["model"].get("dropout"))
+
+
+def _plain(definition: _Definition) -> _Definition:
+    """Return the definition without truncation, padding and dropout."""
+    if not _state(definition):
+        return definition
+    model = {**definition["model"], "dropout": None}
+    return {**definition, "truncation": None, "padding": None, "model": model}  # type: ignore[typeddict-item]
+
+
+def _with_special(definition: _Definition, eod: int) -> _Definition:
+    """Return the definition with the token that ends documents as a special one, or a text could spell it."""
+    added = [{**each, "special": each["special"] or each["id"] == eod} for each in definition.get("added_tokens", [])]
+    return {**definition, "added_tokens": added}  # type: ignore[typeddict-item]
+
+
+def _refuse_lossy(vocabulary: Collection[str], definition: _Definition) -> None:
+    """Raise ConfigError unless every byte has a token: of byte-level BPE, or of byte fallback that is turned on."""
+    decoders, model = set(_types(definition.get("decoder"))), definition["model"]
+    if "ByteLevel" in decoders:
+        missing = [f"0x{byte:02X}" for character, byte in byte_alphabet().items() if character not in vocabulary]
+    elif decoders & {"ByteFallback", "Metaspace"}:
+        missing = [f"0x{byte:02X}" for byte in range(256) if f"<0x{byte:02X}>" not in vocabulary]
+        if not missing and not model.get("byte_fallback"):
+            raise ConfigError(
+                f"{FILE} loses characters: it has tokens for all bytes, but its byte_fallback is off; turn it on"
+            )
+    else:
+        return  # `_pieces` refuses it
+    if missing:
+        shown = ", ".join(sorted(missing)[:4]) + ", ..." * (len(missing) > 4)
+        raise ConfigError(
+            f"{FILE} loses characters: {len(missing)} of 256 bytes have no token ({shown}); use a tokenizer with byte "
+            "fallback or the whole alphabet of byte-level BPE"
+        )
+
+
+def _pieces(tokenizer: Any, definition: _Definition, eod: int) -> list[bytes]:
     decoders = set(_types(definition.get("decoder")))
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
     if max(vocabulary.values(), default=0) >= limits.VOCABULARY:
@@ -122,7 +197,7 @@ def _pieces(tokenizer: Any, definition: _Definition) -> list[bytes]:
             f"{FILE} has the id {max(vocabulary.values())}; at most {limits.VOCABULARY:,} ids are supported"
         )
     added = tokenizer.get_added_tokens_decoder()
-    pieces = [b""] * (max(vocabulary.values()) + 1)
+    pieces = [b""] * (max([*vocabulary.values(), eod]) + 1)
     for token, number in vocabulary.items():
         if number in added:
             pieces[number] = b"" if added[number].special else added[number].content.encode()
@@ -134,9 +209,10 @@ def _pieces(tokenizer: Any, definition: _Definition) -> list[bytes]:
         else:
             found = ", ".join(sorted(decoders)) or "none"
             raise ConfigError(f"{FILE}: its decoder is {found}; supported are ByteLevel, ByteFallback and Metaspace")
-    unknown = vocabulary.get(definition.get("model", {}).get("unk_token"))
+    unknown = vocabulary.get(definition["model"].get("unk_token"))
     if unknown is not None:
         pieces[unknown] = UNKNOWN.encode()
+    pieces[eod] = b""
     return pieces
 
 
@@ -150,11 +226,13 @@ def _from_alphabet(token: str) -> bytes:
         raise ConfigError(f"{FILE}: token {token!r} has characters outside the alphabet of byte-level BPE") from None
 
 
-def _types(decoder: _Decoder | None) -> Iterator[str]:
-    if decoder:
-        yield decoder["type"]
-        for inner in decoder.get("decoders", ()):
-            yield from _types(inner)
+def _types(part: _Part | None) -> Iterator[str]:
+    """Yield the types of a decoder or normalizer, and of those that it consists of."""
+    if part:
+        inner = [*part.get("decoders", ()), *part.get("normalizers", ())]
+        yield from [part["type"]] if not inner else []
+        for each in inner:
+            yield from _types(each)
 
 
 def _configured_end(path: Path) -> list[str]:

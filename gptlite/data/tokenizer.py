@@ -51,6 +51,8 @@ class Tokenizer(ABC):
     kind: str
     file = ""
     saved: type = NoSettings  # dataclass of the saved settings
+    changes = ""  # how a text is changed before it is encoded, e.g. `NFC`; empty if it is not
+    warning = ""  # what may be wrong with data that was prepared with this tokenizer
 
     def __init__(self, pieces: list[bytes], eod: int, settings: dict[str, Any] | None = None, content: bytes = b""):
         self.pieces = pieces

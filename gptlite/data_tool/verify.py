@@ -58,6 +58,9 @@ def _verify(prefix: Path, vocab_size: int | None, dtypes: dict[Path, tuple[Path,
         f"{format_bytes(size)} read in {seconds:.1f} s{unknown}"
     )
     print(printable(words), flush=True)
+    tokenizer = tokenizer_beside(prefix)
+    if tokenizer and tokenizer.warning:
+        print(printable(f"warning  {prefix}: {tokenizer.warning}; prepare the data again"), flush=True)
     return True
 
 

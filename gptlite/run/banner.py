@@ -67,6 +67,7 @@ def announce(run: Run, folder: RunFolder) -> Reporter:
         *(predicted(run) if mesh.is_main else []),
         *offload_words(state, config.parallelism),
         ("data", run.data.describe()),
+        *_tokenizer_warning(run.data),
         ("batch", f"{_step_words(config)}; "
                   f"{batch.global_batch_size} = micro-batch {state.loader.micro_batch_size} x "
                   f"{accumulation} accumulation x {mesh.data_size} data-parallel{_ramp(config)}"),
@@ -122,6 +123,12 @@ def _flops(
         return count_flops(model, length, data.example() if isinstance(data, SampleSets) else None), []
     except Uncounted as error:
         return None, [("MFU", f"n/a: {error}")]
+
+
+def _tokenizer_warning(data: PreparedData | SampleSets) -> list[tuple[str, str]]:
+    """Return the banner's line on data that its tokenizer may have changed; no line without such a reason."""
+    tokenizer = data.tokenizer if isinstance(data, PreparedData) else None
+    return [("warning", f"{tokenizer.warning}; prepare the data again")] if tokenizer and tokenizer.warning else []
 
 
 def _attention(config: Config, mesh: Mesh, policy: Policy, ops: Ops) -> list[tuple[str, str]]:

@@ -41,7 +41,10 @@ def byte_level(folder: Path) -> Path:
     tokenizer.decoder = rust.decoders.ByteLevel()
     alphabet = rust.pre_tokenizers.ByteLevel.alphabet()
     trainer = rust.trainers.BpeTrainer(
-        vocab_size=400, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False
+        vocab_size=400,
+        special_tokens=["<|endoftext|>", "<|a|>", "<|b|>"],
+        initial_alphabet=alphabet,
+        show_progress=False,
     )
     tokenizer.train_from_iterator(LINES, trainer)
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -123,11 +126,13 @@ def test_the_alphabet_of_bytes_is_hugging_faces() -> None:
 
 def test_the_end_of_documents_can_be_named(tmp_path: Path) -> None:
     path = byte_level(tmp_path)
-    assert find_tokenizer(str(path), eod="the").pieces[find_tokenizer(str(path), eod="the").eod] == b"the"
+    assert find_tokenizer(str(path), eod="<|a|>").eod == 1
+    with pytest.raises(ConfigError, match="the text 'the' is encoded as the token the, so a text could end a document"):
+        find_tokenizer(str(path), eod="the")
     with pytest.raises(ConfigError, match="has no token <end> to end documents with"):
         find_tokenizer(str(path), eod="<end>")
-    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": {"content": "qu"}}')
-    assert find_tokenizer(str(tmp_path)).piece(find_tokenizer(str(tmp_path)).eod) == b"qu"
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": {"content": "<|b|>"}}')
+    assert find_tokenizer(str(tmp_path)).eod == 2
 
 
 def test_a_vocabulary_that_does_not_keep_bytes_is_refused(tmp_path: Path) -> None:
