@@ -9,6 +9,7 @@ LINE_BYTES = 1 << 24  # a line of JSON
 DEPTH = 64  # nesting of JSON and YAML: ours nests 6 deep, Hugging Face's files about 8
 
 # Numbers.
+DIGITS = 40  # of an integer in JSON: transformers writes 10^30 for no limit; 309 would overflow a float
 INTEGER = 2**63 - 1  # NumPy and torch index with int64
 SIZE = 2**31 - 1  # a dimension of a model: torch's kernels index with int32
 LAYERS = 100_000  # the deepest published networks have about 1,000

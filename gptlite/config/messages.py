@@ -21,7 +21,7 @@ def refusals() -> Iterator[None]:
     """Context manager that converts exceptions of Hydra and OmegaConf to ConfigError."""
     try:
         yield
-    except (HydraException, OmegaConfBaseException) as error:
+    except (HydraException, OmegaConfBaseException, OverflowError) as error:  # the last of an integer as a float
         raise ConfigError(explain(error)) from None  # a chained traceback of Hydra's would hide the message
 
 

@@ -83,7 +83,7 @@ def from_yaml(text: str, where: object = "this configuration", *, imports: bool 
                 )
         schemas = tuple((group, SCHEMAS[group][name]) for group, name in names.items())
         result = OmegaConf.to_object(OmegaConf.merge(_defaults(schemas), raw))
-    except (OmegaConfBaseException, YAMLError, DocumentError, KeyError, TypeError) as error:
+    except (OmegaConfBaseException, YAMLError, DocumentError, KeyError, TypeError, OverflowError) as error:
         reason = (str(error).splitlines() or [""])[0]
         raise ConfigError(f"a saved config.yaml is damaged or from another version of gptlite: {reason}") from error
     assert isinstance(result, Config)

@@ -125,6 +125,7 @@ REFUSED = {
 }
 # By our checks of what has been composed.
 REFUSED_VALUES = {
+    f"optimizer.lr=1{400 * '0'}": "optimizer.lr: int too large to convert to float",
     "model.kv_heads=3": "model.num_heads=4 is not divisible by model.kv_heads=3; model.kv_heads can be 1, 2, 4",
     "model.softcap=0": "model.softcap=0 must be above 0; null turns it off",
     "model.windows=[4,-1]": "model.windows=[4, -1]: each must be positive, or 0 for full attention",

@@ -141,6 +141,7 @@ def _prepared(folder: Path, suffix: str, files: Callable[[Path], st.SearchStrate
     return Reader(files(path), read)
 
 
+@reader
 def preprocess_settings(folder: Path) -> Reader:
     """preprocess.json beside unfinished output."""
     path = folder / "preprocess.json"

@@ -69,9 +69,7 @@ def test_the_port_is_chosen_for_all_machines(command, capsys) -> None:
 def test_a_port_in_use_is_refused_with_another_one() -> None:
     with socket.create_server(("", 0)) as server:
         port = server.getsockname()[1]
-        with pytest.raises(
-            ConfigError, match=f"^port {port} of this machine: address already in use; .*port="
-        ):
+        with pytest.raises(ConfigError, match=f"^port {port} of this machine: address already in use; .*port="):
             refuse_used(port)
     refuse_used(port)
 
