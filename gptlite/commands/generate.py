@@ -59,7 +59,7 @@ def write_samples(arguments: Arguments) -> None:
     )
     if not model.spec.writes_text:
         raise ConfigError(f"checkpoint={arguments.checkpoint}: a {model.spec.name} model does not generate text")
-    prompt = tokenizer.encode(arguments.prompt) or [tokenizer.eod]  # the model needs at least one token
+    prompt = tokenizer.prompt(arguments.prompt)
     # A model may write what a terminal would act on. A file receives the text as it is.
     shown = partial(printable, keep="\n\t") if sys.stdout.isatty() else str
     for index in range(arguments.num_samples):

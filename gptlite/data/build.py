@@ -15,6 +15,7 @@ from gptlite.data.cache import cached_folder, cached_path
 from gptlite.data.check import check_settings, find_recipe
 from gptlite.data.config import CorpusConfig, DataConfig, DatasetConfig, SyntheticConfig, TextConfig, TokensConfig
 from gptlite.data.corpus import TOKENIZER, TRAIN, VALIDATION, train_tokenizer, write_split
+from gptlite.data.indexed import token_dtype
 from gptlite.data.loader import Loader, Share
 from gptlite.data.prepared import Identity, PreparedData, TokenSet, make_identity, open_blend, open_folder
 from gptlite.data.samples import SampleLoader, SampleSets, open_samples
@@ -249,7 +250,7 @@ def _run_recipe(config: CorpusConfig, folder: Path, log: Log) -> None:
 def _synthetic(config: SyntheticConfig, seed: int) -> PreparedData:
     tokenizer = NumberTokenizer(config.vocab_size)
     held_out = max(round(config.num_tokens * _SYNTHETIC_VALIDATION), config.sequence_length + 1)  # one chunk at least
-    dtype = np.uint16 if config.vocab_size <= 1 << 16 else np.int32
+    dtype = np.uint16 if token_dtype(config.vocab_size) == np.uint16 else np.int32
     tokens = np.random.default_rng(seed).integers(config.vocab_size, size=config.num_tokens + held_out, dtype=dtype)
     source = f"synthetic/{seed}/{config.num_tokens}"
     only = TokenSet("synthetic", source, tokens[: config.num_tokens], tokens[config.num_tokens :])

@@ -59,6 +59,11 @@ class Meta:
     sha256: str
 
 
+def token_dtype(vocab_size: int) -> np.dtype:
+    """Return the dtype in which tokens of a vocabulary are stored and passed on: uint16 or int32, as in Megatron."""
+    return np.dtype(DTYPES[8 if vocab_size < _UINT16_VOCAB else 4])
+
+
 class IndexedWriter:
     """Context manager that writes one dataset. Documents are added one or many at a time.
 
@@ -71,8 +76,8 @@ class IndexedWriter:
 
     def __init__(self, prefix: Path, tokenizer: str, vocab_size: int, eod: int, lengths: Path | None = None):
         self._prefix = prefix
-        self._dtype_code = 8 if vocab_size < _UINT16_VOCAB else 4
-        self.dtype = np.dtype(DTYPES[self._dtype_code])
+        self.dtype = token_dtype(vocab_size)
+        self._dtype_code = next(code for code, name in DTYPES.items() if self.dtype == name)
         self._about = tokenizer, vocab_size, eod  # as in Meta
         self._vocab_size, self._eod = vocab_size, eod
         self.num_documents = 0  # written so far

@@ -82,6 +82,10 @@ class Tokenizer(ABC):
         """Return the ids of `text` as int32[N], which takes much less memory than a list and is usually faster."""
         return np.array(self.encode(text), dtype=np.int32)
 
+    def prompt(self, text: str) -> list[int]:
+        """Return the ids of the start of a document, at least one, as a model needs: `eod` for a text without ids."""
+        return self.encode(text) or [self.eod]
+
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of `ids`. Ids outside the vocabulary are skipped; invalid UTF-8 becomes U+FFFD."""
         return b"".join(map(self.piece, ids)).decode("utf-8", errors="replace")
@@ -184,8 +188,8 @@ class NumberTokenizer(Tokenizer):
         return str(self.vocab_size).encode()
 
     def encode(self, text: str) -> list[int]:
-        """Return the numbers in `text`, modulo the vocabulary size; [0] for a text without numbers."""
-        return [int(number) % self.vocab_size for number in re.findall(r"[0-9]+", text)] or [0]
+        """Return the numbers in `text`, of 18 digits at most, modulo the vocabulary size."""
+        return [int(number[-18:]) % self.vocab_size for number in re.findall(r"[0-9]+", text)]
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from gptlite.data.corpus import document_hash, is_held_out
+from gptlite.data.indexed import token_dtype
 from gptlite.data.tokenizer import load_tokenizer
 from gptlite.preprocess.blocks import BLANK_LINES, Block, Cutting, Piece
 
@@ -146,7 +147,7 @@ class Encoder:
         """Load the tokenizer that was saved in `folder`."""
         self._tokenizer = load_tokenizer(folder)
         self._formats, self._cutting, self._fraction = formats, cutting, validation_fraction
-        self._dtype = np.dtype(np.uint16 if self._tokenizer.vocab_size < 1 << 16 else np.int32)
+        self._dtype = token_dtype(self._tokenizer.vocab_size)  # in which `Output` reads the parts
         self._eod = np.array([self._tokenizer.eod], dtype=np.int32)
 
     def __call__(self, block: Block) -> Encoded:

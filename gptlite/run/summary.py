@@ -16,7 +16,7 @@ import torch
 from gptlite.config import Config, hydra_value
 from gptlite.config.plugins import as_override
 from gptlite.data.tokenizer import StreamDecoder
-from gptlite.errors import printable, text_of
+from gptlite.errors import one_line, printable, text_of
 from gptlite.invocation import command
 from gptlite.metrics.console import banner, format_bytes, format_duration
 from gptlite.metrics.memory import memory_bytes
@@ -170,7 +170,10 @@ def _close(
     """Generate the sample on all ranks; on rank 0, plot the curves, and print the results and the next commands."""
     duration = format_duration(time.monotonic() - started)  # without the sample, as in result.json
     if outcome.ending is Ending.done:
-        _sample(config, run, state)
+        try:
+            _sample(config, run, state)
+        except Exception as error:  # of the tokenizer, on all ranks alike; the report does not depend on the sample
+            run.log(f"warning: no sample: {one_line(error)}")
     if not run.mesh.is_main:
         return
     lines = [("ended", f"{outcome.ending.value}, step {state.step} of {config.trainer.max_steps}, {duration}")]
@@ -231,7 +234,7 @@ def _sample(config: Config, run: RunFolder, state: TrainState) -> None:
     tokenizer, trainer = run.tokenizer, config.trainer
     if not state.model.spec.writes_text or tokenizer is None or not trainer.sample_prompt or not trainer.sample_tokens:
         return
-    prompt = tokenizer.encode(trainer.sample_prompt)
+    prompt = tokenizer.prompt(trainer.sample_prompt)
     decoder = StreamDecoder(tokenizer)
     sampling = Sampling(seed=config.seed)
     if run.mesh.is_main:

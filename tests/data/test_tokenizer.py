@@ -142,5 +142,5 @@ def test_numbers():
     tokenizer = NumberTokenizer(50)
     assert tokenizer.decode([3, 0, 49, 7]) == "3 0 7 "
     assert tokenizer.encode("3, 60") == [3, 10]
-    assert tokenizer.encode("\n") == [0]
+    assert (tokenizer.encode("\n"), tokenizer.prompt("\n"), tokenizer.prompt("5")) == ([], [49], [5])
     assert np.array_equal(tokenizer.token_bytes()[[3, 10, 49]], [2, 3, 0])

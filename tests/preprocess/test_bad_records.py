@@ -13,6 +13,8 @@ import pyarrow.parquet as parquet
 import pytest
 import zstandard
 
+from gptlite.data.indexed import IndexedDataset
+from gptlite.data.tokenizer import NumberTokenizer
 from gptlite.errors import ConfigError
 from preprocess.corpora import as_jsonl, made_up, prepare, read_documents
 
@@ -216,3 +218,14 @@ def test_a_line_of_a_gigabyte_is_left_out_without_being_held(tmp_path: Path) -> 
     assert read_documents(tmp_path / "out", "train") == GOOD
     assert json.loads((tmp_path / "out" / "skipped.jsonl").read_text())["line"] == 4
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000  # KiB
+
+
+@pytest.mark.parametrize("size", [65_499, 65_500, 65_535, 65_536])
+def test_a_long_text_keeps_its_ids_at_every_size_of_the_vocabulary(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    monkeypatch.setattr("gptlite.preprocess.blocks._PART", 50)
+    (source / "a.txt").write_text(text := "65498 7\n1\n" * 30)
+    NumberTokenizer(size).save(tmp_path / "tokenizer")
+    prepare(source, tmp_path / "out", tokenizer=str(tmp_path / "tokenizer"), validation_fraction=0)
+    assert IndexedDataset(tmp_path / "out" / "train").tokens.tolist() == [*map(int, text.split()), size - 1]

@@ -20,6 +20,7 @@ from run_files import checkpoint, differing, meta, read_metrics, snapshot
 from torch import Tensor
 
 from gptlite.config import CONF_DIR, from_yaml, load, read_saved
+from gptlite.data.tokenizer import ByteTokenizer
 from gptlite.errors import ConfigError
 from gptlite.parallelism.mesh import Mesh
 from gptlite.parity.record import build
@@ -35,6 +36,15 @@ CONTRACT = {
 def curve(folder: Path, *keys: str) -> list[tuple]:
     """The step and further columns of the training rows."""
     return [tuple(row[key] for key in ("step", *keys)) for row in read_metrics(folder) if "loss" in row]
+
+
+def test_the_closing_report_does_not_depend_on_the_sample(run, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(ByteTokenizer, "prompt", lambda self, text: {}[text])
+    assert run("a", "trainer.max_steps=2")[0] == 0
+    log = (tmp_path / "a" / "train.log").read_text()
+    assert "warning: no sample: KeyError" in log
+    assert "== results ==" in log
+    assert f"run.dir={tmp_path / 'a'}" in log[log.index("\nresume:") :]
 
 
 def test_a_run_leaves_what_the_contract_says(run, drawn, tmp_path: Path) -> None:
