@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping
 from dataclasses import is_dataclass
@@ -43,8 +44,8 @@ LARGEST = {"num_layers": LAYERS, "vocab_size": VOCABULARY}  # keys of a model wi
 
 
 def check_bounds(config: Config) -> None:
-    """Raise a one-line ConfigError for the first number outside its range, and for the first list or dict with an
-    element of another type."""
+    """Raise a one-line ConfigError for the first number outside its range, for NaN, and for the first list or dict
+    with an element of another type."""
     try:
         _elements(config, "")
     except DocumentError as error:
@@ -60,7 +61,7 @@ def check_bounds(config: Config) -> None:
 
 
 def _elements(section: Any, key: str) -> None:
-    """Raise DocumentError for a list or dict with an element of another type. omegaconf 2.3.1 checks the types of
+    """Raise DocumentError for NaN, and for a list or dict with an element of another type. omegaconf 2.3.1 checks the types of
     scalars among the elements, but accepts lists and dicts in their place."""
     for name, kind in _hints(type(section)).items():
         value, where = getattr(section, name), f"{key}{name}"
@@ -68,6 +69,8 @@ def _elements(section: Any, key: str) -> None:
             _elements(value, f"{where}.")
         elif isinstance(value, list | dict):
             checked(value, kind, where)
+        elif isinstance(value, float) and math.isnan(value):  # neither below nor above any limit
+            raise DocumentError(f"{where}=nan is not a number; give one")
 
 
 @cache

@@ -161,7 +161,13 @@ REFUSED_VALUES = {
     "data.global_batch_size=999999999999": "data.global_batch_size=999999999999 must be at most 2,147,483,647",
     "data.global_batch_size=100000000": "data.global_batch_size=100000000 is",
     "run.dir=": "run.dir is empty",
-    "trainer.max_time=nan": "trainer.max_time=nan must be above 0",
+    "trainer.max_time=nan": "trainer.max_time=nan is not a number",
+    "model.norm_eps=nan": "model.norm_eps=nan is not a number",
+    "model.norm_eps=-1": "model.norm_eps=-1 must be at least 0 and finite",
+    "model.init_std=nan": "model.init_std=nan is not a number",
+    "model.init_std=0": "model.init_std=0 must be above 0 and finite",
+    "model.init_std=-1": "model.init_std=-1 must be above 0 and finite",
+    "optimizer.weight_decay=nan": "optimizer.weight_decay=nan is not a number",
     "trainer.profile_steps=[5000,5001]": "trainer.profile_steps=[5000, 5001] begins after",
 }
 
