@@ -61,8 +61,10 @@ def check_bounds(config: Config) -> None:
 
 
 def _elements(section: Any, key: str) -> None:
-    """Raise DocumentError for NaN, and for a list or dict with an element of another type. omegaconf 2.3.1 checks the types of
-    scalars among the elements, but accepts lists and dicts in their place."""
+    """Raise DocumentError for NaN, and for a list or dict with an element of another type.
+
+    omegaconf 2.3.1 checks the types of scalars among the elements, but accepts lists and dicts in their place.
+    """
     for name, kind in _hints(type(section)).items():
         value, where = getattr(section, name), f"{key}{name}"
         if is_dataclass(value):
