@@ -37,13 +37,23 @@ class Starter:
 def starter() -> Starter | None:
     """Return this rank's launcher, None if started directly. Raises ConfigError for an invalid environment variable."""
     env = os.environ
-    if env.keys() >= set(TORCHRUN) - {"LOCAL_WORLD_SIZE"}:
-        rank, world, local_rank = map(_number, TORCHRUN[:3])
-        local_world = _number("LOCAL_WORLD_SIZE", world)
+    if env.keys() >= {"RANK", "WORLD_SIZE"}:
+        rank, world = _number("RANK"), _number("WORLD_SIZE")
         _refuse_place("RANK", rank, "WORLD_SIZE", world)
+        if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in env]:
+            if world == 1:
+                return None
+            raise ConfigError(
+                f"the environment's RANK={rank} and WORLD_SIZE={world} are of a run on several ranks, but "
+                f"{' and '.join(missing)} is not set, so they cannot meet; set it, or unset RANK and WORLD_SIZE"
+            )
+        # Training operators of Kubernetes start one process on each machine, without LOCAL_RANK.
+        alone = "LOCAL_RANK" not in env
+        local_rank, local_world = (0, 1) if alone else (_number("LOCAL_RANK"), _number("LOCAL_WORLD_SIZE", world))
         _refuse_place("LOCAL_RANK", local_rank, "LOCAL_WORLD_SIZE", local_world)
-        return Starter("torchrun", rank, world, local_rank, local_world, _address(), _port())
-    if env.keys() >= set(SRUN) and _number("SLURM_NTASKS") != 1:  # a single task starts the ranks of a run itself
+        name = "RANK and WORLD_SIZE" if alone else "torchrun"
+        return Starter(name, rank, world, local_rank, local_world, _address(), _port())
+    if env.keys() >= set(SRUN) and _slurm_tasks() != 1:  # a single task starts the ranks of a run itself
         return _of_srun()
     return None
 
@@ -83,7 +93,7 @@ def _of_srun() -> Starter:
     nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or "localhost"
     local = _tasks_per_node(env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE") or "")
     node, local_rank = _number("SLURM_NODEID", 0), _number("SLURM_LOCALID")
-    world = _number("SLURM_NTASKS")
+    world = _slurm_tasks()
     _refuse_place("SLURM_PROCID", _number("SLURM_PROCID"), "SLURM_NTASKS", world)
     _refuse_place("SLURM_LOCALID", local_rank, "SLURM_NTASKS", world)
     if node < 0:
@@ -100,6 +110,11 @@ def _of_srun() -> Starter:
         env.get("MASTER_ADDR") or ("127.0.0.1" if alone else first_host(nodes)),  # localhost may not resolve
         _port(port),
     )
+
+
+def _slurm_tasks() -> int:
+    """Return the number of tasks of this step, which may be fewer than those of the job, as in an interactive step."""
+    return _number("SLURM_STEP_NUM_TASKS", _number("SLURM_NTASKS"))
 
 
 def _refuse_place(name: str, rank: int, size: str, world: int) -> None:

@@ -148,14 +148,22 @@ def _checked(raw: DictConfig, cell: Record, world: bool) -> Record:
     return cell
 
 
+def _parts(override: str) -> tuple[str, str]:
+    """Return `tensor` and `2` for `parallelism.tensor=2`; an empty key and `zero1` for `parallelism=zero1`."""
+    key, _, value = override.lstrip("+").partition("=")
+    named = "." in key or "/" in key or not re.match(r"[a-z]", value)
+    return key.rpartition(".")[2] if named else "", value
+
+
 def _label(override: str) -> str:
     """Return `tensor=2` for `parallelism.tensor=2`, and `zero1` for `parallelism=zero1`."""
-    key, _, value = override.lstrip("+").partition("=")
-    return f"{key.rpartition('.')[2]}={value}" if "." in key or "/" in key or not re.match(r"[a-z]", value) else value
+    key, value = _parts(override)
+    return f"{key}={value}" if key else value
 
 
 def _file_name(override: str) -> str:
     """Return the label as part of a file name, without characters that are special to a shell or to Hydra."""
-    key, _, value = _label(override).rpartition("=")
+    key, value = _parts(override)
+    key = key.replace("/", "_")
     value = re.sub(r"[^\w.+-]+", "_", value).strip("_")
     return f"{key}{'' if not key or value[:1].isdigit() else '_'}{value}"

@@ -90,9 +90,18 @@ def test_another_model_is_refused_in_one_line_and_nothing_is_touched(save, tenso
     before = all_bits(into)
     with pytest.raises(ConfigError) as refusal:
         load_tensors(folder, into)
-    assert named in str(refusal.value)
+    assert f"{named}; set model.*" in str(refusal.value)
     assert "\n" not in str(refusal.value)
     assert all_bits(into) == before
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"), [(["ids", "half"], "1 other mismatch"), (["ids", "half", "x"], "2 other mis")]
+)
+def test_a_refusal_counts_the_other_mismatches(save, tensors, keys, words):
+    folder = save(100)
+    with pytest.raises(ConfigError, match=rf"\(and {words}"):
+        load_tensors(folder, fresh(tensors) | {key: torch.zeros(5) for key in keys})
 
 
 def test_not_strict_reads_a_part_but_still_wants_all_of_it(save, tensors):

@@ -121,6 +121,7 @@ REFUSED = {
     "a=b=c": "a=b=c cannot be parsed; quote special characters",
     "optimizer.lr=x": "optimizer.lr: x is not a number",
     "trainer.compile=maybe": "trainer.compile: maybe is not true or false",
+    "~nope": "Could not delete from config. 'nope' does not exist.",
     "foo": "foo is not KEY=VALUE; --help lists the keys",
 }
 # By our checks of what has been composed.
@@ -136,6 +137,7 @@ REFUSED_VALUES = {
     "data.micro_batch_size=5": "data.global_batch_size=16 = data.micro_batch_size=5 x accumulation x data=1 has",
     "data.sequence_length=512": "data.sequence_length=512 is longer than model.sequence_length=256",
     "optimizer.lr=0": "optimizer.lr=0.0",
+    "precision.hysteresis=0": "precision.hysteresis=0 must be at least 1",
     "schedule.warmup_steps=100000": "schedule.warmup_steps=100000",
     "model.num_layers=0": "model.num_layers=0 must be at least 1",
     "model.num_layers=1000000000": "model.num_layers=1000000000 must be at most 100,000",

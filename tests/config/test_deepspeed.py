@@ -11,13 +11,13 @@ from config.deepspeed_files import PUBLISHED, RANKS, RUN
 from run_files import read_metrics
 from yaml import safe_load
 
-from gptlite.commands.import_config import run
+from gptlite.commands.import_config import report, run
 from gptlite.config import CONF_DIR, load
 from gptlite.config.deepspeed import with_deepspeed
 from gptlite.config.deepspeed.expand import overrides_of
 from gptlite.config.deepspeed.file import read
 from gptlite.config.deepspeed.keys import NO_EFFECT_SECTIONS, REFUSED_IF_ON, ROOT, ZERO
-from gptlite.config.deepspeed.rows import Verdict
+from gptlite.config.deepspeed.rows import Row, Verdict
 from gptlite.config.deepspeed.translate import translate
 from gptlite.errors import ConfigError
 from gptlite.invocation import command
@@ -164,6 +164,13 @@ def test_a_schedule_sets_the_peak_and_the_length():
         assert config.trainer.max_steps == (500 if more else load().trainer.max_steps)
 
 
+@pytest.mark.parametrize(("device", "verdict"), [("cpu", "no-op"), ("none", "no-op"), ("nvme", "taken")])
+def test_a_folder_for_offload_is_read_only_for_nvme(device: str, verdict: str):
+    content = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": device, "nvme_path": "/nvme"}}}
+    rows = [row for row in translate(content) if row.key == "zero_optimization.offload_optimizer.nvme_path"]
+    assert [row.verdict.value for row in rows] == [verdict]
+
+
 WRONG = [
     ("{", "is not JSON: line 1, column 2"),
     ('{"a": 1,\n "b": }', "is not JSON: line 2, column 7"),
@@ -265,6 +272,9 @@ def test_import_config_prints_a_table_of_80_columns_and_the_command(file: Path, 
     assert "parallelism=zero2" in words
     assert run([str(HERE / "ex-layer-drop.json")]) == 2
     assert "progressive_layer_drop           refused  every layer" in capsys.readouterr().out
+    key = "x" * 32
+    for name, lines in ((key, [f"{key} no-op    unused"]), (f"{key}x", [f"{key}x", f"{'':32} no-op    unused"])):
+        assert report("a", [Row(name, {}, Verdict.no_op, "unused")], 80).splitlines()[2:-2] == lines
     for arguments, message in (
         ([], "takes FILE"),
         ([str(file), "ranks=0"], "ranks=0"),

@@ -99,3 +99,10 @@ def test_a_small_text_leaves_no_note(tmp_path, files, monkeypatch):
     monkeypatch.setattr(text, "_LARGE", 1 << 20)
     assert text_digest(files, tmp_path / "cache", print) == scan(files)
     assert not (tmp_path / "cache").exists()
+
+
+def test_many_small_files_are_a_large_text(files, reads, tmp_path, monkeypatch):
+    monkeypatch.setattr(text, "_LARGE", sum(path.stat().st_size for path in files))
+    for _ in range(2):
+        assert text_digest(files, tmp_path / "cache", print) == scan(files)
+    assert len(reads) == 1

@@ -2,6 +2,7 @@
 
 import re
 import sys
+from dataclasses import replace
 
 import models.resnet  # noqa: F401  # registers the model
 import numpy as np
@@ -47,6 +48,8 @@ def test_the_folders_are_the_classes(tmp_path):
     assert sets.train.classes == ["cat", "dog"]
     assert (len(sets.train), len(sets.validation["image_folder"])) == (10, 4)
     assert sets.describe() == "image_folder: 10 training and 4 held-out samples, 2 classes"
+    two = replace(sets, validation={"a": sets.train, "b": sets.validation["image_folder"]})
+    assert "10 training and 14 held-out samples" in two.describe()
     image, label = sets.train[5]
     assert (image.shape, image.dtype, label) == ((3, 8, 8), torch.float32, 1)
 

@@ -4,18 +4,22 @@ import gzip
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 from preprocess.corpora import read_documents
 from recipe_modules import load_recipe
 
+from gptlite.data import streaming
 from gptlite.data.build import prepare
 from gptlite.data.config import CorpusConfig
 from gptlite.data.corpus import document_hash, is_held_out
 from gptlite.data.sentence_piece import train_sentencepiece
 from gptlite.data.streaming import StreamArguments, open_rows, texts, write_stream
+from gptlite.data.tokenizer import ByteTokenizer
 from gptlite.errors import ConfigError
+from gptlite.progress import Progress
 
 ROOT = Path(__file__).parents[2]
 TEXTS = [f"Document {n}: the cat sat on mat {n * n}.\n" for n in range(200)]
@@ -167,3 +171,12 @@ def test_a_lone_surrogate_becomes_a_question_mark(tmp_path):
     documents = [f"{text}\ud83d" for text in TEXTS]
     write_stream(documents, tmp_path, tokenizer, StreamArguments(str(tmp_path), validation_fraction=FRACTION))
     assert all(text.endswith(".\n?") for text in read_documents(tmp_path, "train"))
+
+
+def test_progress_counts_the_documents_that_are_done(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(streaming, "Progress", partial(Progress, interval=0))
+    arguments = StreamArguments(str(tmp_path), validation_fraction=0.5, max_documents=20)
+    write_stream(TEXTS[:20], tmp_path, ByteTokenizer(), arguments)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("tokenizing: ")]
+    assert [int(line.split()[1]) for line in lines] == list(range(1, 21))
+    assert lines[-1].endswith(" of at most 20, ETA 0:00:00")

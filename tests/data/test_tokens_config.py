@@ -42,6 +42,7 @@ def test_a_folder_is_a_preset_by_its_name():
     by_name, by_path = load(["data=web"]).data, tokens("data.path=data/web")
     assert by_name == by_path
     data = prepare(by_name, seed=1)
+    assert data.describe().startswith("data/web: ")
     assert [(each.name, each.weight) for each in data.sets] == [("data/web", 1.0)]
     assert data.tokenizer.decode(data.sets[0].train[:40].tolist()) == documents(sum(b"web"), 60)[0][:40]
 
@@ -50,6 +51,7 @@ def test_a_blend_is_read_as_the_shell_gives_it():
     for config in (tokens(MIX), load(["data=web", MIX]).data):
         data = prepare(config, seed=1)
         assert {each.name: each.weight for each in data.sets} == {"data/web": 0.7, "data/code": 0.3}
+        assert data.describe().startswith("blend: ")
         assert "data/web 0.7, data/code 0.3" in data.describe()
 
 

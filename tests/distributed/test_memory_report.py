@@ -5,6 +5,8 @@ from dataclasses import astuple, replace
 
 import pytest
 import torch
+from torch import nn
+from torch.optim import SGD
 
 from gptlite.config import Config, load
 from gptlite.errors import ConfigError
@@ -126,6 +128,26 @@ def test_predictions_are_near_what_is_found(overrides):
     print(said.activations / found.activations, found)
     assert (said.parameters, said.gradients, said.optimizer) == astuple(found.state)
     assert said.activations == pytest.approx(found.activations, rel=0.05)
+
+
+def test_a_watch_samples_in_the_last_backward_pass_and_before_the_update():
+    part = nn.Linear(4, 4)
+    optimizer = SGD(part.parameters())
+    with MemoryWatch([part], optimizer, torch.device("cpu"), 3) as watch:
+        assert watch.samples == []
+        for taken in (0, 0, 1):
+            part(torch.ones(4)).sum().backward()
+            assert len(watch.samples) == taken
+        optimizer.step()
+    assert [sample.state.gradients for sample in watch.samples] == [80, 80]
+    assert [sample.state.parameters for sample in watch.samples] == [80, 80]
+
+
+def test_a_step_that_allocates_nothing_takes_nothing():
+    watch = MemoryWatch([], SGD([nn.Parameter(torch.ones(2))]), torch.device("cpu"), 1)
+    watch.sample()
+    found = watch.found()
+    assert (found.state.total, found.activations) == (8, 0)
 
 
 def test_phases_take_turns():

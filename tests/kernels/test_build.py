@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -142,6 +143,12 @@ def test_ten_processes_that_start_cold_compile_once(tmp_path: Path) -> None:
     assert {line for _, lines in results for line in lines if "waiting" in line} <= {
         "kernels: another process is compiling the kernels; waiting for it"
     }
+
+
+def test_a_library_for_cpus_does_not_depend_on_the_sources_for_gpus() -> None:
+    ours, all_ = ([path.name for path in units.sources(cuda)] for cuda in (False, True))
+    assert ours == ["units.py", "build.py", "gptlite_kernels.h", "dispatch.cpp", "schemas.cpp"]
+    assert all_ == [*ours, "kernel.cu"]
 
 
 @compiles
@@ -298,6 +305,14 @@ def test_a_compiler_that_fails_says_its_first_errors_in_one_line(sources: Path) 
     assert "nothing_of_the_kind" in reason
     assert "\n" not in reason
     assert [path.name for path in cache.home_folder().iterdir()] == [".lock"]
+
+
+def test_a_reason_quotes_the_first_three_errors() -> None:
+    told = [f"a.cpp:{line}: error: no {line}" for line in range(5)]
+    compilers = SimpleNamespace(run=lambda _: SimpleNamespace(returncode=1, stdout="", stderr="\n".join(told)))
+    with pytest.raises(BuildError) as refusal:
+        build._run(["c++"], "a.cpp does not compile", compilers)  # type: ignore[arg-type]
+    assert str(refusal.value) == f"a.cpp does not compile with c++: {told[0]} | {told[1]} | {told[2]}"
 
 
 @compiles

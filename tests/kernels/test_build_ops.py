@@ -15,7 +15,7 @@ from gptlite.kernels.check import measure
 from gptlite.kernels.fakes import FAKES
 from gptlite.kernels.library import Unavailable, load
 
-pytestmark = pytest.mark.slow
+slow = pytest.mark.slow
 CPU = torch.device("cpu")
 
 
@@ -117,6 +117,7 @@ def copied(values: tuple[Any, ...]) -> tuple[Any, ...]:
 RMS = tuple(f"{name} rms" for name in FAKES if "_norm" in name)  # the layer norms' ops, called for an RMS norm
 
 
+@slow
 @pytest.mark.parametrize("name", [*FAKES, *RMS])
 def test_compiled_in_one_graph_it_does_the_same(ops: Any, name: str) -> None:
     op, given = getattr(ops, name.removesuffix(" rms")), arguments(name)
@@ -129,6 +130,7 @@ def test_compiled_in_one_graph_it_does_the_same(ops: Any, name: str) -> None:
         assert a.stride() == b.stride()
 
 
+@slow
 def test_inductor_takes_functional_and_in_place_ops_together(ops: Any) -> None:
     def several(x: Tensor, weight: Tensor, scores: Tensor, logits: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
         y, _, _ = ops.layer_norm(x + 1, weight, None, 1e-5)
@@ -143,6 +145,7 @@ def test_inductor_takes_functional_and_in_place_ops_together(ops: Any) -> None:
         torch.testing.assert_close(a, b)
 
 
+@slow
 def test_the_self_check_sees_an_error() -> None:
     case = next(case for case in CASES if case.ops[0] == "layer_norm")
     wrong = replace(case, kernel=lambda inputs: (inputs["x"], inputs["x"], inputs["x"]), kernel_backward=lambda *_: ())
@@ -211,6 +214,7 @@ def test_wrong_arguments_are_an_error_that_says_which(ops: Any, what: str) -> No
         getattr(ops, name.removesuffix(" rms"))(*given)
 
 
+@slow
 @pytest.mark.parametrize(
     "name", ["layer_norm", "masked_softmax", "bias_activation", "cross_entropy_stats", "attention"]
 )
@@ -223,6 +227,7 @@ def test_nothing_at_all_is_no_error(ops: Any, name: str) -> None:
     assert all(result.numel() == 0 or result.dim() == 1 for result in flat(getattr(ops, name)(*given)))
 
 
+@slow
 def test_a_norm_over_several_dtypes(ops: Any) -> None:
     tensors = [
         torch.randn(n).to(dtype) for n, dtype in ((100, torch.float32), (30, torch.bfloat16), (7, torch.float16))
@@ -231,6 +236,7 @@ def test_a_norm_over_several_dtypes(ops: Any) -> None:
     assert ops.norm(tensors).item() == pytest.approx(expected.item(), rel=1e-6)
 
 
+@slow
 def test_memory_layout_of_attention(ops: Any) -> None:
     out, _ = ops.attention(*arguments("attention"))
     assert out.transpose(1, 2).is_contiguous()

@@ -1,11 +1,12 @@
 """A cache of compiled code that another user could change is not used."""
 
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
 
-from gptlite.kernels.cache import home_folder, refuse_writers
+from gptlite.kernels.cache import home_folder, refuse_writers, writable_folder
 from gptlite.kernels.toolchain import BuildError
 
 
@@ -50,3 +51,16 @@ def test_another_users_folder_and_group_are_not(cache: Path) -> None:
         refuse_writers(cache)
     cache.chmod(0o755)
     refuse_writers(cache)
+
+
+def test_a_folder_other_than_the_first_is_named(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+    assert writable_folder(lines.append) == cache
+    assert lines == []
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nowhere")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    folder = writable_folder(lines.append)
+    assert folder.parent == tmp_path
+    (line,) = lines
+    assert "/proc/nowhere" in line
+    assert line.endswith(f"; the library is stored in {folder} instead")

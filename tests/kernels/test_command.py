@@ -10,6 +10,7 @@ import pytest
 
 from gptlite.commands.kernels import HELP, SUBCOMMANDS, main
 from gptlite.invocation import command, localized
+from gptlite.kernels import info
 
 
 def tool(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -58,6 +59,13 @@ def test_what_makes_no_sense_is_refused_in_one_line(arguments: list[str], messag
     assert result.stderr.startswith("error: ")
     assert message in result.stderr
     assert len(result.stderr.splitlines()) == 1
+
+
+def test_info_before_anything_is_compiled(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(info, "compiled", lambda: None)
+    result = tool("info")
+    assert result.returncode == 0
+    assert f"not compiled yet; `{command('kernels')} build` or the first run with kernels compiles it" in result.stdout
 
 
 @pytest.mark.slow

@@ -120,14 +120,18 @@ def test_a_command_keeps_its_memory_before_all_else(monkeypatch: pytest.MonkeyPa
         launcher.launch(load(["run.dir=unused"]), 0.0)
 
 
-def test_a_rank_of_torchrun_keeps_its_memory_before_it_trains(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(("name", "shared"), [("torchrun", []), ("srun", ["a core of 4"])])
+def test_a_rank_of_torchrun_or_srun_keeps_its_memory_before_it_trains(
+    monkeypatch: pytest.MonkeyPatch, name: str, shared: list[str]
+):
     calls = []
     monkeypatch.setattr(launcher, "keep_freed_memory", lambda: calls.append("keep"))
+    monkeypatch.setattr(launcher, "share_cores", lambda ranks: calls.append(f"a core of {ranks}"))
     monkeypatch.setattr(worker, "train_rank", lambda *_: calls.append("train"))
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.setenv(name, os.environ.get(name, ""))  # which the starter sets; restored after the test
-    worker.under(Starter("torchrun", 0, 1, 0, 1, "localhost", 1), load(["run.dir=unused"]), 0.0, lambda *_: 0)
-    assert calls == ["keep", "train"]
+    for variable in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(variable, os.environ.get(variable, ""))  # which the starter sets; restored after the test
+    worker.under(Starter(name, 0, 8, 0, 4, "localhost", 1), load(["run.dir=unused"]), 0.0, lambda *_: 0)
+    assert calls == ["keep", *shared, "train"]
 
 
 @pytest.mark.slow

@@ -3,7 +3,7 @@
 import pytest
 
 from gptlite.errors import ConfigError
-from gptlite.launch.starter import starter
+from gptlite.launch.starter import Starter, starter
 
 RANK = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
 TASK = {"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_STEP_ID": "0", "SLURM_LOCALID": "1", "SLURM_JOB_ID": "7"}
@@ -11,7 +11,7 @@ TASK = {"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_STEP_ID": "0", "SLURM_L
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (*RANK, *TASK, "LOCAL_WORLD_SIZE"):
+    for name in (*RANK, *TASK, "LOCAL_WORLD_SIZE", "SLURM_STEP_NUM_TASKS"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -47,3 +47,26 @@ def test_a_place_that_there_is_not_is_refused(
     with pytest.raises(ConfigError) as error:
         starter()
     assert str(error.value).startswith(f"the environment's {said}")
+
+
+def test_ranks_without_a_local_rank_join(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of Kubernetes' training operators, one on each machine."""
+    for name, value in RANK.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("LOCAL_RANK")
+    assert starter() == Starter("RANK and WORLD_SIZE", 1, 2, 0, 1, "localhost", 1)
+    monkeypatch.delenv("MASTER_PORT")
+    with pytest.raises(ConfigError, match="RANK=1 and WORLD_SIZE=2 are of a run on several ranks, but MASTER_PORT is"):
+        starter()
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert starter() is None
+
+
+def test_a_step_of_one_task_in_a_larger_job_starts_its_own_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {**TASK, "SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
+    assert starter() is None
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
+    assert starter().world_size == 2  # type: ignore[union-attr]

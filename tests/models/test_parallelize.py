@@ -7,6 +7,7 @@ import pytest
 import torch
 from marking import combinations, marked
 from models.conftest import CPU, planned
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from gptlite.models.gpt.config import GPTConfig
@@ -55,6 +56,18 @@ def test_how_often_a_block_runs(tiny, batch, recompute, calls):
         block.mlp.register_forward_pre_hook(lambda *_: seen.append(1))
     step(model, batch)
     assert len(seen) == calls * len(model.layers)
+
+
+def test_a_block_s_backward_pass_fetches_for_the_block_before_it_in_its_micro_batch():
+    offload, blocks = ActivationOffload(), [nn.Identity() for _ in range(3)]
+    for block in blocks:
+        offload.wrap(block, first=block is blocks[0])
+    before = []
+    for block in blocks * 2:  # two micro-batches
+        block(torch.ones(1))
+        before.append((offload._last, offload._last.before))
+    saved = [each for each, _ in before]
+    assert [link for _, link in before] == [None, saved[0], saved[1], None, saved[3], saved[4]]
 
 
 def test_offload_moves_what_blocks_save_but_no_parameter(tiny, batch, monkeypatch):

@@ -7,7 +7,9 @@ import torch
 from dispatched import Watching
 from models.conftest import planned, policy
 
+from gptlite.models import parallelize
 from gptlite.ops.config import Attention
+from gptlite.precision import Policy
 
 HALF, FULL = {torch.float16}, {torch.float32}
 KINDS = {
@@ -97,3 +99,11 @@ def test_o1_is_what_autocast_does_with_the_same_lists(tiny, batch):
         apart = (p.grad - exact[name]).norm()
         assert (ours[name] - p.grad).norm() <= 3 * apart + 1e-4 * exact[name].norm(), name
         assert apart > 0
+
+
+@pytest.mark.parametrize(("master_weights", "kept"), [(True, 0), (False, 1)])
+def test_reduced_gradients_stay_in_fp32_where_parameters_are_bf16(tiny, monkeypatch, master_weights, kept):
+    parts = []
+    monkeypatch.setattr(parallelize, "keep_fp32_gradients", parts.append)
+    part = planned(tiny(), Policy(torch.bfloat16, "", master_weights=master_weights))
+    assert parts == [part] * kept

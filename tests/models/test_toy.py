@@ -51,6 +51,11 @@ def test_it_learns(tmp_path):
     assert found[-1] < 0.2 < 2 < found[0]
 
 
+def test_its_stages_have_equal_blocks():
+    """Without a formula for its FLOPs: the last stage has no head that would count as a block."""
+    assert Model.of(config_of("model.depth=5").model).stage_blocks(2) == [range(2), range(2, 5)]
+
+
 def test_the_banner_says_what_is_known_of_it(alone):
     log = (alone / "train.log").read_text()
     assert "conv: 8.24k parameters" in log

@@ -5,6 +5,7 @@ import torch
 from models.conftest import CHOICES, MODERN
 from models.test_documents import batch
 
+from gptlite.config import load
 from gptlite.models.gpt.config import GPTConfig
 from gptlite.models.gpt.flops import flops_per_token
 from gptlite.ops.config import Attention
@@ -27,7 +28,7 @@ def test_a_position_depends_on_its_window_alone(tiny, choice, model):
 
 
 def test_windows_repeat_and_wide_ones_are_none(tiny):
-    config = GPTConfig(num_layers=5, windows=[2, 0])
+    config = load(["model.num_layers=5", "model.windows=[2,0]"]).model
     assert [config.window(layer) for layer in range(5)] == [2, 0, 2, 0, 2]
     tokens, targets, _ = batch()
     losses = [tiny(Attention.matmul, dropout=0.0, windows=windows)(tokens, targets) for windows in ([], [16], [100, 0])]

@@ -147,6 +147,24 @@ def test_a_table_in_fp32_gets_its_gradient_in_fp32(products):
     assert rounded == (products == "sliced"), "a GPU's product is not to be rounded to bf16"
 
 
+@pytest.mark.parametrize(("rows", "dtype"), [(TOKENS, torch.bfloat16), (8, torch.float32)])
+def test_the_gradient_of_the_table_is_summed_in_fp32_only_over_several_chunks(monkeypatch, rows, dtype):
+    """A single chunk needs no fp32 table, which would take twice the memory."""
+    dtypes, product = set(), cross_entropy.product
+    monkeypatch.setitem(config.PRODUCTS, "cpu", config.ON_GPU)
+    monkeypatch.setattr(cross_entropy, "logit_rows", lambda *_: rows)
+    monkeypatch.setattr(cross_entropy, "product", lambda a, b, c, *rest: dtypes.add(c) or product(a, b, c, *rest))
+    run(fused, *draw(), torch.bfloat16)
+    assert dtypes == {dtype}
+
+
+def test_long_rows_are_reduced_one_at_a_time(monkeypatch):
+    monkeypatch.setitem(cross_entropy.SOFTMAX_BYTES, "cpu", 4 * VOCAB)
+    for columns, rows in ((VOCAB // 3, 3), (VOCAB, 1), (VOCAB + 1, 1)):
+        blocks = [len(block) for (block,) in cross_entropy._cache_sized(torch.zeros(6, columns))]
+        assert blocks == [rows] * (6 // rows)
+
+
 @pytest.mark.parametrize("tokens", [0, TOKENS], ids=["empty", "all_ignored"])
 def test_nothing_to_predict(tokens):
     hidden, weight, targets = draw(tokens)

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from gptlite.config import load
 from gptlite.errors import ConfigError
 from gptlite.optimizer.checks import check_optimizer
 from gptlite.optimizer.config import (
@@ -69,6 +70,11 @@ ACCEPTED_SCHEDULES = [
     LinearConfig(warmup_steps=0, decay_steps=100),
     WSDConfig(warmup_steps=50, decay_fraction=1.0),
 ]
+
+
+@pytest.mark.parametrize("steps", [1, 100])
+def test_the_limits_of_a_range_are_accepted(steps):
+    load(["optimizer=muon", f"optimizer.newton_schulz_steps={steps}"])
 
 
 @pytest.mark.parametrize(("optimizer", "message"), REFUSED_OPTIMIZERS)

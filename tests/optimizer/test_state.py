@@ -1,5 +1,7 @@
 """A run continued from saved optimizer state takes the very same steps."""
 
+from math import prod
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -122,3 +124,12 @@ def test_foreach_optimizers_count_steps_on_the_host():
     state = optimizer_state(build_optimizer(classes.AdamWConfig(), [("weight", parameter)]))
     assert state["optim.weight.step"].device.type == "cpu"
     assert state["optim.weight.exp_avg"].device.type == "meta"
+
+
+def test_the_planners_bytes_of_adafactor_are_those_of_its_state():
+    run = Run(classes.AdafactorConfig())
+    shapes = [tuple(each.shape) for group in run.optimizer.param_groups for each in group["params"]]
+    shards = [classes.Shard(prod(shape), shape[1] if len(shape) > 1 else 1, True, 1) for shape in shapes]
+    state = sum(tensor.nbytes for tensor in optimizer_state(run.optimizer).values())
+    assert {len(shape) for shape in shapes} >= {1, 2}
+    assert classes.AdafactorConfig().state_bytes(shards) == state

@@ -13,8 +13,10 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from gptlite.optimizer.lion import Lion
 from gptlite.optimizer.state import optimizer_state
 from gptlite.optimizer.streamed import OffloadFailed, Stream, stream_state
+from gptlite.parallelism.config import Offload, ParallelismConfig
 from gptlite.parallelism.memory import state_of, storage_sizes
 from gptlite.parallelism.state_file import ALIGN, StateFile
+from gptlite.trainer.memory import offload_words
 
 SHAPES = [(5000,), (3,), (64, 65), (1024,), (2, 1024), (0,), (7000,)]
 KINDS = {
@@ -123,6 +125,17 @@ def private_bytes() -> int:
     """Memory of this process's own: not the page cache's, which mapped files share."""
     fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return int(fields["RssAnon"].split()[0]) * 1024
+
+
+@pytest.mark.parametrize(("direct", "way"), [(True, "O_DIRECT"), (False, "the page cache, without O_DIRECT")])
+def test_the_banner_names_the_way_to_the_file(tmp_path: Path, direct: bool, way: str):
+    with mock.patch.object(StateFile, "_make_direct", return_value=direct):
+        ours, optimizer = built("adamw")
+        state = mock.Mock(parts=[nn.ParameterList(ours)], optimizer=stream_state(optimizer, tmp_path, 6 * ALIGN))
+    config = ParallelismConfig(offload=Offload.nvme, offload_path="/disk")
+    ((label, words),) = offload_words(state, config)
+    assert label == "offload"
+    assert f" of optimizer state in /disk by {way}, through buffers of " in words
 
 
 def test_where_the_file_system_has_no_direct_access_the_page_cache_does(tmp_path: Path):

@@ -1,10 +1,12 @@
 """The axes' table: a row more is an axis more, to all that go through the axes."""
 
 import linecache
+import sys
 import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from traceback import walk_stack
 from types import SimpleNamespace
 from typing import Any
 
@@ -137,3 +139,20 @@ def test_a_rank_that_waits_in_the_file_of_a_row_waits_along_its_axis():
     thread.join()
     assert (place.waits, place.axis) == ("collective", "ep")
     assert place.waiting_for == "tokens over ep"
+
+
+def test_what_runs_in_a_backward_pass_is_no_phase_of_its_own():
+    """Recomputation calls forward methods there."""
+
+    def forward() -> str:
+        return stack_sampling._words([frame for frame, _ in walk_stack(sys._getframe())])
+
+    def _engine_run_backward() -> str:
+        return forward()
+
+    def evaluate() -> str:
+        return _engine_run_backward()
+
+    assert forward().startswith("forward, in ")
+    assert _engine_run_backward().startswith("backward, in ")
+    assert evaluate().startswith("evaluation, backward, in ")

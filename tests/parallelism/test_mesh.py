@@ -4,11 +4,13 @@ from itertools import product
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from gptlite.parallelism.axes import AXES
 from gptlite.parallelism.config import ParallelismConfig
 from gptlite.parallelism.layout import Layout
 from gptlite.parallelism.mesh import Mesh, build_mesh
+from gptlite.parallelism.process_group import join_alone
 
 CPU = torch.device("cpu")
 SIZES = (2, 2, 3, 2)  # pp, dp_replicate, dp_shard, tp
@@ -54,3 +56,14 @@ def test_one_device(monkeypatch, has_gpu, device):
     mesh = build_mesh(ParallelismConfig())
     assert mesh.device == torch.device(device)
     assert (mesh.world_size, mesh.rank, mesh.data_size, mesh.data_rank, mesh.is_main) == (1, 0, 1, 0, True)
+
+
+@pytest.mark.parametrize(("has_gpu", "backend"), [(False, "gloo"), (True, "nccl")])
+def test_a_group_of_one(monkeypatch, has_gpu, backend):
+    given = {}
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: given.update(options, backend=backend))
+    join_alone(60.0)
+    assert (given["backend"], given["rank"], given["world_size"]) == (backend, 0, 1)

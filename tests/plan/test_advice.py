@@ -3,14 +3,18 @@
 from dataclasses import replace
 
 import pytest
+import torch
 from token_folders import write_folder
 
 from gptlite.config import Config, load
 from gptlite.config.batch import check_world
+from gptlite.plan import advice
 from gptlite.plan.advice import advice_lines, memory_advice
 from gptlite.plan.local import assumed
 from gptlite.plan.memory import most
-from gptlite.plan.planning import workload_of
+from gptlite.plan.planning import running, workload_of
+from gptlite.plan.workload import RankBytes
+from gptlite.precision import Policy
 
 RUN = (
     "model=gpt-lite",
@@ -64,6 +68,25 @@ def test_where_nothing_fits_the_least_is_said() -> None:
     lines = memory_advice(load([*RUN, "trainer.host_memory_limit=0.51"]), 1)
     assert lines[1].startswith("no override that was tried is predicted to fit; the least memory: ")
     assert "data.micro_batch_size=1" in lines[1]
+
+
+def test_what_a_run_already_has_is_no_advice(monkeypatch) -> None:
+    """Memory ran out although it should have been enough: each way changes something."""
+    monkeypatch.setattr(advice, "_taken", lambda *_: (0, RankBytes(1, 1, 1, 1)))
+    config = load([*RUN, "data.micro_batch_size=2", "parallelism=zero1"])
+    micro, recomputation, zero = suggested(memory_advice(config, 2))
+    assert micro == ["data.micro_batch_size=1"]
+    assert recomputation == ["parallelism.activation_checkpointing=selective"]
+    assert zero == ["parallelism.zero=2"]
+
+
+@pytest.mark.parametrize(("dtype", "name"), [(torch.float32, "fp32"), (torch.bfloat16, "bf16")])
+def test_what_ran_had_the_dtype_that_the_run_chose(dtype, name) -> None:
+    config = load([*RUN, "precision=auto"])
+    work = workload_of(config, check_world(config, 1), assumed())
+    assert running(work, config, Policy(dtype, "")).dtype == name
+    given = load([*RUN, "precision=bf16"])
+    assert running(replace(work, dtype="fp16"), given, Policy(dtype, "")).dtype == "fp16"
 
 
 def test_it_never_hides_what_it_explains() -> None:

@@ -52,6 +52,15 @@ def test_what_is_measured_is_of_the_right_order(monkeypatch):
     assert 1e-7 < kernel_seconds(CPU) < 1e-3
 
 
+def test_bandwidth_is_of_tensors_of_the_given_bytes(monkeypatch):
+    sizes = []
+    monkeypatch.setitem(module.POINTWISE_BYTES, "cpu", 4096)
+    monkeypatch.setattr(torch, "add", lambda a, b, out: sizes.extend(each.nbytes for each in (a, b, out)))
+    monkeypatch.setattr(module, "best", lambda call, seconds: call() or 2.0)
+    assert memory_bandwidth(CPU, 0.0) == 3 * 4096 / 2.0
+    assert sizes == [4096] * 3
+
+
 @pytest.mark.parametrize("flags", [set(), {"avx2"}, {"avx512_bf16"}, {"avx512_bf16", "amx_bf16"}])
 def test_a_cpu_that_nobody_has_measured_multiplies_in_what_a_run_would(monkeypatch, flags):
     monkeypatch.setattr(local, "cpu_flags", lambda: flags)
@@ -112,17 +121,18 @@ def test_what_is_given_of_this_machine_counts_beside_what_was_measured(tmp_path)
     links = (LinkConfig(gb_per_second=3.0, latency=1e-3), LinkConfig(gb_per_second=4.0))
     measured = ClusterConfig(name="local", device="cpu", nodes=1, devices_per_node=2, memory_gib=24.0,
                              peak_tflops={"fp32": 0.2}, intra=links[0], inter=links[1])  # fmt: skip
-    write_calibration(tmp_path / "cluster.yaml", measured)
+    path = tmp_path / "new" / "folder" / "cluster.yaml"
+    write_calibration(path, measured)
     fresh = ClusterConfig(name="local", device="auto", nodes=None, devices_per_node=None)
-    assert this_machine(fresh, print, tmp_path / "cluster.yaml") == measured
+    assert this_machine(fresh, print, path) == measured
     given = replace(fresh, memory_gib=6.0, disk_path="/nvme", peak_tflops={"bf16": 0.8}, devices_per_node=4,
                     intra=LinkConfig(efficiency=0.5))  # fmt: skip
-    assert this_machine(given, print, tmp_path / "cluster.yaml") == replace(
+    assert this_machine(given, print, path) == replace(
         measured, memory_gib=6.0, disk_path="/nvme", peak_tflops={"fp32": 0.2, "bf16": 0.8}, devices_per_node=4,
         intra=replace(links[0], efficiency=0.5),
     )  # fmt: skip
     # What is given counts even where it is what a fresh cluster has.
-    same = this_machine(fresh, print, tmp_path / "cluster.yaml", given={"memory_gib", "intra.gb_per_second", "name"})
+    same = this_machine(fresh, print, path, given={"memory_gib", "intra.gb_per_second", "name"})
     assert same == replace(measured, memory_gib=80.0, intra=replace(links[0], gb_per_second=1.0))
 
 

@@ -4,6 +4,7 @@ import time
 from dataclasses import replace
 
 import pytest
+import torch
 
 from gptlite.errors import ConfigError
 from gptlite.models.gpt.config import GPTConfig
@@ -13,7 +14,7 @@ from gptlite.optimizer.config import AdamWConfig, MuonConfig, SGDConfig
 from gptlite.parallelism.config import ActivationCheckpointing, Offload, ParallelismConfig
 from gptlite.parallelism.layout import SCHEDULES, Layout, num_stages, resolve, schedule_refuses, stages_of_rank
 from gptlite.plan.config import ClusterConfig, LinkConfig
-from gptlite.plan.cost import OPS, cost_per_billion_tokens, model_seconds, predict
+from gptlite.plan.cost import COPY_OPS, OPS, cost_per_billion_tokens, model_seconds, predict
 from gptlite.plan.hardware import Device, Group, Links, device_of, rank_share, waiting_for_cores
 from gptlite.plan.memory import most
 from gptlite.plan.parameters import stages
@@ -259,6 +260,13 @@ def test_zero_stages_cost_what_they_send_and_save_updates():
     assert stages[1].optimizer_seconds == pytest.approx(stages[0].optimizer_seconds / 16, rel=0.1)
 
 
+def test_a_reduction_more_for_each_micro_batch_starts_its_own_copies():
+    """ZeRO 2 reduces each of 16 blocks, and what is left, after each micro-batch; ZeRO 1, once."""
+    slow = replace(IDEAL, kernel_seconds=1.0)
+    once, each = (predict(work(16, zero=zero), slow).communication_seconds for zero in (1, 2))
+    assert each - once == pytest.approx(COPY_OPS * (64 / 16 - 1) * (16 + 1))
+
+
 def test_communication_hides_behind_compute_as_far_as_the_cluster_says():
     shown = [predict(work(8, zero=1), replace(REAL, overlap=share)).communication_seconds for share in (0.0, 0.5, 1.0)]
     assert shown[0] > shown[1] > shown[2]
@@ -272,6 +280,11 @@ def test_tensor_parallelism_is_slow_across_nodes():
     inside, across = (predict(work(16, tensor=tensor), REAL) for tensor in (8, 16))
     assert across.communication_seconds > 3 * inside.communication_seconds
     assert predict(work(16, tensor=8, sequence=True), REAL).compute_seconds < inside.compute_seconds
+
+
+def test_tokens_take_what_int64_does():
+    its = work(2, micro=3, context=2)
+    assert its.input_bytes == its.target_bytes == 3 * 1024 * torch.int64.itemsize
 
 
 def test_sgd_updates_faster_than_adam():

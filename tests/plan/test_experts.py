@@ -94,6 +94,12 @@ def test_a_rank_of_experts_takes_more_at_its_fullest():
     assert estimate(alone, 0) == estimate(alone.balanced(1.0), 0)  # its ranks have experts of their own
 
 
+def test_muons_matrices_of_a_block_are_its_attention_and_its_experts():
+    """q, k and v are three matrices, the experts one of each kind; biases, gains and the router are none."""
+    found = inventory(config("model.vocab_size=200").model, 1).matrices
+    assert found == (((64, 64, 1),) * 4 + ((64, 64, 8),) * 2,)
+
+
 def test_parameters_of_a_part_of_the_experts():
     model = work_of(1, "").model
     whole, part = num_parameters(model), num_parameters(model, expert=4)

@@ -5,10 +5,13 @@ import re
 import time
 
 import pytest
+from matplotlib.colors import to_rgba
+from matplotlib.figure import Figure
 
 from gptlite.commands.plan import planned_config
 from gptlite.config import load
 from gptlite.plan.capacity import rank_memory
+from gptlite.plan.pictures import EQUAL
 from gptlite.plan.planning import make_plan, space_of
 from gptlite.plan.report import report, write
 from gptlite.plan.search import ERROR, distinct, equals, workloads
@@ -94,9 +97,15 @@ def test_a_tight_pick_is_joined_by_an_equal_one_with_memory_to_spare(plan, tight
     assert 5 <= spare <= 100 * (1 - least / (1.02 * total)) + 1
 
 
-def test_the_files_have_the_uncertainty_too(plan, tmp_path):
+def test_the_files_have_the_uncertainty_too(plan, tmp_path, monkeypatch):
+    figures, save = [], Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda self, *how, **more: figures.append(self) or save(self, *how, **more))
     files = write(plan, tmp_path, 5)
     assert [file.name for file in files] == ["plan.png", "plan.json"]  # the pick has no pipeline
+    shade, order = to_rgba(EQUAL), {True: [], False: []}
+    for patch in figures[0].axes[0].patches:
+        order[patch.get_facecolor() == shade].append(patch.zorder)
+    assert max(order[True]) < min(order[False])  # behind the bars
     whole = json.loads(files[-1].read_text())
     assert whole["error"] == ERROR
     assert whole["equal"] == len(equals(plan.found))

@@ -45,6 +45,13 @@ def test_cells_are_named_by_what_differs() -> None:
     assert len({cell.digest for cell in found}) == 4
 
 
+def test_a_value_with_equals_signs_and_slashes_names_one_folder() -> None:
+    found = cells("trainer.sample_prompt='a=b','c/d=e'", "data.batch_ramp=[2,2,8],null")
+    assert [cell.run_dir for cell in found][1:3] == [
+        "s/1-sample_prompt_a_b-batch_ramp_null", "s/2-sample_prompt_c_d_e-batch_ramp2_2_8",
+    ]  # fmt: skip
+
+
 def test_a_digest_is_of_what_is_trained_not_of_where() -> None:
     (a, b), (c, d) = cells("seed=1,2"), cells("seed=2,1", "run.name=other", "hydra.sweep.dir=t")
     assert (a.digest, b.digest) == (d.digest, c.digest)

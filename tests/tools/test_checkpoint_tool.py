@@ -233,6 +233,14 @@ def test_diff_of_checkpoints_names_tensors_and_with_values_how_far(tool, tmp_pat
     assert "model.x 6 0.5 0.165" in lines  # sqrt(6 * 0.25 / 55)
 
 
+def test_runs_are_looked_for_as_deep_as_a_sweep_writes_them(tool, steps, tmp_path):
+    deep = tmp_path / "outputs" / "sweep" / "date" / "time" / "job"
+    deep.parent.mkdir(parents=True)
+    steps.parent.rename(deep)
+    assert tool("ls", tmp_path / "outputs" / "sweep").out.startswith(f"{deep}/checkpoints\n")
+    assert "outputs holds no checkpoint" in tool("ls", tmp_path / "outputs").err
+
+
 def test_prune_says_first_and_then_does(tool, steps):
     before = snapshot(steps)
     (steps / ".tmp-step-00000009-x").mkdir()
@@ -248,12 +256,15 @@ def test_prune_says_first_and_then_does(tool, steps):
 def test_prune_never_removes_the_newest_that_reads_back(tool, steps):
     flip_in(steps / "step-00000004")
     cut(steps / "step-00000003")
+    aside = steps / "damaged-step-00000002-x"
+    aside.mkdir()
     code, out, _ = tool("prune", steps, "keep=1", "yes=true")
     assert code == 0
+    assert aside.exists()
     assert sorted(path.name for path in steps.glob("step-*")) == ["step-00000002", "step-00000003", "step-00000004"]
     assert "(every byte is verified)" in out
     assert tool("prune", steps, "keep=1", "damaged=true", "yes=true").code == 0
-    assert [path.name for path in steps.glob("step-*")] == ["step-00000002"]
+    assert [path.name for path in steps.glob("*step-*")] == ["step-00000002"]
     assert (steps / "latest").read_text() == "step-00000002\n"
 
 

@@ -84,6 +84,7 @@ def test_a_file_is_written_as_by_open(tmp_path: Path) -> None:
         make_inside(root, "sub")
         with open_inside(root, root / "sub" / "file", "a", encoding="utf-8") as file:
             file.write("é\n")
+            assert os.get_blocking(file.fileno())
     assert (tmp_path / "sub" / "file").read_text(encoding="utf-8") == "é\né\n"
     assert (tmp_path / "sub" / "file").stat().st_mode & 0o777 == 0o666 & ~umask()
 

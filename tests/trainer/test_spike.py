@@ -15,7 +15,7 @@ from gptlite.data.batches import BatchSchedule
 from gptlite.data.loader import Batch, Loader
 from gptlite.errors import ConfigError
 from gptlite.trainer.config import SpikeConfig
-from gptlite.trainer.spike import SpikeWatch
+from gptlite.trainer.spike import Spike, SpikeWatch
 
 # 16 steps of 4 samples. The band is known after 8; two high losses in a row are a spike.
 SPIKE = [
@@ -191,6 +191,13 @@ def test_the_band_is_the_median_and_its_deviation() -> None:
     spike = watch.taken(13, 120, 130, 9.0)
     assert spike is not None
     assert (spike.step, spike.first, spike.stop) == (13, 90, 130)
+
+
+def test_a_failed_step_is_left_out_even_if_no_other_is_known() -> None:
+    for margin in (0, 1):
+        watch = SpikeWatch(SpikeConfig(policy="skip", margin=margin))
+        assert watch.failed(1, 40, 50, "its loss is NaN") == Spike(1, 40, 50, "its loss is NaN")
+        assert watch.suspects
 
 
 def test_a_quiet_loss_needs_the_rise() -> None:
