@@ -10,6 +10,9 @@ from gptlite.documents import Between, Count, DocumentError, Matching, checked
 from gptlite.errors import ConfigError
 
 
+_Length = Annotated[str, Matching("[1-9][0-9]{0,9}", "a length in digits")] | Count
+
+
 class _Scale(TypedDict):
     scale: Annotated[float, Between(2.0**-100, 2.0**100)]
     good_steps: Count
@@ -44,7 +47,7 @@ def checked_meta(meta: dict[str, Any]) -> dict[str, Any]:
         if eras := found.get("data_order"):
             check_eras(eras, "data_order")
         elif "sequence_length" in meta["data_identity"]:
-            checked(meta["data_identity"]["sequence_length"], Count, "data_identity.sequence_length")
+            checked(meta["data_identity"]["sequence_length"], _Length, "data_identity.sequence_length")
     except DocumentError as error:
         raise ConfigError(
             f"the checkpoint's MANIFEST.json is of no run: meta.{error}; use another checkpoint"
