@@ -63,6 +63,7 @@ def test_what_makes_no_sense_is_refused_in_one_line(arguments: list[str], messag
 
 def test_info_before_anything_is_compiled(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(info, "compiled", lambda: None)
+    monkeypatch.setattr(info, "load", None)  # which would compile
     result = tool("info")
     assert result.returncode == 0
     assert f"not compiled yet; `{command('kernels')} build` or the first run with kernels compiles it" in result.stdout

@@ -1,6 +1,7 @@
 """What FSDP2 is told; what it then does is in tests/distributed."""
 
 from contextlib import nullcontext
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -12,7 +13,7 @@ from gptlite.parallelism.zero import _prefetch
 
 
 def test_buckets_are_gathered_ahead_of_the_passes():
-    modules = [mock.Mock(spec=FSDPModule) for _ in range(4)]
+    modules: list[Any] = [mock.Mock(spec=FSDPModule) for _ in range(4)]
     _prefetch(modules, 2)
 
     def told(method: str) -> list[list[int]]:
