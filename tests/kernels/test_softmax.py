@@ -1,10 +1,30 @@
 """Masked and causal softmax against the formula in float64."""
 
+import ctypes
+import mmap
+import os
+
 import torch
 from torch import Tensor
 
+from kernels import backends
 from kernels.backends import Backend
-from kernels.cases import BF16, DTYPES, FP16, FP32, KINDS, MASKS, WIDE, WIDTHS, each, normal, on, rows_of, same_bits
+from kernels.cases import (
+    BEST,
+    BF16,
+    DTYPES,
+    FP16,
+    FP32,
+    KINDS,
+    MASKS,
+    WIDE,
+    WIDTHS,
+    each,
+    normal,
+    on,
+    rows_of,
+    same_bits,
+)
 from kernels.loop import loop_over
 from kernels.tolerances import ARGUMENT, ARITHMETIC, check
 
@@ -83,6 +103,25 @@ def test_a_mask_may_have_any_strides(backend: Backend, mask_dtype) -> None:
     assert mask.stride()[3] == 30
     x = normal(size, FP32, "x")
     check_forward(backend.masked_softmax_forward(x, mask, 1.0), masked(x, mask, 1.0))
+
+
+@on([BEST])
+@loop_over("mask_dtype", [torch.bool, FP32])
+def test_nothing_behind_a_mask_is_read(backend: Backend, monkeypatch, mask_dtype) -> None:
+    """In a process that such a read ends, as the page behind the last element cannot be read."""
+    x, rows = normal((1, 1, 5, 37), FP32, "x"), normal((37, 5), FP32, "strides")
+    data = rows > 0.3 if mask_dtype == torch.bool else rows
+    mask = data.t()[None, None]
+    pages = mmap.mmap(-1, 2 * mmap.PAGESIZE)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(pages))
+    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(start + mmap.PAGESIZE), mmap.PAGESIZE, 0) == 0
+    place = start + mmap.PAGESIZE - data.nbytes
+    ctypes.memmove(place, data.data_ptr(), data.nbytes)
+    monkeypatch.setattr(backends, "_permuted", lambda *_: (place, mask))
+    if (child := os.fork()) == 0:
+        backend.masked_softmax_forward(x, mask, 1.0)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 @each("dtype", DTYPES, DTYPES)
