@@ -93,7 +93,8 @@ class HuggingFaceTokenizer(Tokenizer):
         return self.eod.to_bytes(4, "little") + hashlib.sha256(self._content).digest()
 
     def encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        with reading(FILE, "fails on a text"):
+            return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     @classmethod
     def of_file(cls, path: Path, eod: str | None) -> "HuggingFaceTokenizer":

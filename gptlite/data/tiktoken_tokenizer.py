@@ -61,7 +61,8 @@ class TiktokenTokenizer(Tokenizer):
         return about.encode() + hashlib.sha256(self._content).digest()
 
     def encode(self, text: str) -> list[int]:
-        return self._encoding.encode_ordinary(text)  # treats special tokens in a text as plain text
+        with reading("the tiktoken encoding", "fails on a text"):  # e.g. by a pattern that matches nothing
+            return self._encoding.encode_ordinary(text)  # treats special tokens in a text as plain text
 
     @classmethod
     def load(cls, folder: Path, settings: dict[str, Any]) -> "TiktokenTokenizer":

@@ -193,15 +193,15 @@ class NumberTokenizer(Tokenizer):
 
 
 @contextmanager
-def reading(what: str) -> Iterator[None]:
-    """Context manager for a library's reader, whose errors become a ConfigError that names `what`. Libraries in Rust
-    raise a BaseException if their code panics."""
+def reading(what: str, fails: str = "cannot be read") -> Iterator[None]:
+    """Context manager for a library's reader or encoder, whose errors become a ConfigError: `what`, that it `fails`, and
+    why. Libraries in Rust raise a BaseException if their code panics."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit, ConfigError):
         raise
     except BaseException as error:
-        raise ConfigError(f"{what} cannot be read: {' '.join(text_of(error).split()):.300}") from error
+        raise ConfigError(f"{what} {fails}: {' '.join(text_of(error).split()):.300}") from error
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:

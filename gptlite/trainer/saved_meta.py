@@ -9,7 +9,6 @@ from gptlite.data.order_log import Range
 from gptlite.documents import Between, Count, DocumentError, Matching, checked
 from gptlite.errors import ConfigError
 
-
 _Length = Annotated[str, Matching("[1-9][0-9]{0,9}", "a length in digits")] | Count
 
 

@@ -6,8 +6,10 @@ import random
 import numpy as np
 import pytest
 
+from gptlite.data.huggingface_tokenizer import HuggingFaceTokenizer
 from gptlite.data.sentence_piece import SentencePieceTokenizer, train_sentencepiece
 from gptlite.data.sentence_piece_words import SPACE
+from gptlite.data.tiktoken_tokenizer import TiktokenTokenizer
 from gptlite.data.tokenizer import ByteTokenizer, CharTokenizer, NumberTokenizer, StreamDecoder
 from gptlite.errors import ConfigError
 
@@ -144,3 +146,24 @@ def test_numbers():
     assert tokenizer.encode("3, 60") == [3, 10]
     assert (tokenizer.encode("\n"), tokenizer.prompt("\n"), tokenizer.prompt("5")) == ([], [49], [5])
     assert np.array_equal(tokenizer.token_bytes()[[3, 10, 49]], [2, 3, 0])
+
+
+class Broken:
+    """Encoder in Rust whose code panics."""
+
+    class PanicException(BaseException):
+        """As pyo3 has it."""
+
+    def encode_ordinary(self, text: str) -> list[int]:
+        raise Broken.PanicException("range end index\n2 out of range")
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        return self.encode_ordinary(text)
+
+
+def test_an_encoder_that_panics_ends_in_a_line() -> None:
+    huggingface, tiktoken = object.__new__(HuggingFaceTokenizer), object.__new__(TiktokenTokenizer)
+    huggingface._tokenizer = tiktoken._encoding = Broken()
+    for each in (huggingface, tiktoken):
+        with pytest.raises(ConfigError, match="fails on a text: range end index 2 out of range"):
+            each.encode("a")
