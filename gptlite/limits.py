@@ -13,6 +13,7 @@ DIGITS = 40  # of an integer in JSON: transformers writes 10^30 for no limit; 30
 INTEGER = 2**63 - 1  # NumPy and torch index with int64
 SIZE = 2**31 - 1  # a dimension of a model: torch's kernels index with int32
 LAYERS = 100_000  # the deepest published networks have about 1,000
+EXPERTS = 1 << 18  # of all layers together: the largest published models have about 25,000
 RANKS = 1 << 20  # of a run: the largest published ones have about 100,000
 CELLS = 10_000  # of a sweep, each of which is composed before the first one starts
 RAMP_SIZES = 10_000  # sizes of the global batch in a ramp-up

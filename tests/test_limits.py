@@ -98,6 +98,11 @@ CASES: dict[str, tuple[Callable[[Path], object], str]] = {
         "num_hidden_layers=1000000000 must be a whole number from 1 to 100,000",
     ),
     "Llama's vocabulary": (lambda path: adapted(path, "llama", vocab_size=10**10), "vocab_size=10000000000 must be"),
+    "Mixtral's experts": (
+        lambda path: adapted(path, "mixtral", num_local_experts=10**9, num_experts_per_tok=2),
+        "1000000000 experts in 2 layers are more than 262,144 experts",
+    ),
+    "experts": (lambda _: load(["model=gpt-lite", "model.moe.experts=1000000"]), "are more than 262,144 experts"),
     "Meta's layers": (lambda path: meta(path, n_layers=10**9), "n_layers=1000000000 must be a whole number"),
     "id": (lambda path: tokenizer(path, 400_000_000), "has the id 400000000; at most 16,777,216 ids are supported"),
     "rank": (lambda path: ranks(path, 400_000_000), "an id is repeated, negative, or 16,777,216 or more"),

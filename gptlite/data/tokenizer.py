@@ -194,8 +194,10 @@ class NumberTokenizer(Tokenizer):
 
 @contextmanager
 def reading(what: str, fails: str = "cannot be read") -> Iterator[None]:
-    """Context manager for a library's reader or encoder, whose errors become a ConfigError: `what`, that it `fails`, and
-    why. Libraries in Rust raise a BaseException if their code panics."""
+    """Context manager for a library's reader or encoder, whose errors become a ConfigError that names `what`.
+
+    Libraries in Rust raise a BaseException if their code panics.
+    """
     try:
         yield
     except (KeyboardInterrupt, SystemExit, ConfigError):

@@ -1,6 +1,7 @@
 """Checks, sizes and description of a GPT's mixture of experts. Does not import torch."""
 
 from gptlite.errors import ConfigError
+from gptlite.limits import EXPERTS
 from gptlite.models.gpt.config import GPTConfig
 
 
@@ -17,6 +18,11 @@ def check_experts(config: GPTConfig) -> None:
     for key in ("shared", "bias_rate", "sequence_loss", "z_loss"):
         if (value := getattr(moe, key)) < 0:
             raise ConfigError(f"model.moe.{key}={value:g} must be at least 0; 0 turns it off")
+    if moe.experts * config.num_layers > EXPERTS * moe.every:
+        raise ConfigError(
+            f"model.moe.experts={moe.experts} in model.num_layers={config.num_layers} layers are more than {EXPERTS:,} "
+            "experts; lower one of them"
+        )
     if moe.top_k > moe.experts:
         raise ConfigError(f"model.moe.top_k={moe.top_k} is above model.moe.experts={moe.experts}")
     if moe.every > config.num_layers:

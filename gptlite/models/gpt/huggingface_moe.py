@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from gptlite.documents import shown
 from gptlite.errors import ConfigError
+from gptlite.limits import EXPERTS
 from gptlite.models.gpt.config import GPTConfig, MLPKind, MoEConfig, Score
 from gptlite.models.gpt.huggingface import flag, unlike, whole
 from gptlite.models.gpt.huggingface_llama import OF_LLAMA, Llama, of_pairs
@@ -80,7 +81,11 @@ class WithExperts(Llama):
             renormalize=flag(content, "norm_topk_prob", self.renormalizes),
             bias_rate=0.0,
         )
-        return replace(super().from_json(content, name), moe=moe, qk_norm_heads=self.qk_norm_heads)
+        config = replace(super().from_json(content, name), moe=moe, qk_norm_heads=self.qk_norm_heads)
+        if moe.experts * config.num_layers > EXPERTS * moe.every:
+            words = f"{moe.experts} experts in {config.num_layers} layers"
+            raise ConfigError(f"config.json: {words} are more than {EXPERTS:,} experts")
+        return config
 
 
 class Mixtral(WithExperts):
