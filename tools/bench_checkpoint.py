@@ -111,7 +111,7 @@ def intervals(folder: Path, overrides: list[str], steps: int, repeats: int) -> N
     for _ in range(5):
         take_step(state)
     # `blocked` has the seconds for which each save blocks training.
-    blocked, size = [], checkpointer.size(state.tensors())
+    blocked, size = [], checkpointer.size(state.tensors(), state.meta(), to_yaml(config), None)
 
     def save() -> None:
         checkpointer.save(state.tensors(), state.meta(), to_yaml(config), None, lambda _: None)
