@@ -244,7 +244,10 @@ def timeline_of(pipeline: dict[str, Any], compute: float = 1.0) -> Timeline | No
     backward = 3 if pipeline.get("activation_checkpointing") == "full" else 2
     unit = compute * ranks / (micro_batches * (1 + backward) * sum(flops))
     forward = [each * unit for each in flops]
-    return timeline(config, micro_batches, forward, [backward * each for each in forward], 0.0)
+    try:
+        return timeline(config, micro_batches, forward, [backward * each for each in forward], 0.0)
+    except ValueError:  # too few micro-batches for the schedule: of a damaged or foreign file
+        return None
 
 
 def bubble_share(found: Timeline) -> float:
