@@ -179,3 +179,11 @@ def test_the_unit_of_speed_is_that_of_the_data() -> None:
     assert compare(each).unit == "samples"
     each[0].result["unit"] = "tokens"
     assert compare(each).unit == "tokens"
+
+
+@pytest.mark.parametrize("change", [{"micro_batches": 1}, {"stage_flops": [1.0]}, {"stage_flops": [0.0, 1.0]}])
+def test_a_pipeline_that_cannot_be_has_no_timeline(change: dict) -> None:
+    flops = {"stages_per_rank": 1, "stage_flops": [1.0, 2.0]}
+    valid = {"ranks": 2, "schedule": "1f1b", "micro_batches": 2, **flops}
+    assert timeline_of(valid) is not None
+    assert timeline_of(valid | change) is None
