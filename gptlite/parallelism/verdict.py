@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
-from typing import get_type_hints
+from dataclasses import asdict, dataclass
 
+from gptlite.documents import DocumentError, parse_json
 from gptlite.parallelism.stack_sampling import Place
 
 SHOWN = 4  # maximum number of ranks described individually
@@ -36,11 +36,9 @@ class Heartbeat:
     def decoded(message: bytes) -> Heartbeat | None:
         """Return the heartbeat that a rank has encoded; None for anything else."""
         try:
-            found = json.loads(message)
-            beat = Heartbeat(**{**found, "place": Place(**found["place"])})
-        except (ValueError, TypeError, KeyError, RecursionError):
+            return parse_json(message, Heartbeat)
+        except DocumentError:
             return None
-        return beat if _typed(beat) and _typed(beat.place) else None
 
     @property
     def who(self) -> str:
@@ -51,12 +49,6 @@ class Heartbeat:
     def where(self) -> str:
         """Return e.g. `step 12, backward, in ...`."""
         return f"step {self.step}, {self.place.words}" if self.step else self.place.words
-
-
-def _typed(record: Heartbeat | Place) -> bool:
-    """Return True if each field has the type that its annotation names."""
-    hints = get_type_hints(type(record))
-    return all(type(getattr(record, each.name)) is hints[each.name] for each in fields(record))
 
 
 def judge(before: Sequence[Heartbeat | None], beats: Sequence[Heartbeat | None], now: float) -> str:

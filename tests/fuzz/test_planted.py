@@ -24,7 +24,12 @@ FAULTS = {
     ),
     "types of RoPE": ("huggingface_config", "models/gpt/huggingface_llama.py", "not isinstance(found, dict)", "False"),
     "numbers": ("huggingface_config", "models/gpt/huggingface.py", "type(value) not in (int, float) or", ""),
-    "types of a heartbeat": ("heartbeat", "parallelism/verdict.py", "_typed(beat) and _typed(beat.place)", "True"),
+    "types of a heartbeat": (
+        "heartbeat",
+        "parallelism/verdict.py",
+        "parse_json(message, Heartbeat)",
+        "Heartbeat(**parse_json(message))",
+    ),
     "lengths of lists": ("sweep_record", "sweep/compare.py", "len(flops) != ranks *", "0 and"),
     "names of files": ("weights_index", "checkpoint/huggingface.py", "not file or ", ""),
     "kinds": ("definition", "data/tokenizer.py", "not in [*_CLASSES]", "not in _CLASSES"),

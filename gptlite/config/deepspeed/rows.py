@@ -30,11 +30,6 @@ class Verdict(Enum):
     refused = "refused"
 
 
-def shortened(text: str) -> str:
-    """Return a text of at most 200 characters, for a message that lists every key."""
-    return text if len(text) <= 200 else f"{text[:197]}..."
-
-
 @dataclass(frozen=True)
 class Row:
     """Verdict on one key, the reason for the verdict, and the overrides that replace the key."""
@@ -51,7 +46,7 @@ class Row:
         if isinstance(self.value, dict):
             return self.key
         short = f"{self.value:g}" if isinstance(self.value, float) else ""
-        value = short if short and float(short) == self.value else shortened(json.dumps(self.value))
+        value = short if short and float(short) == self.value else f"{json.dumps(self.value):.200}"
         return f"{self.key} {ABSENT}" if self.value is ABSENT else f"{self.key}={value}"
 
 
