@@ -148,7 +148,7 @@ REFUSED = {
     "bucket_layers=0": "parallelism.bucket_layers=0 must be at least 1",
     "prefetch=-1": "parallelism.prefetch=-1 must not be negative",
     "timeout_seconds=0": "parallelism.timeout_seconds=0.0 must be above 0 and at most 1,000,000",
-    "timeout_seconds=nan": "parallelism.timeout_seconds=nan must be above 0",
+    "timeout_seconds=nan": "parallelism.timeout_seconds=nan is not a number; give one",
     "timeout_seconds=inf": "parallelism.timeout_seconds=inf must be above 0",
     "trainer.max_restarts=-1": "trainer.max_restarts=-1 must not be negative; 0 turns it off",
     "trainer.replica_check_interval=-1": "trainer.replica_check_interval=-1 must not be negative; 0 turns it off",

@@ -43,7 +43,7 @@ def test_an_epoch_of_tokens_is_in_sequences():
     ("words", "said"),
     [
         ("trainer.max_epochs=0", "trainer.max_epochs=0.0 must be above 0"),
-        ("trainer.max_epochs=nan", "trainer.max_epochs=nan must be above 0"),
+        ("trainer.max_epochs=nan", "trainer.max_epochs=nan is not a number; give one"),
         ("trainer.max_epochs=two", "trainer.max_epochs: two is not a number"),
         (
             "trainer.max_epochs=2 trainer.max_steps=4",
