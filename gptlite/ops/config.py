@@ -14,15 +14,17 @@ CHUNK_ROWS = 128  # with aligned GEMMs, a chunk's number of rows is a multiple o
 
 @dataclass(frozen=True)
 class Products:
-    """Alignment and output dtype of GEMMs on a device type.
+    """Alignment, output dtype and operands of GEMMs on a device type.
 
     `multiple`: dimensions and strides of every operand are multiples of this number of elements; 1 means no alignment.
     cuBLAS uses TMA only for data aligned to 16 bytes, and falls back to slower kernels otherwise. `fp32`: a GEMM of
-    16-bit operands can write or accumulate its result in fp32.
+    16-bit operands can write or accumulate its result in fp32. `compiled`: operands are quantized to fp8 by a compiled
+    kernel, without temporaries.
     """
 
     multiple: int = 1
     fp32: bool = False
+    compiled: bool = False
 
     @property
     def aligned(self) -> bool:
@@ -34,7 +36,7 @@ class Products:
         return -(-size // self.multiple) * self.multiple
 
 
-ON_GPU = Products(8, fp32=True)
+ON_GPU = Products(8, fp32=True, compiled=True)
 PRODUCTS = {"cpu": Products(), "cuda": ON_GPU, "meta": ON_GPU}
 
 

@@ -11,13 +11,15 @@ store for any layout.
 """
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from gptlite.ops.config import PRODUCTS
 
 INPUT, GRADIENT = torch.float8_e4m3fn, torch.float8_e5m2
 MULTIPLE = 16  # the hardware requires every dimension of a GEMM to be a multiple of this
@@ -76,9 +78,17 @@ def rounded_both(x: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, 
 def _best(function: Callable[..., Any], x: Tensor) -> Callable[..., Any]:
     """Return `function`, compiled if x is on a GPU. Eager execution moves 31 bytes per element, a compiled function 3.
     A transpose adds 2."""
-    if not x.is_cuda or torch.compiler.is_compiling():  # already inside a compiled region
+    if torch.compiler.is_compiling() or not PRODUCTS[x.device.type].compiled:
         return function
+    if x.is_meta:
+        return partial(_allocated, both=function is rounded_both)
     return compiled(function) if find_spec("triton") else function
+
+
+def _allocated(x: Tensor, scale: Tensor, dtype: torch.dtype, both: bool) -> Any:
+    """Return the results of a compiled function on a tensor without values."""
+    quotient = torch.empty_like(x, dtype=dtype)
+    return (quotient, quotient.new_empty(quotient.shape[::-1])) if both else quotient
 
 
 @cache

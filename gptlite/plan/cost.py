@@ -7,6 +7,7 @@ pipeline's bubble is computed in closed form. Communication overlaps with the pa
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from math import prod
 from operator import add, mul
 from typing import Any, NamedTuple
@@ -172,6 +173,7 @@ class Costs:
 
     def ranks(self, work: Workload, pipeline: Cut) -> dict[Alike, _Rank]:
         """Return the cost of one pipeline rank of each kind."""
+        work = replace(work, fp8=False)  # the peak FLOP/s are those of 16 bits, which overestimates the time
         config, layout = work.parallelism, work.layout
         links, hardware = Links(self.cluster, layout), (work.dtype, layout.world_size)
         if hardware not in self._devices:

@@ -164,6 +164,7 @@ def space_of(config: Config, cluster: ClusterConfig, fixed: frozenset[str]) -> S
         master_weights=config.precision.master_weights,
         amp=config.precision.dtype.value.partition("amp_")[2],
         half_sums=config.precision.reduce is Reduce.compute,
+        fp8=config.precision.dtype is Precision.fp8,
         sample=None if config.data.unit == "tokens" else planned_sample(config.data),
     )
 

@@ -343,7 +343,7 @@ def as_on(device: str, here: str = "cpu") -> Iterator[None]:
 
 def policy_of(work: Workload) -> Policy:
     """Return the dtypes in which a run computes, gathers and reduces."""
-    precision = Precision[f"amp_{work.amp}"] if work.amp else Precision.auto
+    precision = Precision.fp8 if work.fp8 else Precision[f"amp_{work.amp}"] if work.amp else Precision.auto
     return Policy(
         DTYPES[work.dtype],
         "planned",

@@ -44,8 +44,9 @@ class Workload:
     The vocabulary size in `model` is set. Batch sizes are in sequences, or in samples, which have one position. dtype:
     the compute dtype, fp32, bf16 or fp16. attention: the implementation that a run's `ops` would select. device: cuda
     or cpu. master_weights: parameters are fp32 between steps, not bf16. amp: Apex's level o1 or o2, or empty.
-    half_sums: gradients are summed over data ranks in the compute dtype, not in fp32. sample: None for a model that
-    reads tokens. imbalance: with expert parallelism, the ratio of the rows of a rank's experts to the mean.
+    half_sums: gradients are summed over data ranks in the compute dtype, not in fp32. fp8: blocks multiply in fp8,
+    which counts for memory only. sample: None for a model that reads tokens. imbalance: with expert parallelism, the
+    ratio of the rows of a rank's experts to the mean.
     """
 
     model: ModelConfig
@@ -61,13 +62,14 @@ class Workload:
     master_weights: bool = True
     amp: str = ""
     half_sums: bool = False
+    fp8: bool = False
     sample: Sample | None = None
     imbalance: float = FULLEST
 
     @cached_property
     def same(self) -> tuple[object, ...]:
         """Fields that all layouts of a search share, as part of a cache key."""
-        numbers = self.dtype, self.attention, self.device, self.master_weights, self.amp, self.imbalance
+        numbers = self.dtype, self.attention, self.device, self.master_weights, self.amp, self.fp8, self.imbalance
         return *same_model(self.model), self.sequence_length, self.sample, *numbers
 
     def balanced(self, imbalance: float) -> Workload:

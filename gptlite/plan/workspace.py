@@ -1,9 +1,9 @@
 """Memory that an op allocates and frees besides its results.
 
 Our kernels' workspaces follow from shapes. On a CPU, oneDNN copies the operands and results of convolutions and of some
-16-bit products into blocked layouts, and converts or sums in buffers. These depend on the CPU's instruction set, the
-number of threads and the version, so they are measured: the op runs once on tensors of the same shapes and strides, and
-its allocations are recorded.
+products in 16 bits or fewer into blocked layouts, and converts or sums in buffers. These depend on the CPU's
+instruction set, the number of threads and the version, so they are measured: the op runs once on tensors of the same
+shapes and strides, and its allocations are recorded.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from gptlite.parallelism.torch_private import profiler_runs, real_tensors, recor
 from gptlite.plan.cache import cached
 
 FILTERS = {"convolution": 1, "convolution_backward": 2}  # convolutions: index of the weight
-# Products, which are measured in 16 bits; in fp32 they allocate only their results. As in ALONG: indices of the
+# Products, which are measured in 16 bits or fewer; in fp32 they allocate only results. As in ALONG: indices of the
 # arguments whose first dim counts samples or rows, that of the left factor last.
-GEMMS = {"mm": (0,), "addmm": (1,), "bmm": (1, 0), "baddbmm": (0, 2, 1)}
+GEMMS = {"mm": (0,), "addmm": (1,), "bmm": (1, 0), "baddbmm": (0, 2, 1), "_scaled_mm": (0,)}
 ALONG = {"convolution": (0,), "convolution_backward": (0, 1), **GEMMS}
 ROWS = 256  # maximum number of parts of the rows that our kernels sum separately, see kernels/cpu/workspace.cpp
 # Our ops that sum over rows: index of the argument with the rows.
@@ -44,7 +44,7 @@ def is_measured(func: Any, args: Any) -> bool:
     """Return True if the memory of an op on a CPU depends on the instruction set."""
     if func.namespace != "aten":
         return False
-    return func._opname in FILTERS or (func._opname in GEMMS and args[0].itemsize == 2)
+    return func._opname in FILTERS or (func._opname in GEMMS and args[0].itemsize <= 2)
 
 
 @cached(lambda func, args, out, threads: (func, _signature(args), threads))

@@ -83,6 +83,15 @@ def test_memory_follows_the_layout():
     assert estimate(replace(one, optimizer=SGDConfig(momentum=0.0)), 0).optimizer == 0
 
 
+def test_fp8_saves_its_operands_in_one_byte():
+    """On a GPU, where quantization is compiled. Each linear layer of a block saves its input and its weight, which the
+    bf16 run saves too, as 2 bytes and as a parameter."""
+    work = replace(workload(Layout(1, "dtype=fp8 micro=8").config(), 1), device="cuda")
+    fp8, bf16 = estimate(work, 0), estimate(replace(work, fp8=False), 0)
+    assert 0.75 * bf16.activations < fp8.activations < 0.9 * bf16.activations
+    assert replace(fp8, activations=0) == replace(bf16, activations=0)
+
+
 STATE_LAYOUTS = [
     Layout(1, ""),
     Layout(4, "tp=2 zero=3"),

@@ -174,6 +174,8 @@ OTHER_AXES = [
     Layout(2, "zero=2 micro=2 dtype=fp16"),
     Layout(2, "zero=2 micro=2 dtype=amp_o2"),
     Layout(2, "zero=3 micro=2 dtype=amp_o1"),
+    Layout(2, "tp=2 sequence=true micro=4 dtype=fp8"),
+    Layout(2, "zero=3 micro=2 dtype=fp8"),
     Layout(2, "offload=cpu zero=3 micro=2"),
     Layout(2, "cp=2 micro=4"),
     Layout(2, "cp=2 zero=2 micro=2 dtype=bf16"),
