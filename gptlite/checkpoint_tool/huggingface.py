@@ -315,7 +315,7 @@ def _composed(model: ModelConfig, name: str, run_dir: Path, plugins: Sequence[st
     overrides += [f"model.{key}={override_value(value)}" for key, value in changed(model, default)]
     # train.py requires these keys if the model sets no default. This checkpoint is not trained, so any value will do.
     unknown = [f"{key}=1" for mine, key in DEFAULTS_OF_MODELS.items() if mine not in names]
-    config = load([*overrides, *unknown, f"run.name={name}", f"run.dir={hydra_value(str(run_dir))}"])
+    config = load([*overrides, *unknown, f"run.name={hydra_value(name)}", f"run.dir={hydra_value(str(run_dir))}"])
     assert config.model == model
     batches = {field.name: getattr(config.data, field.name) for field in dataclasses.fields(DataConfig)}
     if (vocab_size := spec_of(model).vocab_size(model)) is None:

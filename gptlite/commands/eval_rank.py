@@ -123,7 +123,7 @@ def held_out(source: str | None, config: Config, tokenizer: Tokenizer) -> Prepar
         presets = presets_of("data")  # including the prepared folders ./data/NAME, as in training
         if not prepared and source not in presets:
             raise ConfigError(f"data={source} is neither a path nor a preset; the presets are {', '.join(presets)}")
-        given = ["data=tokens", f"data.path={hydra_value(source)}"] if prepared else [f"data={source}"]
+        given = ["data=tokens", f"data.path={hydra_value(source)}"] if prepared else [f"data={hydra_value(source)}"]
         section = replace(load(given).data, sequence_length=section.sequence_length)
     data = prepare(section, config.seed)
     if data.tokenizer.fingerprint != tokenizer.fingerprint:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NoReturn
 
-from gptlite.config.command_line import run_tool
+from gptlite.config.command_line import LITERAL, run_tool
 from gptlite.errors import ConfigError, printable
 from gptlite.models.sampling import Sampling
 
@@ -24,7 +24,7 @@ class Arguments:
     """Command-line arguments."""
 
     checkpoint: str = "???"
-    prompt: str = "\n"
+    prompt: str = field(default="\n", metadata=LITERAL)
     max_tokens: int = 300
     temperature: float = 0.8
     top_k: int = 0

@@ -63,8 +63,7 @@ def report(path: str, rows: list[Row], width: int) -> str:
         lines += _lines(f"  {row.text.partition('.')[2]}" if name else row.text, row, width)
     if counts[Verdict.refused]:
         return "\n".join([*lines, "", "Change or remove the refused keys, or supply what their reasons ask for."])
-    words = shlex.join([*command("train").split(), *overrides_of(rows)])
-    return "\n".join([*lines, "", words])
+    return "\n".join([*lines, "", f"{command('train')} {shlex.join(overrides_of(rows))}"])
 
 
 def _lines(key: str, row: Row, width: int) -> list[str]:

@@ -2,9 +2,9 @@
 
 from gptlite.config.compose import help_text, load, load_layout, require_config, resumed, typed, with_vocabulary
 from gptlite.config.length import with_epochs
+from gptlite.config.overrides import hydra_value
 from gptlite.config.saved import (
     from_yaml,
-    hydra_value,
     leaves,
     override_value,
     read_saved,

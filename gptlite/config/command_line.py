@@ -17,12 +17,14 @@ from typing import Any, NoReturn, TypeVar
 
 from omegaconf import OmegaConf
 
+from gptlite.config.overrides import escaped, unquoted
 from gptlite.documents import shown
 from gptlite.errors import ConfigError, did_you_mean, known_home, system_error
 from gptlite.invocation import localized, prepare_process
 from gptlite.limits import INTEGER
 
 T = TypeVar("T")
+LITERAL = {"literal": True}  # metadata of a field whose text may begin and end with quotes
 
 
 def run_tool(main: Callable[[Any], int | None], schema: type[Any], usage: str | None) -> NoReturn:
@@ -115,7 +117,10 @@ def separate(name: str, wanted: Subcommand, arguments: list[str], keys: list[str
 
 
 def parse_arguments(schema: type[T], arguments: list[str]) -> T:
-    """Parse `key=value` arguments into a dataclass. Raises ConfigError for an unknown, invalid or missing key."""
+    """Parse `key=value` arguments into a dataclass. Raises ConfigError for an unknown, invalid or missing key.
+
+    A string may be in Hydra's quotes, as for train, except if its field has `metadata=LITERAL`.
+    """
     config = OmegaConf.structured(schema)
     fields = {item.name: item for item in dataclasses.fields(schema)}  # type: ignore[arg-type]
     for argument in arguments:
@@ -130,7 +135,9 @@ def parse_arguments(schema: type[T], arguments: list[str]) -> T:
         # Strings are taken literally, so that OmegaConf does not parse values such as 1e3, null or [a].
         text = fields[key].type in (str, str | None, "str", "str | None")
         try:
-            config[key] = value if text else OmegaConf.from_dotlist([argument])[key]
+            if text and value[:1] in ("'", '"') and not fields[key].metadata.get("literal"):
+                value = unquoted(value)
+            config[key] = escaped(value) if text else OmegaConf.from_dotlist([argument])[key]
         except Exception as error:
             from gptlite.config.messages import plain  # only for an error
 

@@ -137,6 +137,8 @@ def typed(config: DictConfig, overrides: Iterable[str] = ()) -> Config:
     for key, value in leaves(result):
         if isinstance(value, str) and re.search("[\ud800-\udfff]", value):  # of bytes that are not UTF-8
             raise ConfigError(f"{key}={value} is not UTF-8, which config.yaml must be; rename the file or folder")
+        if isinstance(value, str) and "${" in value:
+            raise ConfigError(f"{key}={value} has ${{, which config.yaml would read as an interpolation; leave it out")
         if isinstance(value, str) and re.match("~[^/]*/", value) and key != "data.cache_dir":  # not all data needs it
             with known_home(key):
                 Path(value).expanduser()

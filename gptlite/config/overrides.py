@@ -1,6 +1,12 @@
-"""Keys and values of Hydra overrides."""
+"""Keys and values of Hydra overrides: values are quoted and unquoted here, and nowhere else."""
 
+import re
 from collections.abc import Iterable
+
+# Text that Hydra reads as it is, unless all of it is a number or another value.
+PLAIN = re.compile(r"[\w./:+@-]+", re.ASCII)
+OTHER = re.compile(r"null|true|false|[+-]?(inf|nan|[0-9_.]+(e[+-]?[0-9_]+)?)", re.IGNORECASE)
+INTERPOLATION = re.compile(r"(\\*)\$\{")
 
 
 def key_of(override: str) -> str:
@@ -9,5 +15,37 @@ def key_of(override: str) -> str:
 
 
 def values_of(overrides: Iterable[str]) -> dict[str, str]:
-    """Return the values of overrides by key. Of several with the same key, the last one counts."""
-    return {key_of(each): each.partition("=")[2] for each in overrides}
+    """Return the values of overrides by key, unquoted. Of several with the same key, the last one counts."""
+    return {key_of(each): unquoted(each.partition("=")[2]) for each in overrides}
+
+
+def hydra_value(text: str) -> str:
+    """Format a string as the value of an override, with quotes if Hydra would not read the same string without them."""
+    if PLAIN.fullmatch(text) and not OTHER.fullmatch(text):
+        return text
+    text = re.sub(r"(\\+)(?='|\Z)", r"\1\1", escaped(text))  # elsewhere, Hydra reads a backslash in quotes as it is
+    return "'" + text.replace("'", "\\'") + "'"
+
+
+def escaped(text: str) -> str:
+    """Return the string that OmegaConf resolves to `text`, even if the text has the form of an interpolation."""
+    return INTERPOLATION.sub(r"\1\1\\${", text)
+
+
+def unquoted(value: str) -> str:
+    """Return the string that Hydra reads in the value of an override.
+
+    Values that Hydra cannot read, and values of other types, such as numbers and lists, are returned as they are.
+    """
+    if PLAIN.fullmatch(value):
+        return value
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    try:
+        text = OverridesParser.create().parse_override(f"key={value}").value()
+    except HydraException:
+        return value
+    if not isinstance(text, str) or any(len(found[1]) % 2 == 0 for found in INTERPOLATION.finditer(text)):
+        return value
+    return INTERPOLATION.sub(lambda found: "\\" * (len(found[1]) // 2) + "${", text)

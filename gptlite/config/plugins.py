@@ -15,6 +15,7 @@ from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
 
+from gptlite.config.overrides import hydra_value, unquoted
 from gptlite.errors import ConfigError, text_of
 from gptlite.parallelism.messages import passed_on
 
@@ -32,7 +33,7 @@ class PluginsNotNamed(ConfigError):
 def named_in(overrides: Iterable[str]) -> list[str]:
     """Return the modules named by the last `plugins=` of a command line."""
     found = [match[1] for each in overrides if (match := GIVEN.match(each))]
-    return [name for each in (found[-1] if found else "").split(",") if (name := each.strip(" '\""))]
+    return [name for each in (found[-1] if found else "").split(",") if (name := unquoted(each.strip()))]
 
 
 def import_plugins(names: Iterable[str]) -> None:
@@ -91,7 +92,7 @@ def refuse_unnamed(names: list[str], where: object) -> None:
 
 def as_override(names: Iterable[str]) -> str:
     """Return the override that requests plugins, such as `plugins=[a,b]`."""
-    return f"plugins=[{','.join(names)}]"
+    return f"plugins=[{','.join(map(hydra_value, names))}]"
 
 
 def refuse_foreign(overrides: Iterable[object], where: object, given: Container[str] = ()) -> None:

@@ -17,7 +17,7 @@ from yaml import YAMLError
 
 from gptlite import limits
 from gptlite.config.bounds import check_bounds
-from gptlite.config.overrides import key_of, values_of
+from gptlite.config.overrides import hydra_value, key_of, values_of
 from gptlite.config.plugins import PluginsNotNamed, import_plugins, refuse_foreign, refuse_unnamed
 from gptlite.config.schema import RENAMED, SCHEMAS, Config, schema_names
 from gptlite.documents import DocumentError, checked, read_text, refuse_yaml
@@ -163,14 +163,7 @@ def saved_overrides(arguments: list[str], config: Config | None = None) -> list[
 def saved_file(arguments: list[str]) -> Path:
     """Return the path of the config.yaml in `run.dir`."""
     with known_home("run.dir"):
-        return Path(values_of(arguments).get("run.dir", "").strip("'\"")).expanduser() / "config.yaml"
-
-
-def hydra_value(text: str) -> str:
-    """Format a string as the value of an override, with quotes if Hydra would interpret characters in it."""
-    if re.fullmatch(r"[\w./:+@-]+", text, re.ASCII):
-        return text
-    return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
+        return Path(values_of(arguments).get("run.dir", "")).expanduser() / "config.yaml"
 
 
 def leaves(section: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

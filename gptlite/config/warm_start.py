@@ -31,7 +31,7 @@ def model_overrides(overrides: list[str]) -> list[str]:
     raises the error. Raises PluginsNotNamed if the checkpoint's plugins have not been imported.
     """
     given = values_of(overrides)
-    resume = given.get("checkpoint.resume", "auto").strip("'\"")
+    resume = given.get("checkpoint.resume", "auto")
     if given.get("checkpoint.load") != "weights" or resume in ("auto", "never") or "model" in given:
         return []
     from gptlite.checkpoint.find import candidates  # imported only if needed, to keep composition fast

@@ -10,7 +10,7 @@ from torch import nn
 from gptlite.config import Config, hydra_value, load
 from gptlite.config.deepspeed import with_deepspeed
 from gptlite.config.overrides import key_of
-from gptlite.config.plugins import named_in
+from gptlite.config.plugins import as_override, named_in
 from gptlite.errors import ConfigError
 
 PLUGIN = "gptlite.engine.module"
@@ -38,7 +38,7 @@ def compose(model: Any, optimizer: str, config: Iterable[str]) -> Config:
                 f"config: {key} has no effect outside gptlite's own training loop; initialize takes {', '.join(TAKEN)}"
             )
     plugins = [PLUGIN, *named_in(given)]
-    base = ["model=module", "data=batches", "schedule=constant", f"plugins=[{','.join(plugins)}]"]
+    base = ["model=module", "data=batches", "schedule=constant", as_override(plugins)]
     base += [f"model.name={hydra_value(type(model).__name__)}", f"optimizer={hydra_value(optimizer)}"]
     if isinstance(model, nn.Sequential):
         base.append(f"model.num_blocks={len(model)}")

@@ -92,7 +92,7 @@ def tune(plan: Plan, preset: Path, k: int, steps: int, limit: float) -> int:
     ]
     write_whole(preset.with_suffix(".json"), json.dumps(rows, indent=2) + "\n")
     print(f"{'the best' if ran else 'no layout ran; the fastest predicted'}: {candidate.words}")
-    words = ["--config-dir", str(preset.parent.parent), f"parallelism={preset.stem}", micro]
+    words = ["--config-dir", str(preset.parent.parent), f"parallelism={hydra_value(preset.stem)}", micro]
     kept = [each for each in given if not each.startswith(("parallelism", "cluster", "data.micro_batch_size"))]
     print(f"{command('train')} {shlex.join([*words, *kept])}")
     return 0 if ran else 1

@@ -20,7 +20,7 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
 
 from gptlite.config import hydra_value
-from gptlite.config.overrides import key_of
+from gptlite.config.overrides import key_of, unquoted
 from gptlite.config.plugins import as_override, named_in, refuse_foreign
 from gptlite.errors import ConfigError, printable
 from gptlite.invocation import command
@@ -144,7 +144,7 @@ def sweep_overrides(arguments: list[str]) -> list[str]:
     """
     arguments = [f"+{each}" if each.startswith("sweep=") else each for each in arguments]
     named = DIR if any(key_of(each) == DIR for each in arguments) else "run.dir"
-    where = [each.partition("=")[2].strip("'\"") for each in arguments if key_of(each) == named]
+    where = [unquoted(each.partition("=")[2]) for each in arguments if key_of(each) == named]
     if not where:
         return arguments
     folder = SweepFolder(Path(where[-1]).expanduser())

@@ -49,15 +49,15 @@ def folder(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("overrides", ["", "model.tied_embeddings=false model.mlp=gelu_erf model.d_ff=40"])
 def test_what_was_exported_comes_back_bit_for_bit(save, tmp_path, overrides):
     step, model = save(*overrides.split())
-    export(step, tmp_path / "out")
-    again = restored(import_(tmp_path / "out", tmp_path / "run"))
+    export(step, tmp_path / "données")
+    again = restored(import_(tmp_path / "données", tmp_path / "run"))
     assert replace(again.config, name="tiny", peak_lr=model.config.peak_lr) == model.config
     for (name, tensor), (_, ours) in zip(again.named_parameters(), model.named_parameters(), strict=True):
         rows = VOCABULARY if len(tensor) == model.config.padded_vocab_size else len(tensor)
         assert torch.equal(tensor[:rows], ours[:rows]), name
         assert not tensor[rows:].any(), name  # padding
     export(tmp_path / "run", tmp_path / "twice")
-    once, twice = (tmp_path / name / "model.safetensors" for name in ("out", "twice"))
+    once, twice = (tmp_path / name / "model.safetensors" for name in ("données", "twice"))
     assert once.read_bytes() == twice.read_bytes()
 
 

@@ -1,11 +1,13 @@
 """Prepared folders as a run's data: data=NAME, a blend as the shell gives it, and what is refused in one line."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from token_folders import documents, write_folder
 
+from gptlite.commands.eval_rank import held_out
 from gptlite.config import from_yaml, load, to_yaml
 from gptlite.data.build import prepare
 from gptlite.data.config import TokensConfig
@@ -45,6 +47,12 @@ def test_a_folder_is_a_preset_by_its_name():
     assert data.describe().startswith("data/web: ")
     assert [(each.name, each.weight) for each in data.sets] == [("data/web", 1.0)]
     assert data.tokenizer.decode(data.sets[0].train[:40].tolist()) == documents(sum(b"web"), 60)[0][:40]
+
+
+def test_a_folders_name_may_have_any_letters():
+    write_folder(Path("data/données"))
+    config = replace(load(["data='données'"]), seed=1)
+    assert held_out("données", config, prepare(config.data, seed=1).tokenizer).sets[0].name == "data/données"
 
 
 def test_a_blend_is_read_as_the_shell_gives_it():

@@ -7,7 +7,7 @@ import re
 from gptlite.config.deepspeed.file import read
 from gptlite.config.deepspeed.rows import Row, Verdict
 from gptlite.config.deepspeed.translate import translate
-from gptlite.config.overrides import key_of, values_of
+from gptlite.config.overrides import key_of, unquoted, values_of
 from gptlite.errors import ConfigError
 from gptlite.invocation import command
 from gptlite.progress import Log
@@ -22,7 +22,7 @@ def expanded(overrides: list[str], log: Log | None = None) -> list[str]:
 
     Raises ConfigError, which lists all keys that are refused.
     """
-    found = [match[1].strip("'\"") for each in overrides if (match := GIVEN.match(each))]
+    found = [unquoted(match[1]) for each in overrides if (match := GIVEN.match(each))]
     if not found:
         return overrides
     if len(found) > 1:
