@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +12,7 @@ from torch import Tensor
 from gptlite.data.config import HuggingFaceConfig
 from gptlite.data.images import ToTensor, divided, require
 from gptlite.data.samples import TARGETS
+from gptlite.data.walk import files_below
 from gptlite.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
@@ -131,5 +131,5 @@ def _files(path: Path) -> Sequence[tuple[str, int]]:
     """Return the names and sizes of a dataset's files. They identify the data even after it is moved."""
     if path.is_file():
         return [(path.name, path.stat().st_size)]
-    found = (Path(folder, name) for folder, _, names in os.walk(path) for name in names)
+    found = files_below(path, "data.path", hidden=True)
     return sorted((file.relative_to(path).as_posix(), file.stat().st_size) for file in found)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from gptlite.data.config import ImageFolderConfig
 from gptlite.data.images import ToTensor, divided, require
+from gptlite.data.walk import files_below, refuse_loop
 from gptlite.errors import ConfigError
 from gptlite.files import open_regular
 
@@ -77,12 +77,8 @@ def find_images(root: Path) -> tuple[list[str], list[str]]:
         raise ConfigError(f"{root} has no classes; put each class's images in a folder, e.g. {root / 'cat'}/1.jpg")
     files: list[str] = []
     for name in classes:
-        found = [
-            Path(folder, file).relative_to(root).as_posix()
-            for folder, _, names in os.walk(root / name, followlinks=True)
-            for file in names
-            if file.lower().endswith(SUFFIXES) and not file.startswith(".")
-        ]
+        refuse_loop("data.path", root / name)
+        found = [each.relative_to(root).as_posix() for each in files_below(root / name, "data.path", SUFFIXES)]
         if not found:
             raise ConfigError(f"{root / name} has no images ({', '.join(SUFFIXES)}); remove the folder, or add images")
         files += sorted(found)

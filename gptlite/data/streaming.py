@@ -15,6 +15,7 @@ from gptlite.data.check import TOKENIZERS
 from gptlite.data.corpus import SAMPLE, TOKENIZER, document_hash, is_held_out, limited, split_writers, train_tokenizer
 from gptlite.data.find_tokenizer import find_tokenizer
 from gptlite.data.tokenizer import Tokenizer
+from gptlite.data.walk import files_below
 from gptlite.errors import ConfigError, needed_package
 from gptlite.progress import Progress
 
@@ -96,9 +97,8 @@ def open_rows(hub: Hub, path: str | None, config: str | None) -> Iterable[dict[s
 
 def _local(path: str) -> tuple[str, list[str]]:
     folder = Path(path).expanduser()
-    files = sorted(folder.rglob("*")) if folder.is_dir() else [folder]
-    known = [file for file in files if file.suffix in _FORMATS and file.is_file() and not file.name.startswith(".")]
-    kinds = {_FORMATS[file.suffix] for file in known}
+    known = files_below(folder, "data.path", _FORMATS) if folder.is_dir() else [folder]
+    kinds = {_FORMATS.get(file.suffix.lower()) for file in known} - {None}
     if len(kinds) != 1:
         what = "both .parquet and .jsonl" if kinds else "no .parquet or .jsonl files"
         raise ConfigError(f"data.path={path} holds {what}; give a folder with one of the two")

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from gptlite.data.walk import files_below, linked_folders, refuse_broken_link
 from gptlite.documents import Digest, read_json
 from gptlite.errors import ConfigError
 from gptlite.files import open_regular, write_whole
@@ -57,15 +58,25 @@ def find_files(path: str) -> list[Path]:
     """Return the file at `path`, or all *.txt files below it, sorted. Raises ConfigError if there is no file."""
     root = Path(path).expanduser()
     refuse_records(path)
+    refuse_broken_link("data.path", root)
     if not path.strip() or not root.exists():
         raise ConfigError(f"data.path={path} does not exist; give a text file or a folder of .txt files")
-    found = sorted(root.rglob("*.txt")) if root.is_dir() else [root]
-    for file in found:
-        refuse_broken_link("data.path", file)
-    files = [file for file in found if file.is_file()]  # no devices or pipes, which may never end
+    if root.is_dir():
+        files = files_below(root, "data.path", [".txt"], hidden=True)
+    else:
+        files = [root] if root.is_file() else []  # no device or pipe, which may never end
     if not files:
         raise ConfigError(f"data.path={path} holds no .txt files; give a text file or a folder of .txt files")
     return files
+
+
+def newly_followed(path: str) -> str:
+    """Return a clause on the linked folders below `path`, which the first version of gptlite left out; empty if there
+    are none."""
+    root = Path(path).expanduser()
+    if not root.is_dir() or not (links := linked_folders(find_files(path), root)):
+        return ""
+    return f"; its linked folder {links[0]} is read now, and an earlier gptlite left it out: move it away to resume"
 
 
 def refuse_records(path: str) -> None:
@@ -75,12 +86,6 @@ def refuse_records(path: str) -> None:
             f"data.path={path} is a record or compressed file, not plain text; tokenize it: {command('preprocess')} "
             f"input={path} tokenizer=... output=data/mine, and train with data=mine; or name it .txt if it is text"
         )
-
-
-def refuse_broken_link(key: str, path: Path) -> None:
-    """Raise ConfigError for a broken link, which would otherwise be left out silently, since is_file() is False."""
-    if path.is_symlink() and not path.exists():
-        raise ConfigError(f"{key}: {path} is a broken link to {os.readlink(path)}; repair or remove it")
 
 
 def scan(files: list[Path], log: Log = print) -> str:

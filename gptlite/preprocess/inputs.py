@@ -4,7 +4,7 @@ import glob
 from dataclasses import dataclass
 from pathlib import Path
 
-from gptlite.data.text import refuse_broken_link
+from gptlite.data.walk import files_below, refuse_broken_link, refuse_loop
 from gptlite.errors import ConfigError, did_you_mean, system_error
 from gptlite.files import open_regular
 
@@ -54,7 +54,7 @@ def find_sources(given: str, format: str) -> list[Source]:
 def _expand(part: str) -> list[Path]:
     path = Path(part).expanduser()
     if path.is_dir():
-        files = sorted(file for file in path.rglob("*") if _belongs(file, path))
+        files = files_below(path, "input", [known + end for known in _IN_FOLDERS for end in ("", *COMPRESSED)])
         if not files:
             raise ConfigError(f"input={part} holds no files ending in {', '.join(sorted(_IN_FOLDERS))}")
         return files
@@ -63,20 +63,13 @@ def _expand(part: str) -> list[Path]:
     if part == STDIN:
         raise ConfigError("input=- cannot be combined with files; give it alone")
     found = sorted(Path(name) for name in glob.glob(str(path), recursive=True))
-    for file in found:
-        refuse_broken_link("input", file)
+    for each in sorted({each for file in found for each in (file, *file.parents)}):
+        refuse_broken_link("input", each)
+        refuse_loop("input", each)
     files = [file for file in found if file.is_file()]
     if not files:
         raise ConfigError(f"input={part} matches no file; give an existing file, folder or glob")
     return files
-
-
-def _belongs(file: Path, folder: Path) -> bool:
-    hidden = any(name.startswith(".") for name in file.relative_to(folder).parts)
-    if hidden or _stem_suffix(file) not in _IN_FOLDERS:
-        return False
-    refuse_broken_link("input", file)
-    return file.is_file()
 
 
 def _stem_suffix(path: Path) -> str:

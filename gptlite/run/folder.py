@@ -22,7 +22,9 @@ from gptlite.checkpoint.manifest import environment_changes, read_manifest
 from gptlite.checkpoint.store import step_folders
 from gptlite.config import Config, from_yaml, read_saved, to_dict, to_yaml
 from gptlite.config.warm_start import too_few_ids
+from gptlite.data.config import TextConfig
 from gptlite.data.order_log import OrderRow, note_order, note_spike
+from gptlite.data.text import newly_followed
 from gptlite.data.tokenizer import Tokenizer
 from gptlite.documents import read_text
 from gptlite.errors import ConfigError, printable, system_error
@@ -290,7 +292,8 @@ class RunFolder:
         if refusal := compare_configs(old, new, load).refusal(load):
             path = getattr(self.config.data, "path", None)
             where = f"checkpoint {self.resume_from}{f', data.path={path}' * bool(path)}"
-            raise ConfigError(f"{where}: {refusal}")
+            followed = newly_followed(path) if isinstance(self.config.data, TextConfig) else ""
+            raise ConfigError(f"{where}: {refusal}{followed}")
         size, was = (spec_of(each).vocab_size(each) for each in (state.model.config, self._saved.model))
         if was is not None and size is not None and was < size:
             raise ConfigError(too_few_ids(str(self.resume_from), was, size))
