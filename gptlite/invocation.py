@@ -66,6 +66,37 @@ def command(name: str) -> str:
     return shlex.join([python(), *words])
 
 
+def launched_command() -> str:
+    """Return the start of a train command line, with torchrun or srun as they started this rank."""
+    words = arguments("train")
+    if before := _torchrun():
+        return shlex.join([*before, *words])
+    tasks, nodes = (os.environ.get(f"SLURM_STEP_NUM_{each}", "1") for each in ("TASKS", "NODES"))
+    if tasks != "1":
+        return f"srun --nodes={nodes} --ntasks={tasks} {command('train')}"
+    return command("train")
+
+
+def _torchrun() -> list[str]:
+    """Return the words of the parent process before this rank's own, [] unless the parent is a launcher like torchrun.
+
+    Such a launcher ends its command line with that of its ranks, unlike train.py, which starts a module of gptlite.
+    """
+    own = list(sys.orig_argv[1:])
+    while own and own[0].startswith("-") and own[0] != "-m":  # options of Python, such as -u
+        del own[0]
+    try:
+        theirs = [os.fsdecode(each) for each in Path(f"/proc/{os.getppid()}/cmdline").read_bytes().split(b"\0")[:-1]]
+    except OSError:
+        return []
+    if not own or not {"RANK", "WORLD_SIZE"} <= os.environ.keys() or theirs[-len(own) :] != own:
+        return []
+    before = theirs[: -len(own)]
+    if len(before) > 1 and (found := shutil.which(name := Path(before[1]).name)) and Path(found).samefile(before[1]):
+        return [name, *before[2:]]  # a script, e.g. torchrun, that Python runs
+    return [python(), *before[1:]] if before[:1] == [sys.executable] else before
+
+
 def arguments(name: str) -> list[str]:
     """Return the arguments with which Python or torchrun starts a command."""
     assert name in COMMANDS, name

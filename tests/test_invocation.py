@@ -178,3 +178,36 @@ def test_the_first_word(words: list[str], status: int, said: str, tmp_path: Path
 def test_the_dispatcher_loads_nothing_heavy():
     code = "import sys, gptlite.__main__; print(*{'torch', 'hydra', 'numpy', 'omegaconf'} & set(sys.modules))"
     assert run(ROOT, ROOT, sys.executable, "-c", code).stdout.strip() == ""
+
+
+TORCHRUN = """
+import os, subprocess, sys
+command = [sys.executable, "-u", *sys.argv[2:]]
+subprocess.run(command, check=True, env=os.environ | {"RANK": "0", "WORLD_SIZE": "2"})
+"""
+RANK = "from gptlite.invocation import launched_command; print(launched_command())"
+
+
+@pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="needs /proc")
+def test_a_command_to_continue_has_the_launcher_of_this_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "torchrun").write_text(f"#!{sys.executable}\n{TORCHRUN}")
+    (tmp_path / "torchrun").chmod(0o755)
+    (tmp_path / "rank.py").write_text(RANK)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    words = ["torchrun", "--nproc-per-node=2", str(tmp_path / "rank.py"), "seed=1 2"]
+    started = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert started.stdout == f"torchrun --nproc-per-node=2 {shlex.join(invocation.arguments('train'))}\n"
+    # A rank that train.py starts has a command line of its own, and so has one without a launcher.
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.setenv(name, "1")
+    alone = subprocess.run([sys.executable, tmp_path / "rank.py"], capture_output=True, text=True, check=True)
+    assert alone.stdout == f"{command('train')}\n"
+
+
+def test_a_command_to_continue_has_sruns_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, number in (("TASKS", "8"), ("NODES", "2")):
+        monkeypatch.setenv(f"SLURM_STEP_NUM_{name}", number)
+    assert invocation.launched_command() == f"srun --nodes=2 --ntasks=8 {command('train')}"
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")  # train.py starts the ranks
+    assert invocation.launched_command() == command("train")

@@ -77,6 +77,7 @@ def command() -> int:
             return 0
         check_flags(flags)
         presets = any(re.match(r"\+?sweep=", each) for each in overrides) and not SHOWING & set(flags)
+        presets = presets and "hydra.mode=RUN" not in overrides  # the command of one cell
         if {"-m", "--multirun"} & set(flags) and (shown := SHOWING & set(flags)):
             raise ConfigError(
                 f"{min(shown)} shows one configuration, but -m has several; leave out -m, and give one value per key"

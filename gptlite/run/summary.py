@@ -17,7 +17,7 @@ from gptlite.config import Config, hydra_value
 from gptlite.config.plugins import as_override
 from gptlite.data.tokenizer import StreamDecoder
 from gptlite.errors import one_line, printable, text_of
-from gptlite.invocation import command
+from gptlite.invocation import command, launched_command
 from gptlite.metrics.console import banner, format_bytes, format_duration
 from gptlite.metrics.memory import memory_bytes
 from gptlite.metrics.plot import plot_curves
@@ -210,7 +210,7 @@ def _close(
         more.append("trainer.stop_step=null")
     run.log(banner(lines, title="results"))
     # Not in the banner, which wraps long lines: a wrapped command cannot be copied.
-    resume = f"{command('train')} {shlex.join([f'run.dir={hydra_value(str(run.path))}', *more])}"
+    resume = f"{launched_command()} {shlex.join([f'run.dir={hydra_value(str(run.path))}', *more])}"
     run.log(f"resume:    {resume}")
     if outcome.ending is Ending.done and (rise := _rise(config, state.step)):
         run.log(f"           {rise}")

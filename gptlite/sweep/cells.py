@@ -20,13 +20,14 @@ from hydra.core.override_parser.types import ChoiceSweep, Override, RangeSweep
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from gptlite import limits
-from gptlite.config import typed
+from gptlite.config import CONF_DIR, typed
 from gptlite.config.messages import refusals
 from gptlite.config.overrides import key_of
 from gptlite.errors import ConfigError
 from gptlite.sweep.folder import PRUNED, Record
 
 OURS = "."  # default of hydra.sweep.subdir, for which a cell's folder is `<number>-<differing overrides>`
+ALONE = "hydra.mode=RUN"  # has a configuration that chooses a sweep run as a single run
 LONGEST = 100  # characters in a folder's name
 
 
@@ -121,6 +122,15 @@ def this_cell(hydra: Any, raw: DictConfig, swept: Sequence[str]) -> Record:
         content.pop(section, None)
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
     return Record(number, name, overrides, "", run_dir=str(Path(str(hydra.sweep.dir), subdir)), digest=digest)
+
+
+def alone(overrides: Sequence[str]) -> list[str]:
+    """Return a cell's overrides such that they compose the cell instead of starting its sweep again."""
+    # gptlite's sweep presets have only keys of Hydra's sweeper; those of others may have keys of the run.
+    ours = {f"+sweep={each.stem}" for each in (CONF_DIR / "sweep").glob("*.yaml")}
+    kept = [each for each in overrides if each not in ours]
+    sweeping = any(each.startswith(("+sweep=", "experiment=")) for each in kept)
+    return [*kept, *[ALONE] * (sweeping and ALONE not in kept)]
 
 
 def prepare(raw: DictConfig, cell: Record) -> None:

@@ -27,14 +27,12 @@ from gptlite.launch.rank_stop import EXIT_TERMINATED, SIGNALS
 from gptlite.parallelism.layout import Layout
 from gptlite.run.result import read_result
 from gptlite.sweep.begin import HERE
-from gptlite.sweep.cells import prepare, this_cell
+from gptlite.sweep.cells import alone, prepare, this_cell
 from gptlite.sweep.folder import FAILED, INTERRUPTED, OK, OUT_OF_MEMORY, PRUNED, Prediction, Record, SweepFolder
 from gptlite.sweep.report import publish
 
 LONGEST_REASON = 400
 LOOK_SECONDS = 0.2
-# A cell that is resumed alone with one of these overrides would start a sweep, so its folder stores hydra.mode=RUN.
-SWEEPING = ("+sweep=", "experiment=")
 
 
 def run_cell(raw: DictConfig) -> float | None:
@@ -89,8 +87,7 @@ def attempt(raw: DictConfig, cell: Record, log: Path, before: float) -> Record:
     layout = check_world(config, world)
     cell.world_size, cell.layout = world, layout.describe(config.parallelism)
     cell.predicted = predicted(config, layout)
-    sweeping = any(each.startswith(SWEEPING) for each in cell.overrides)
-    config.run.overrides = [*cell.overrides, *["hydra.mode=RUN"] * sweeping]
+    config.run.overrides = alone(cell.overrides)
     result = Path(cell.run_dir, "result.json")
     result.unlink(missing_ok=True)  # may be left from an earlier attempt
     try:

@@ -14,6 +14,7 @@ from gptlite.errors import printable
 from gptlite.invocation import command as written
 from gptlite.metrics.console import WIDTH, format_bytes, format_count, format_duration
 from gptlite.metrics.console import table as aligned
+from gptlite.sweep.cells import alone
 from gptlite.sweep.compare import CATEGORIES, SPEED, Comparison, Row
 from gptlite.sweep.folder import OK, PRUNED
 
@@ -159,7 +160,7 @@ def table(found: Comparison, *, final: bool, bold: bool = False) -> str:
 
 def command(row: Row) -> str:
     """Return the command line that runs a cell alone."""
-    return " ".join([written("train"), *map(shlex.quote, row["overrides"])])
+    return " ".join([written("train"), *map(shlex.quote, alone(row["overrides"]))])
 
 
 def shorten(text: str, width: int) -> str:

@@ -103,6 +103,10 @@ def test_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "model.num_heads=4" not in text  # said before the first cell ran
     assert "best  ddp: 4.00k tokens/s, 1.60 times single's" in text
     assert f"run   {command('train')} parallelism=ddp" in text
+    (best,) = [row for row in compare(sweep()).rows if row["best"]]
+    for preset, words in (("zero", "parallelism=ddp"), ("mine", "+sweep=mine parallelism=ddp hydra.mode=RUN")):
+        alone = tables.command(best | {"overrides": [f"+sweep={preset}", "parallelism=ddp"]})
+        assert alone == f"{command('train')} {words}"  # does not start the sweep again
     assert text.isascii()
     assert max(map(len, lines)) <= 80
     assert "\033" not in text

@@ -2,13 +2,23 @@
 
 import json
 import shlex
+import sys
 from pathlib import Path
 
 import pytest
 from distributed.launch_command import TRAIN, Start, losses
 
+from gptlite.commands import train
 from gptlite.config import read_saved
 from sweep.sweeps import SMALL, begun, records, statuses
+
+
+@pytest.mark.parametrize(("more", "sweeps"), [([], True), (["hydra.mode=RUN"], False)])
+def test_the_command_of_a_cell_starts_no_sweep(more: list[str], sweeps: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["train.py", "+sweep=zero", "parallelism=ddp", *more])
+    monkeypatch.setattr(train, "sweep", lambda *_: 3)
+    monkeypatch.setattr(train, "jobs", lambda: 4)
+    assert train.command() == (3 if sweeps else 4)
 
 
 @pytest.mark.slow
