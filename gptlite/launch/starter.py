@@ -14,6 +14,8 @@ from gptlite.errors import ConfigError
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 SRUN = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_ID", "SLURM_LOCALID", "SLURM_JOB_ID")
+STEP_TASKS = "SLURM_STEP_NUM_TASKS"
+UNNAMED = "RANK and WORLD_SIZE"  # launcher that sets these variables, but not LOCAL_RANK
 LAST_WORD_SECONDS = 5  # time for rank 0 to print an error before the other ranks end
 
 
@@ -33,6 +35,10 @@ class Starter:
         """Return the environment variables that torch.distributed reads, as torchrun sets them."""
         return dict(zip(TORCHRUN, map(str, astuple(self)[1:]), strict=True))
 
+    def variables(self) -> list[str]:
+        """Return the names of the environment variables that the launcher, or an earlier one, has set."""
+        return [each for each in (SRUN if self.name == "srun" else TORCHRUN) if each in os.environ]
+
 
 def starter() -> Starter | None:
     """Return this rank's launcher, None if started directly. Raises ConfigError for an invalid environment variable."""
@@ -51,9 +57,9 @@ def starter() -> Starter | None:
         alone = "LOCAL_RANK" not in env
         local_rank, local_world = (0, 1) if alone else (_number("LOCAL_RANK"), _number("LOCAL_WORLD_SIZE", world))
         _refuse_place("LOCAL_RANK", local_rank, "LOCAL_WORLD_SIZE", local_world)
-        name = "RANK and WORLD_SIZE" if alone else "torchrun"
+        name = UNNAMED if alone else "torchrun"
         return Starter(name, rank, world, local_rank, local_world, _address(), _port())
-    if env.keys() >= set(SRUN) and _slurm_tasks() != 1:  # a single task starts the ranks of a run itself
+    if env.keys() >= set(SRUN) and _number(_slurm_tasks()) != 1:  # a single task starts the ranks of a run itself
         return _of_srun()
     return None
 
@@ -93,9 +99,9 @@ def _of_srun() -> Starter:
     nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or "localhost"
     local = _tasks_per_node(env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE") or "")
     node, local_rank = _number("SLURM_NODEID", 0), _number("SLURM_LOCALID")
-    world = _slurm_tasks()
-    _refuse_place("SLURM_PROCID", _number("SLURM_PROCID"), "SLURM_NTASKS", world)
-    _refuse_place("SLURM_LOCALID", local_rank, "SLURM_NTASKS", world)
+    world = _number(tasks := _slurm_tasks())
+    _refuse_place("SLURM_PROCID", _number("SLURM_PROCID"), tasks, world)
+    _refuse_place("SLURM_LOCALID", local_rank, tasks, world)
     if node < 0:
         raise ConfigError(f"the environment's SLURM_NODEID={node} is not a machine; set 0 or more, or unset it")
     alone = node < len(local) and local[node] == world
@@ -112,9 +118,10 @@ def _of_srun() -> Starter:
     )
 
 
-def _slurm_tasks() -> int:
-    """Return the number of tasks of this step, which may be fewer than those of the job, as in an interactive step."""
-    return _number("SLURM_STEP_NUM_TASKS", _number("SLURM_NTASKS"))
+def _slurm_tasks() -> str:
+    """Return the variable with the number of tasks: this step's, if it is set, since the job may have more tasks, as in
+    an interactive step."""
+    return STEP_TASKS if STEP_TASKS in os.environ else "SLURM_NTASKS"
 
 
 def _refuse_place(name: str, rank: int, size: str, world: int) -> None:

@@ -9,17 +9,17 @@ import signal
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
 from gptlite.config import Config, from_yaml, to_yaml
-from gptlite.errors import CURES, ConfigError, one_line, system_error
+from gptlite.errors import CURES, ConfigError, one_line, printable, system_error
 from gptlite.files import write_whole
 from gptlite.invocation import prepare_process
 from gptlite.launch.host_memory import lift, limit, limit_words, note_use, out_of_memory, prefer_oom_kill
 from gptlite.launch.rank_log import RankLog
-from gptlite.launch.starter import Starter
+from gptlite.launch.starter import UNNAMED, Starter
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 T = TypeVar("T")
@@ -96,6 +96,7 @@ def under(starter: Starter, config: Config, started: float, pretrain: Callable[.
     from gptlite.parallelism.process_group import leave
     from gptlite.trainer.signals import StopSignal
 
+    names = starter.variables()
     os.environ.update(starter.environment())  # torch.distributed reads these variables, which srun does not set
     log = None
     if starter.rank:
@@ -105,7 +106,7 @@ def under(starter: Starter, config: Config, started: float, pretrain: Callable[.
     if starter.name == "srun":  # torchrun sets OMP_NUM_THREADS itself
         share_cores(starter.local_world_size)
     try:
-        result = train_rank(config, started, StopSignal(), log, pretrain, starter)
+        result = train_rank(config, started, StopSignal(), log, pretrain, starter, names)
         leave()  # only after success, as it would wait for ranks that have ended
         return result
     except ConfigError:
@@ -129,20 +130,21 @@ def train_rank(
     log: RankLog | None,
     pretrain: Callable[..., T],
     node: Starter | None = None,
+    names: Sequence[str] = (),
 ) -> T:
     """Join the process group, train, and return the result of `pretrain`.
 
-    `node` is set if torchrun or srun started this rank. Then the configuration comes from rank 0, and the first rank of
-    each machine other than rank 0's prints the folder of the logs.
+    `node` is set if torchrun or srun started this rank, by the environment variables `names`. Then the configuration
+    comes from rank 0, and the first rank of each machine other than rank 0's prints the folder of the logs.
     """
-    from gptlite.parallelism.process_group import broadcast_text, join
+    from gptlite.parallelism.process_group import broadcast_text
 
     if (world := int(os.environ["WORLD_SIZE"])) > 1:  # a single rank needs no process group
         if os.environ["RANK"] == "0":
             from gptlite.run.memory import profile_ahead
 
             profile_ahead(config, world)
-        join(config.parallelism.timeout_seconds)
+        _meet(config.parallelism.timeout_seconds, log, node, names)
     limit(config.trainer.host_memory_limit)
     if node:
         config = from_yaml(broadcast_text(to_yaml(config)), "rank 0's configuration")
@@ -157,6 +159,30 @@ def train_rank(
             )
 
     return pretrain(config, started, stop, opened if log else None)
+
+
+def _meet(timeout_seconds: float, log: RankLog | None, node: Starter | None, names: Sequence[str]) -> None:
+    """Join the process group. Under another launcher, the first rank of each machine tells why that takes long or
+    fails."""
+    from gptlite.launch.meeting import meeting
+    from gptlite.parallelism.process_group import join
+
+    if node is None:
+        return join(timeout_seconds)
+
+    def tell(text: str) -> None:
+        if log and node.local_rank == 0:
+            log.tell(text)
+        elif not log:
+            print(printable(text), file=sys.stderr, flush=True)
+
+    try:
+        with meeting(node, names, timeout_seconds, tell):
+            join(timeout_seconds, claim=node.name == UNNAMED)
+    except ConfigError as error:
+        if log:  # rank 0 prints the errors that it has itself
+            tell(f"error: {error}")
+        raise
 
 
 def die_with(launcher: int) -> None:

@@ -8,7 +8,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
 from gptlite.errors import ConfigError
 
@@ -17,13 +17,14 @@ NOWHERE = "192.0.2.1"  # documentation address (RFC 5737), which takes the defau
 RESOLVE_SECONDS = 20.0  # a new machine's name may take a while to appear in the name service
 
 
-def join(timeout_seconds: float) -> None:
+def join(timeout_seconds: float, claim: bool = False) -> None:
     """Join the group described by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, with NCCL if there are GPUs, otherwise
     with gloo.
 
     With GPUs, the current device is set to the GPU with number LOCAL_RANK, or to the only visible one. A collective
     that takes longer than `timeout_seconds` fails. Raises ConfigError if rank 0's address does not exist or its port is
-    in use, and torch.distributed.DistError if the other ranks cannot be reached.
+    in use, with `claim` also if another rank uses this rank's GPU, and torch.distributed.DistError if the other ranks
+    cannot be reached.
     """
     timeout = timedelta(seconds=timeout_seconds)
     _refuse_address()
@@ -32,10 +33,40 @@ def join(timeout_seconds: float) -> None:
         # Under srun, each rank may see only its own GPU.
         local_rank = int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count()
         torch.cuda.set_device(local_rank)
+        store, rank, world = None, -1, -1
+        if claim:
+            store, rank, world = next(dist.rendezvous("env://", timeout=timeout))  # type: ignore[attr-defined]
+            store.set_timeout(timeout)
+            claim_gpu(store, rank, world, str(torch.cuda.get_device_properties(local_rank).uuid))
         # With device_id NCCL connects now, not in the first collective.
-        dist.init_process_group("nccl", timeout=timeout, device_id=torch.device("cuda", local_rank))
+        device = torch.device("cuda", local_rank)
+        dist.init_process_group("nccl", timeout=timeout, store=store, rank=rank, world_size=world, device_id=device)
     else:
         dist.init_process_group("gloo", timeout=timeout)
+
+
+def claim_gpu(store: Store, rank: int, world: int, gpu: str) -> None:
+    """Raise ConfigError on all ranks if two of them use the same GPU, which `gpu` identifies among all machines.
+
+    NCCL would fail with an error that names no variable.
+    """
+    first = store.compare_set(f"gptlite/gpu/{gpu}", "", str(rank)).decode()
+    if first != str(rank):
+        where = f"ranks {first} and {rank} both use GPU {gpu} of {socket.gethostname()}"
+        store.set("gptlite/shared", where)
+    if store.add("gptlite/claimed", 1) == world:
+        store.set("gptlite/all", "1")
+    store.wait(["gptlite/all"])
+    if not store.check(["gptlite/shared"]):
+        return
+    shared, until = store.get("gptlite/shared").decode(), time.monotonic() + RESOLVE_SECONDS
+    store.add("gptlite/told", 1)
+    while rank == 0 and store.add("gptlite/told", 0) < world and time.monotonic() < until:
+        time.sleep(0.05)  # the store ends with rank 0
+    raise ConfigError(
+        f"{shared}, since LOCAL_RANK is not set; set LOCAL_RANK to 0, 1, ... for the ranks of each machine, or start "
+        "them with torchrun"
+    )
 
 
 def join_alone(timeout_seconds: float) -> None:

@@ -70,3 +70,8 @@ def test_a_step_of_one_task_in_a_larger_job_starts_its_own_ranks(monkeypatch: py
     assert starter() is None
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
     assert starter().world_size == 2  # type: ignore[union-attr]
+    for name, value in (("SLURM_PROCID", "3"), ("SLURM_LOCALID", "3")):
+        monkeypatch.setenv(name, value)
+        with pytest.raises(ConfigError, match=f"{name}=3 is not from 0 to 1, below SLURM_STEP_NUM_TASKS=2;"):
+            starter()
+        monkeypatch.setenv(name, "0")

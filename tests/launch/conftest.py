@@ -1,0 +1,5 @@
+"""Starting ranks."""
+
+from distributed.conftest import start
+
+__all__ = ["start"]
