@@ -40,9 +40,20 @@ class Reduce(Enum):
     compute = "compute"
 
 
+class LossScaleRule(Enum):
+    """Rule of the loss scale: that of Megatron-LM, or that of DeepSpeed.
+
+    By DeepSpeed's rule, the scale grows a step later after an overflow and at the start, and a skipped step does not
+    advance the learning-rate schedule.
+    """
+
+    megatron = "megatron"
+    deepspeed = "deepspeed"
+
+
 MOST_SCALE_POWER = 32
 SCALING_KEYS = (
-    *("loss_scale", "loss_scale_window", "hysteresis"),
+    *("loss_scale", "loss_scale_rule", "loss_scale_window", "hysteresis"),
     *(DYNAMIC_KEYS := ("initial_scale_power", "min_loss_scale", "scale_factor")),
 )
 SCALED = (Precision.fp16, Precision.amp_o1, Precision.amp_o2)
@@ -50,12 +61,13 @@ SCALED = (Precision.fp16, Precision.amp_o1, Precision.amp_o2)
 
 @dataclass
 class PrecisionConfig:
-    """Precision policy and, for fp16, loss scaling by Megatron-LM's rule with DeepSpeed's key names."""
+    """Precision policy and, for fp16, loss scaling with DeepSpeed's key names."""
 
     dtype: Precision = Precision.auto
     reduce: Reduce = Reduce.fp32
     master_weights: bool = True  # false: parameters are bf16, updated with stochastic rounding
     loss_scale: float = 0.0  # 0: dynamic, controlled by the keys below; otherwise a fixed loss scale
+    loss_scale_rule: LossScaleRule = LossScaleRule.megatron  # deepspeed=FILE sets deepspeed
     initial_scale_power: int = 16  # the initial scale is 2 to this power
     loss_scale_window: int = 1000  # steps without overflow before the scale grows
     hysteresis: int = 2  # overflows before the scale shrinks; the count restarts when the scale grows
@@ -164,19 +176,24 @@ def _refuse_idle_keys(config: PrecisionConfig) -> None:
     name = config.dtype.value
     if scaling and config.dtype not in SCALED:
         raise ConfigError(
-            f"precision.{scaling[0]}={getattr(config, scaling[0]):g} has no effect with precision={name}, which does "
+            f"precision.{scaling[0]}={_text(config, scaling[0])} has no effect with precision={name}, which does "
             f"not scale the loss; use precision={'/'.join(each.value for each in SCALED)}, or leave out the key"
         )
     idle = [key for key in scaling if key in DYNAMIC_KEYS]
     if config.loss_scale and idle:
         raise ConfigError(
-            f"precision.{idle[0]}={getattr(config, idle[0]):g} has no effect with precision.loss_scale="
+            f"precision.{idle[0]}={_text(config, idle[0])} has no effect with precision.loss_scale="
             f"{config.loss_scale:g}, a fixed scale; use precision.loss_scale=0, or leave out the key"
         )
     if config.reduce is Reduce.compute and config.dtype is Precision.fp32:
         raise ConfigError(
             "precision.reduce=compute has no effect with precision=fp32; use precision=bf16, or leave out the key"
         )
+
+
+def _text(config: PrecisionConfig, key: str) -> str:
+    value = getattr(config, key)
+    return value.name if isinstance(value, Enum) else f"{value:g}"
 
 
 def resolve_precision(config: PrecisionConfig, device: torch.device) -> Policy:

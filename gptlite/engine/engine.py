@@ -146,7 +146,7 @@ class Engine:
     @property
     def lr(self) -> float:
         """Learning rate of the next step."""
-        return self.config.optimizer.lr * self._state.schedule.factor(self._state.step)
+        return self.config.optimizer.lr * self._state.schedule.factor(self._state.schedule_step)
 
     @property
     def data_rank(self) -> int:

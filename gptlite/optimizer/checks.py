@@ -57,6 +57,8 @@ def _check_shape(config: ScheduleConfig) -> None:
         require(0 <= config.min_ratio <= 1, "schedule.min_ratio", config.min_ratio, "must be from 0 to 1")
     if isinstance(config, WarmupConfig):
         require(0 <= config.end_ratio <= 1, "schedule.end_ratio", config.end_ratio, "must be from 0 to 1")
+        first = config.first_ratio
+        require(first is None or 0 <= first <= 1, "schedule.first_ratio", first, "must be from 0 to 1, or null")
     if isinstance(config, WSDConfig):
         fraction = config.decay_fraction
         require(0 < fraction <= 1, "schedule.decay_fraction", fraction, "must be above 0 and at most 1, e.g. 0.2")

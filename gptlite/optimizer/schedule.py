@@ -46,6 +46,10 @@ class Schedule:
         """Return the rate of optimizer step `step`, counted from 0, as a fraction of the peak rate (0 to 1)."""
         config, warmup = self.config, self.warmup_steps
         if isinstance(config, WarmupConfig):
+            if config.first_ratio is not None:
+                if step == 0:
+                    return config.first_ratio
+                step -= 1
             return _deepspeed(step, warmup, self._decay_end(), config)
         if step < warmup:
             return (step + 1) / (warmup + 1)

@@ -64,3 +64,4 @@ class WarmupConfig(ScheduleConfig):
     decay: WarmupDecay = WarmupDecay.none
     end_ratio: float = 0.0  # rate at the end of the decay, as a fraction of the peak
     decay_steps: int | None = None  # the step where end_ratio is reached; null: trainer.max_steps
+    first_ratio: float | None = None  # the rate of an additional first step, as in DeepSpeed's engine; null: none

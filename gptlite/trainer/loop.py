@@ -138,7 +138,7 @@ def train(
     exception is raised at the next step. Earlier checkpoints are kept.
     """
     config, mesh = settings.trainer, state.runner.mesh
-    lag = lag_of(state.optimizer, mesh.device, lag)
+    lag = lag_of(state.optimizer, mesh.device, lag, state.scaler)
     clock = Clock(config.max_time, started, state.num_bytes() / SLOW_DISK, lag)
     profiler = StepProfiler(config.profile_steps, run.path, mesh.rank)
     stopping = Stopping(mesh, stop, clock.over, lambda: run.save_failed)

@@ -14,18 +14,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gptlite.precision import Policy, PrecisionConfig
+from gptlite.precision import LossScaleRule, Policy, PrecisionConfig
 
 SCALE_VALUES = ("scale", "good_steps", "overflows", "skipped")  # the mutable fields of LossScaler
 
 
 @dataclass
 class LossScaler:
-    """Dynamic loss scale by Megatron-LM's rule (DynamicGradScaler). With DeepSpeed's rule, it grows one step later.
+    """Dynamic loss scale by the rule of Megatron-LM (DynamicGradScaler) or of DeepSpeed (DynamicLossScaler).
 
     `window` consecutive steps without overflow multiply the scale by `factor`. After that, the first `hysteresis` - 1
     overflows do not change the scale, and later ones divide it by `factor`, down to `minimum`. A step that overflows is
-    skipped.
+    skipped. With `deepspeed`, the first increase, and the first one after an overflow, comes a step later, and skipped
+    steps do not advance the learning-rate schedule.
     """
 
     scale: float
@@ -33,9 +34,10 @@ class LossScaler:
     hysteresis: int
     minimum: float
     factor: float
-    good_steps: int = 0  # steps since the last overflow or the last increase
+    good_steps: int = 0  # steps since the last overflow or the last increase; with `deepspeed`, 1 at an increase
     overflows: int = 0  # overflows since the last increase
     skipped: int = 0  # skipped steps of the run
+    deepspeed: bool = False
 
     @property
     def exhausted(self) -> bool:
@@ -50,8 +52,8 @@ class LossScaler:
                 self.scale = max(self.scale / self.factor, self.minimum)
             return
         self.good_steps += 1
-        if self.good_steps == self.window:
-            self.good_steps, self.overflows = 0, 0
+        if self.good_steps == self.window + self.deepspeed:
+            self.good_steps, self.overflows = int(self.deepspeed), 0
             self.scale *= self.factor
 
     def on_device(self, device: torch.device) -> Tensor:
@@ -68,11 +70,12 @@ class LossScaler:
         `overflow` and both results are device tensors; `overflow` and the second result are bool scalars.
         """
         scale, good, overflows, skipped = values.unbind()
-        none, shrinks, grows = torch.zeros_like(scale), overflows + 1 >= self.hysteresis, good + 1 == self.window
+        none, shrinks = torch.zeros_like(scale), overflows + 1 >= self.hysteresis
+        grows = good + 1 == self.window + self.deepspeed
         lower = torch.where(shrinks, (scale / self.factor).clamp(min=self.minimum), scale)
         bad = torch.stack([lower, none, overflows + 1, skipped + 1])
         same = torch.stack([scale, good + 1, overflows, skipped])
-        larger = torch.stack([scale * self.factor, none, none, skipped])
+        larger = torch.stack([scale * self.factor, none + self.deepspeed, none, skipped])
         after = torch.where(overflow, bad, torch.where(grows, larger, same))
         return after, (scale <= self.minimum) & shrinks
 
@@ -96,8 +99,9 @@ def build_scaler(config: PrecisionConfig, policy: Policy) -> LossScaler | None:
     """Build the loss scaler of an fp16 run; None for other dtypes. A static scale has a factor of 1."""
     if not policy.scales_loss:
         return None
-    if config.loss_scale:
-        fixed = config.loss_scale
-        return LossScaler(fixed, config.loss_scale_window, config.hysteresis, minimum=fixed, factor=1.0)
-    start = 2.0**config.initial_scale_power
-    return LossScaler(start, config.loss_scale_window, config.hysteresis, config.min_loss_scale, config.scale_factor)
+    if fixed := config.loss_scale:
+        start, minimum, factor = fixed, fixed, 1.0
+    else:
+        start, minimum, factor = 2.0**config.initial_scale_power, config.min_loss_scale, config.scale_factor
+    by_deepspeed = config.loss_scale_rule is LossScaleRule.deepspeed
+    return LossScaler(start, config.loss_scale_window, config.hysteresis, minimum, factor, deepspeed=by_deepspeed)

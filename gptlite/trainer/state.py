@@ -110,6 +110,11 @@ class TrainState:
         self.step, self.consumed_samples, self.tokens = progress.step, progress.consumed, progress.tokens
 
     @property
+    def schedule_step(self) -> int:
+        """Step of the learning-rate schedule: the number of steps taken, less the skipped ones by DeepSpeed's rule."""
+        return max(0, self.step - (self.scaler.skipped if self.scaler and self.scaler.deepspeed else 0))
+
+    @property
     def parts(self) -> list[nn.Module]:
         """Model parts on this rank. Without a pipeline, there is one part."""
         return self.runner.parts

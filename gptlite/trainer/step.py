@@ -129,7 +129,7 @@ class Step:
             sums = torch.cat([sums, valid.to(sums)[None]])
         if loads is not None:
             sums = torch.cat([sums.double(), loads.flatten()])  # equal on all ranks
-        lr, size = self.peak_lr * state.schedule.factor(before.step), loader.schedule.size(before.consumed)
+        lr, size = self.peak_lr * state.schedule.factor(state.schedule_step), loader.schedule.size(before.consumed)
         after = Progress(
             before.step + 1,
             loader.schedule.after(before.consumed),

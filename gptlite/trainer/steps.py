@@ -8,16 +8,22 @@ from torch.optim import Optimizer
 
 from gptlite.optimizer.fused import decides_on_device
 from gptlite.trainer.decisions import Decisions
+from gptlite.trainer.loss_scale import LossScaler
 from gptlite.trainer.state import TrainState
 from gptlite.trainer.step import Step, StepResult
 
 
-def lag_of(optimizer: Optimizer, device: torch.device, wanted: int | None = None) -> int:
+def lag_of(
+    optimizer: Optimizer, device: torch.device, wanted: int | None = None, scaler: LossScaler | None = None
+) -> int:
     """Return the number of steps that the host enqueues before it reads a result: `wanted`, or by default 1 on a GPU.
 
-    The result is 0 if the optimizer cannot skip a step by an on-device decision. The host then waits before each
+    The result is 0 if the optimizer cannot skip a step by an on-device decision, and if the learning rate of a step
+    depends on whether the previous one is skipped (`loss_scale_rule: deepspeed`). The host then waits before each
     update.
     """
+    if scaler is not None and scaler.deepspeed:
+        return 0
     lag = int(device.type == "cuda") if wanted is None else wanted
     return lag if decides_on_device(optimizer, device) else 0
 

@@ -15,11 +15,16 @@ from marking import marked
 from run_files import checkpoint, differing, meta, read_metrics
 
 from gptlite.config import load
+from gptlite.config.deepspeed.expand import overrides_of
+from gptlite.config.deepspeed.translate import translate
 from gptlite.errors import ConfigError
+from gptlite.optimizer.build import build_optimizer
+from gptlite.optimizer.config import AdamWConfig
 from gptlite.parallelism.mesh import Mesh
 from gptlite.parity.record import build
-from gptlite.precision import Policy, Precision, PrecisionConfig
+from gptlite.precision import LossScaleRule, Policy, Precision, PrecisionConfig
 from gptlite.trainer.loss_scale import LossScaler, build_scaler
+from gptlite.trainer.steps import lag_of
 
 CPU = torch.device("cpu")
 OVERFLOWING = ["precision=fp16", "precision.initial_scale_power=32", "precision.hysteresis=1"]
@@ -97,13 +102,28 @@ def test_the_rule_is_megatrons(window, hysteresis):
     assert scales(scaler, events) == megatron(events, 1024.0, window, hysteresis, 2.0)
 
 
+# `cur_scale` of DeepSpeed 0.19.8's DynamicLossScaler (deepspeed/runtime/fp16/loss_scaler.py) after each step, with
+# init_scale=8, scale_window=3, delayed_shift=2 (fp16.hysteresis) and min_scale=1.
+@pytest.mark.parametrize(
+    ("events", "expected"),
+    [
+        ("..........", [8, 8, 8, 16, 16, 16, 32, 32, 32, 64]),  # only the first increase is a step later
+        ("..x.....", [8, 8, 8, 8, 8, 8, 16, 16]),
+        ("xx.......xx", [8, 4, 4, 4, 4, 8, 8, 8, 16, 16, 8]),
+        ("x.x.x.", [8, 8, 4, 4, 2, 2]),
+        ("xxxxxx", [8, 4, 2, 1, 1, 1]),
+    ],
+)
+def test_deepspeeds_rule_by_its_own_values(events, expected):
+    assert scales(LossScaler(8.0, 3, 2, minimum=1.0, factor=2.0, deepspeed=True), events) == expected
+
+
+@pytest.mark.parametrize("hysteresis", [1, 2, 3])
 @pytest.mark.parametrize("window", [1, 2, 5])
-def test_deepspeed_grows_one_step_later_and_shrinks_when_we_do(window):
-    scaler = LossScaler(1024.0, window, 1, minimum=2.0, factor=2.0)
-    assert scales(scaler, 20 * ".") == deepspeed(21 * ".", 1024.0, window, 1, 2.0)[1:]
-    events = (window * "." + "x") * 9  # too few good steps for theirs, enough for ours
-    assert set(deepspeed(events, 1024.0, window, 1, 2.0)) == {1024.0 / 2**n for n in range(10)}
-    assert set(scales(LossScaler(1024.0, window, 1, 2.0, 2.0), events)) == {1024.0, 2048.0}
+def test_with_deepspeed_the_rule_is_deepspeeds(window, hysteresis):
+    events = "".join(random.Random(0).choices(".x", weights=(4, 1), k=200))
+    scaler = LossScaler(1024.0, window, hysteresis, minimum=2.0, factor=2.0, deepspeed=True)
+    assert scales(scaler, events) == deepspeed(events, 1024.0, window, hysteresis, 2.0)
 
 
 def test_without_hysteresis_the_rule_is_torchs():
@@ -139,6 +159,55 @@ def test_which_runs_have_one():
     static = build_scaler(PrecisionConfig(Precision.fp16, loss_scale=96.0), Policy(torch.float16, "", Precision.fp16))
     assert static is not None
     assert scales(static, "x" + "." * 1001) == [96.0] * 1002
+    theirs = PrecisionConfig(Precision.fp16, loss_scale_rule=LossScaleRule.deepspeed)
+    scaler = build_scaler(theirs, Policy(torch.float16, "", Precision.fp16))
+    assert scaler == LossScaler(2.0**16, 1000, 2, 1.0, 2.0, deepspeed=True)
+    optimizer = build_optimizer(AdamWConfig(), [("weight", torch.nn.Parameter(torch.ones(2)))], fused_adam=True)
+    assert lag_of(optimizer, CPU, 1) == 1
+    assert lag_of(optimizer, CPU, 1, scaler) == 0  # the next rate depends on whether this step is skipped
+
+
+# Of a run of DeepSpeed 0.19.8 with ZeRO 1 and this JSON on a CPU: which of 40 updates overflowed, and before each one
+# its learning rate in thousandths and the binary logarithm of its loss scale.
+EVENTS = "xxxxxxx...x......xx.........xx.........x"
+RATES = [*[0] * 9, 1, 2, 2, 3, 4, 5, 6, 7, 8, 8, 8, 9, *[10] * 19]
+POWERS = [24, 24, 23, 22, 21, 20, 19, *[18] * 4, *[17] * 6, 18, 18, *[17] * 6, *[18] * 5, *[17] * 6, *[18] * 4]
+JSON = {
+    "fp16": {"enabled": True, "initial_scale_power": 24, "loss_scale_window": 5},
+    "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+    "scheduler": {
+        "type": "WarmupLR",
+        "params": {"warmup_max_lr": 0.01, "warmup_num_steps": 10, "warmup_type": "linear"},
+    },
+}
+
+
+def test_rates_and_scales_of_skipped_steps_are_deepspeeds(tiny, tmp_path):
+    """Each step's overflow is DeepSpeed's; rates and scales follow from it."""
+    config = load([*tiny, *overrides_of(translate(JSON)), f"run.dir={tmp_path}", "run.name=x", "trainer.max_steps=90"])
+    state, _ = build(config, Mesh(CPU))
+    state.loader.close()
+    scaler, rates, powers = state.scaler, [], []
+    for state.step, event in enumerate(EVENTS):
+        rates.append(config.optimizer.lr * state.schedule.factor(state.schedule_step))
+        powers.append(math.log2(scaler.scale))
+        scaler.update(event == "x")
+    assert rates == pytest.approx([rate / 1000 for rate in RATES])
+    assert powers == POWERS
+
+
+def test_with_deepspeed_a_skipped_step_does_not_advance_the_schedule(run, tmp_path):
+    options = [*OVERFLOWING, "trainer.max_steps=16", "schedule.warmup_steps=10", "precision.loss_scale_rule=deepspeed"]
+    assert run("whole", *options)[0] == 0
+    run("cut", *options, "trainer.stop_step=9")
+    assert run("cut", *options, "trainer.stop_step=null")[0] == 0
+    rows = [row for row in read_metrics(tmp_path / "whole") if "loss" in row]
+    taken, step = 0, rows[0]["lr"]
+    for row in rows:
+        assert row["lr"] == pytest.approx(step * min(taken + 1, 11))
+        taken += row["grad_norm"] is not None
+    assert 0 < taken < len(rows)
+    assert differing(tmp_path / "whole", tmp_path / "cut", 16) == []
 
 
 @pytest.mark.parametrize(
@@ -264,6 +333,7 @@ def test_to_and_from_a_precision_without_a_scale(run, tmp_path):
         ("precision=fp16 precision.min_loss_scale=1e6", "at most the initial scale, 2**16 = 65536"),
         ("precision=fp16 precision.scale_factor=1", "precision.scale_factor=1 must be above 1"),
         ("precision=bf16 precision.hysteresis=3", "precision.hysteresis=3 has no effect with precision=bf16"),
+        ("precision=bf16 precision.loss_scale_rule=deepspeed", "precision.loss_scale_rule=deepspeed has no effect"),
         ("precision=fp32 precision.loss_scale=8", "precision.loss_scale=8 has no effect with precision=fp32"),
         (
             "precision=fp16 precision.loss_scale=8 precision.initial_scale_power=3",

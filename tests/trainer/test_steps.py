@@ -218,6 +218,7 @@ def test_a_scale_that_goes_no_lower_ends_both(late: Callable[..., int], tmp_path
 
 @pytest.mark.parametrize("scaler", [
     LossScaler(2.0**10, 4, 1, 2.0**-3, 2.0), LossScaler(1000.0, 3, 2, 1.0, 1.7), LossScaler(96.0, 3, 2, 96.0, 1.0),
+    LossScaler(2.0**10, 2, 1, 1.0, 2.0, deepspeed=True),
 ])  # fmt: skip
 def test_the_rule_on_the_device_is_the_hosts(scaler: LossScaler) -> None:
     draw, values, met = random.Random(0), scaler.on_device(CPU), set()

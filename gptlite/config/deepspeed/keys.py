@@ -1,7 +1,7 @@
 """Tables of gptlite's equivalents of DeepSpeed keys, and of sections that are refused or have no effect.
 
 The keys are those of deepspeed/runtime/config.py, zero/config.py, precision_config.py and docs/_pages/config-json.md
-of release 0.19.
+of release 0.19.8. Keys that it no longer has, such as `amp`, are those of the last release with them.
 """
 
 from gptlite.config.deepspeed.rows import Kind, Only, Rule, Sets
@@ -13,6 +13,7 @@ OWN_METRICS = "metrics.jsonl has times and memory"
 FASTER = "affects only speed"
 OTHER_CODE = "affects only DeepSpeed's own code"
 RECOMPUTE = "does not turn checkpointing on; see parallelism.activation_checkpointing"
+NON_FINITE = "a non-finite gradient ends the run; DeepSpeed skips the step, or applies it"
 SAME_MEAN = "the mean of the gradients is the same up to rounding"
 
 ROOT: Rules = {
@@ -33,6 +34,7 @@ ROOT: Rules = {
     "wall_clock_breakdown": (Kind.flag, OWN_METRICS),
     "memory_breakdown": (Kind.flag, OWN_METRICS),
     "dump_state": (Kind.flag, "the run folder has config.yaml"),
+    "disable_python_gc": (Kind.flag, FASTER),
     "log_level": (Kind.text, OTHER_CODE),
     "vocabulary_size": (Kind.integer, "DeepSpeed uses it only for a warning; gptlite's key is model.vocab_size"),
     "graph_harvesting": (Kind.flag, FASTER),
@@ -82,8 +84,10 @@ ZERO: Rules = {
         FASTER,
         "overlap_comm contiguous_gradients reduce_scatter allgather_partitions use_multi_rank_bucket_allreduce",
         "round_robin_gradients memory_efficient_linear grad_hooks cpu_offload_use_pin_memory legacy_stage1",
-        "save_muon_momentum_buffer_in_memory mics_hierarchical_params_gather",
+        "save_muon_momentum_buffer_in_memory mics_hierarchical_params_gather parameter_alignment",
     ),
+    "leaf_module": (Kind.section, FASTER),
+    "compute_grad_norm": (Kind.flag, "gptlite always computes the norm of the gradients"),
     **_alike(Kind.number, BUCKETS, "allgather_bucket_size reduce_bucket_size sub_group_size"),
     **_alike(Kind.flag, OTHER_CODE, "log_trace_cache_warnings enable_sanity_checks override_module_apply"),
     **_alike(Kind.flag, OTHER_CODE, "ignore_unused_parameters pipeline_loading_checkpoint"),
@@ -131,8 +135,8 @@ FP16: Rules = {
 }
 BF16: Rules = {
     "immediate_grad_update": (Kind.flag, FASTER),
-    "check_grad_overflow": (Kind.flag, "a step with a non-finite gradient is never applied"),
-    "check_overflow": (Kind.flag, "a step with a non-finite gradient is never applied"),
+    "check_grad_overflow": (Kind.flag, NON_FINITE),
+    "check_overflow": (Kind.flag, NON_FINITE),
     "bf16_master_weights_and_grads": (
         Kind.flag,
         Only((False,), "master weights are fp32; precision=bf16_stochastic has none, and rounds stochastically"),
@@ -143,13 +147,14 @@ DATA_TYPES: Rules = {
     "grad_accum_dtype": (Kind.text, Only(("fp32",), "gptlite accumulates gradients in fp32")),
     "param_dtype": (Kind.text, Only((), "set the compute dtype by precision=bf16, fp16 or fp32")),
     "buffer_dtype": (Kind.text, Only((), "gptlite does not convert buffers")),
+    "keep_in_fp32_modules": (Kind.anything, "gptlite does not convert buffers"),
 }
 
 ADAMW_DEFAULTS = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0}
 # {optimizer of DeepSpeed or torch: (preset, DeepSpeed's defaults for the keys that a JSON leaves out)}
 OPTIMIZERS: dict[str, tuple[str, dict[str, float]]] = {
     "adam": ("adamw", ADAMW_DEFAULTS),  # AdamW unless adam_w_mode is false
-    "adamw": ("adamw", ADAMW_DEFAULTS),
+    "adamw": ("adamw", ADAMW_DEFAULTS),  # with torch_adam, weight_decay is TORCH_DECAY
     "lamb": ("lamb", {**ADAMW_DEFAULTS, "min_trust": 0.01, "max_trust": 10.0}),
     "lion": ("lion", {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.0}),
     "muon": ("muon", {"momentum": 0.95, "weight_decay": 0.0, "beta1": 0.9, "beta2": 0.95, "eps": 1e-10}),
@@ -164,19 +169,20 @@ NO_OPTIMIZER = {
     "muadamw": "muP is not implemented",
     "musgd": "muP is not implemented",
 }
+TORCH_DECAY = 0.01  # torch.optim.AdamW's default
+FIRST = "its first update has the lowest rate, as in DeepSpeed"
 CORRECTED = Only((True,), "gptlite always corrects the bias of Adam's moments")
+FP32_STATES = (Kind.flag, Only((True,), "gptlite's optimizer state is fp32"))
 ADAM_PARAMS: Rules = {
     "bias_correction": (Kind.flag, CORRECTED),
     "amsgrad": (Kind.flag, Only((False,), "AMSGrad is not implemented")),
-    "torch_adam": (Kind.flag, FASTER),
-    "fused": (Kind.flag, FASTER),
-    "foreach": (Kind.flag, FASTER),
-    "fp32_optimizer_states": (Kind.flag, Only((True,), "gptlite's optimizer state is fp32")),
+    **_alike(Kind.flag, FASTER, "fused foreach set_grad_none"),
+    "fp32_optimizer_states": FP32_STATES,
 }
 PARAMS: dict[str, Rules] = {
     "adam": ADAM_PARAMS,
     "adamw": ADAM_PARAMS,
-    "lion": {"fp32_optimizer_states": ADAM_PARAMS["fp32_optimizer_states"]},
+    "lion": {"fp32_optimizer_states": FP32_STATES, "set_grad_none": (Kind.flag, FASTER)},
     "lamb": {
         "min_coeff": (Kind.number, Sets("optimizer.min_trust")),
         "max_coeff": (Kind.number, Sets("optimizer.max_trust")),
@@ -187,11 +193,17 @@ PARAMS: dict[str, Rules] = {
     "muon": {
         "momentum": (Kind.number, Sets("optimizer.momentum")),
         "ns_method": (Kind.text, Only(("gram", "standard"), "is unknown", "see optimizer.newton_schulz")),
+        "adam_w_mode": (Kind.flag, Only((True,), "gptlite's Muon leaves other parameters to AdamW")),
+        "per_head_muon": (Kind.flag, Only((False,), "gptlite orthogonalizes q, k and v as whole matrices")),
+        "torch_adam": (Kind.flag, FASTER),
+        "foreach": (Kind.flag, FASTER),
+        "fp32_optimizer_states": FP32_STATES,
     },
     "sgd": {
         "momentum": (Kind.number, Sets("optimizer.momentum")),
         "nesterov": (Kind.flag, Sets("optimizer.nesterov")),
         "dampening": (Kind.number, Only((0,), "gptlite's momentum has no dampening")),
+        **_alike(Kind.flag, FASTER, "fused foreach"),
     },
 }
 NO_SCHEDULE = {

@@ -6,8 +6,12 @@ from __future__ import annotations
 from typing import Any
 
 from gptlite.config.deepspeed import keys
-from gptlite.config.deepspeed.rows import AUTO, Kind, Section
+from gptlite.config.deepspeed.rows import AUTO, Kind, Only, Section
 from gptlite.errors import did_you_mean
+
+BEGINS = Only(
+    (-1,), "starts the schedule later, after an update at the optimizer's lr; remove it: a resumed run keeps its step"
+)
 
 
 def optimizer(root: Section, peak: float | None) -> None:
@@ -32,6 +36,7 @@ def optimizer(root: Section, peak: float | None) -> None:
     if decoupled is not None:
         params.no_op("adam_w_mode", f"optimizer={preset}")
     params.apply(keys.PARAMS[name])
+    defaults = _torch_adam(params, preset, defaults) if name in ("adam", "adamw") else defaults
     left = _rates(params, preset, dict(defaults), peak)
     _clipping(root, params)
     params.close()
@@ -39,6 +44,15 @@ def optimizer(root: Section, peak: float | None) -> None:
         overrides = {f"optimizer__{key}": value for key, value in left.items()}
         section.take("other params", "DeepSpeed's defaults", **overrides)
     section.close()
+
+
+def _torch_adam(params: Section, preset: str, defaults: dict[str, float]) -> dict[str, float]:
+    """Add the row of torch_adam, which selects torch's optimizer. Return the defaults with its weight decay."""
+    if not params.value("torch_adam", Kind.flag) or preset != "adamw":
+        params.apply({"torch_adam": (Kind.flag, keys.FASTER)})
+        return defaults
+    params.no_op("torch_adam", f"torch's AdamW, whose default for weight_decay is {keys.TORCH_DECAY}")
+    return defaults | {"weight_decay": keys.TORCH_DECAY}
 
 
 def _rates(params: Section, preset: str, defaults: dict[str, float], peak: float | None) -> dict[str, Any]:
@@ -58,7 +72,7 @@ def _rates(params: Section, preset: str, defaults: dict[str, float], peak: float
     if peak is not None:
         defaults.pop("lr", None)
     same = {"beta1": "betas", "beta2": "betas", "min_trust": "min_coeff", "max_trust": "max_coeff"}
-    return {key: value for key, value in defaults.items() if same.get(key, key) not in params.content}
+    return {key: value for key, value in defaults.items() if params.content.get(same.get(key, key)) is None}
 
 
 def _muon_rates(params: Section, peak: float | None) -> dict[str, Any]:
@@ -96,6 +110,14 @@ def _clipping(root: Section, params: Section) -> None:
         params.refuse("max_grad_norm", f"differs from gradient_clipping={other}; remove one")
 
 
+def default_clipping(root: Section) -> None:
+    """Add the row of gradient_clipping if no key sets it."""
+    old = any(row.key == "optimizer.params.max_grad_norm" and row.value is not None for row in root.rows)
+    if root.content.get("gradient_clipping") is None and not old:
+        reason = "DeepSpeed's default since June 2026, before none: 0"
+        root.take("gradient_clipping", reason, optimizer__clip_norm=1.0)
+
+
 def schedule(root: Section) -> float | None:
     """Add the rows of the scheduler. Return the peak learning rate, or None if the scheduler does not set it."""
     if (section := root.section("scheduler")) is None:
@@ -107,21 +129,24 @@ def schedule(root: Section) -> float | None:
         others = keys.NO_SCHEDULE.get(kind or "") or f"is not one of {', '.join(decays)}"
         section.refuse("type", f"{others}{did_you_mean(kind, decays)}" if kind else "names no scheduler")
         return None
-    section.take("type", schedule="warmup", **({"schedule__decay": decays[kind]} if kind != "WarmupLR" else {}))
     params = section.section("params") or Section({}, section.full("params"), section.rows)
     _warmup(params)
     if kind != "WarmupLR" and (total := params.value("total_num_steps", Kind.count)) is not None:
         params.take("total_num_steps", schedule__decay_steps=total, trainer__max_steps=total)
-    peak = None
+    elif kind != "WarmupLR" and "total_num_steps" not in params.content:
+        params.no_op("total_num_steps", "the decay ends at trainer.max_steps")
+    peak, first = None, 0.0
     if kind == "WarmupCosineLR":
         low = params.value("warmup_min_ratio", Kind.number)
         end = params.value("cos_min_ratio", Kind.number)
         if low is not None:
             params.take("warmup_min_ratio", schedule__min_ratio=low)
-        if end is not None or "cos_min_ratio" not in params.content:
+        if end is not None or params.content.get("cos_min_ratio") is None:
             params.take("cos_min_ratio", schedule__end_ratio=0.0001 if end is None else end)
     else:
-        peak = _rise(params, kind)
+        peak, first = _rise(params, kind)
+    decay = {"schedule__decay": decays[kind]} if kind != "WarmupLR" else {}
+    section.take("type", keys.FIRST, schedule="warmup", **decay, schedule__first_ratio=first)
     params.close()
     section.close()
     return peak
@@ -130,9 +155,9 @@ def schedule(root: Section) -> float | None:
 def _warmup(params: Section) -> None:
     """Add the rows of the warmup's length and shape."""
     steps = params.value("warmup_num_steps", Kind.integer)
-    if steps is not None and steps < 0:
-        params.refuse("warmup_num_steps", "must not be negative")
-    elif steps is not None or "warmup_num_steps" not in params.content:
+    if steps is not None and steps < 1:
+        params.refuse("warmup_num_steps", "must be at least 1, as in DeepSpeed 0.19")
+    elif steps is not None or params.content.get("warmup_num_steps") is None:
         steps = 1000 if steps is None else steps
         params.take("warmup_num_steps", "at least 2" if steps < 2 else "", schedule__warmup_steps=max(2, steps))
     shape = params.value("warmup_type", Kind.text)
@@ -140,11 +165,11 @@ def _warmup(params: Section) -> None:
         params.take("warmup_type", schedule__log=shape == "log")
     elif shape is not None:
         params.refuse("warmup_type", f"is neither log nor linear{did_you_mean(shape, ('log', 'linear'))}")
-    params.apply({"last_batch_iteration": (Kind.integer, "a resumed run continues at its step")})
+    params.apply({"last_batch_iteration": (Kind.integer, BEGINS)})
 
 
-def _rise(params: Section, kind: str) -> float | None:
-    """Add the rows of the lowest and the peak learning rate. Return the peak."""
+def _rise(params: Section, kind: str) -> tuple[float | None, float]:
+    """Add the rows of the lowest and the peak learning rate. Return the peak and the first factor of it."""
     peak, low = params.value("warmup_max_lr", Kind.number), params.value("warmup_min_lr", Kind.number)
     if peak is None and "warmup_max_lr" not in params.content and kind == "WarmupDecayLR":
         peak = 0.001
@@ -158,4 +183,5 @@ def _rise(params: Section, kind: str) -> float | None:
     else:
         end = {"schedule__end_ratio": low / peak} if kind == "WarmupDecayLR" else {}
         params.take("warmup_min_lr", f"{low:g} / {peak:g}", schedule__min_ratio=low / peak, **end)
-    return peak
+        return peak, low / peak
+    return peak, 0.0

@@ -178,7 +178,7 @@ class Section:
         """Refuse keys that were not read, as they may be misspelled."""
         for name in self.content:
             if name not in self.known:
-                self.refuse(name, f"is not a key of DeepSpeed{did_you_mean(name, self.known)}")
+                self.refuse(name, f"is not a key of DeepSpeed 0.19{did_you_mean(name, self.known)}")
 
     def _add(self, name: str, verdict: Verdict, reason: str, overrides: tuple[str, ...] = ()) -> None:
         value = self.content.get(name, ABSENT)

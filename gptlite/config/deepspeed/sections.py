@@ -8,11 +8,18 @@ from gptlite.config.deepspeed import keys
 from gptlite.config.deepspeed.rows import AUTO, OFF, Kind, Section
 from gptlite.errors import did_you_mean
 
+STAGE_0 = {  # DeepSpeed's faults without ZeRO
+    "fp16": "as with ZeRO 1 to 3; at stage 0, DeepSpeed divides gradients by a scale that the loss lacks",
+    "bf16": "as with ZeRO 1 to 3; at stage 0, DeepSpeed decays the weights once more at the start",
+}
 AMP_LEVELS = {"O0": "fp32", "O1": "amp_o1", "O2": "amp_o2"}
 
 
-def precision(root: Section) -> None:
-    """Add the rows of fp16, bf16, amp and the dtype keys. If no precision is enabled, DeepSpeed trains in fp32."""
+def precision(root: Section) -> str:
+    """Add the rows of fp16, bf16, amp and the dtype keys, and return the compute dtype, "" if it is unknown.
+
+    If no precision is enabled, DeepSpeed trains in fp32.
+    """
     sections = {name: root.section(name) for name in ("fp16", "bf16", "bfloat16", "amp")}
     found = {name: section for name, section in sections.items() if section}
     states = {name: section.get("enabled", Kind.flag) for name, section in found.items()}
@@ -29,6 +36,7 @@ def precision(root: Section) -> None:
         root.take("fp16 or bf16", "neither is on, so DeepSpeed trains in fp32", precision="fp32")
         taken = "fp32"
     _dtypes(root, taken)
+    return taken
 
 
 def _fp16(section: Section, state: Any) -> str:
@@ -40,9 +48,11 @@ def _fp16(section: Section, state: Any) -> str:
                 section.no_op(name, "fp16.enabled is auto" if state == AUTO else "fp16 is off")
         section.close()
         return ""
-    section.take("enabled", precision="fp16")
+    rule = "a skipped step does not advance the schedule"
+    section.take("enabled", rule, precision="fp16", precision__loss_scale_rule="deepspeed")
     if scale is not None:
-        section.take("loss_scale", "" if scale else "0: dynamic", precision__loss_scale=scale)
+        fixed = "overflow number 2 ends the run; DeepSpeed skips every overflow"
+        section.take("loss_scale", fixed if scale else "0: dynamic", precision__loss_scale=scale)
     if scale:
         for name in keys.SCALING:
             if section.value(name, Kind.number) is not None:
@@ -102,18 +112,21 @@ def _dtypes(root: Section, compute: str) -> None:
         section.close()
 
 
-def zero(root: Section, ranks: int | None) -> None:
-    """Add the rows of zero_optimization."""
+def zero(root: Section, ranks: int | None, compute: str) -> None:
+    """Add the rows of zero_optimization. `compute` is the compute dtype."""
     name = "zero_optimization"
     if isinstance(stage := root.content.get(name), bool):  # an old form of this key
         root.known.add(name)
         root.take(name, parallelism="zero1" if stage else "ddp")
         return
+    fault = STAGE_0.get(compute, "")
     if (section := root.section(name)) is None:
+        if fault and name not in root.content:
+            root.no_op(name, fault)
         return
     stage = section.get("stage", Kind.integer)
-    if stage in (0, 1, 2, 3) or "stage" not in section.content:
-        section.take("stage", parallelism=f"zero{stage}" if stage else "ddp")
+    if stage in (0, 1, 2, 3) or section.content.get("stage") is None:
+        section.take("stage", "" if stage else fault, parallelism=f"zero{stage}" if stage else "ddp")
     elif stage not in (None, AUTO):
         section.refuse("stage", "is not a ZeRO stage; use 0, 1, 2 or 3")
     section.apply(keys.ZERO)

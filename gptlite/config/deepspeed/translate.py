@@ -7,7 +7,7 @@ from typing import Any
 
 from gptlite.config.deepspeed import keys, sections
 from gptlite.config.deepspeed.batch import batch
-from gptlite.config.deepspeed.optimizer import optimizer, schedule
+from gptlite.config.deepspeed.optimizer import default_clipping, optimizer, schedule
 from gptlite.config.deepspeed.rows import AUTO, OFF, Kind, Row, Section, in_file_order
 
 
@@ -17,9 +17,10 @@ def translate(content: dict[str, Any], ranks: int | None = None, given: Containe
     root = Section(content, "", [])
     batch(root, ranks, given)
     root.apply(keys.ROOT)
-    sections.precision(root)
-    sections.zero(root, ranks)
+    compute = sections.precision(root)
+    sections.zero(root, ranks, compute)
     optimizer(root, peak=schedule(root))
+    default_clipping(root)
     sections.trackers(root)
     sections.tensor_parallel(root)
     for name, reason in keys.REFUSED_IF_ON.items():
