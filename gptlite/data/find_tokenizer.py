@@ -17,12 +17,14 @@ def find_tokenizer(spec: str, eod: str | None = None) -> Tokenizer:
 
     - a folder saved by gptlite (a tokenizer, or a prepared folder with tokenizer/), or a folder with tokenizer.json
       or tokenizer.model;
-    - a Hugging Face *.json, a SentencePiece *.model, Llama 3's tokenizer.model, or a *.tiktoken file of ranks.
+    - a Hugging Face *.json, Mistral's tekken.json, or a *.tiktoken file of ranks;
+    - a *.model of SentencePiece, also *.model.v3 as Mistral names it, or of Llama 3 or 4.
 
-    `eod` is the text of the token that ends documents, for formats that do not define one. Raises ConfigError if the
-    tokenizer does not exist or cannot be read.
+    `eod` is the text of the token that ends documents, if not the format's own or if the format has none. Raises
+    ConfigError if the tokenizer does not exist or cannot be read, or already has its own `eod`.
     """
     if spec == "byte":
+        _refuse_end(spec, eod)
         return ByteTokenizer()
     if spec in _TRAINED and not Path(spec).exists():
         raise ConfigError(f"tokenizer={spec} must be trained first: {command('train-tokenizer')} kind={spec} input=...")
@@ -43,8 +45,9 @@ def find_tokenizer(spec: str, eod: str | None = None) -> Tokenizer:
 def _of_folder(folder: Path, eod: str | None) -> Tokenizer:
     for ours in (folder, folder / "tokenizer"):
         if (ours / DEFINITION).is_file():
+            _refuse_end(str(folder), eod)
             return load_tokenizer(ours)
-    names = ("tokenizer.json", "tokenizer.model")
+    names = ("tokenizer.json", "tokenizer.model", "tekken.json")
     for name in names:
         if (folder / name).is_file():
             return _of_file(folder / name, str(folder / name), eod)
@@ -52,24 +55,25 @@ def _of_folder(folder: Path, eod: str | None) -> Tokenizer:
     raise ConfigError(f"tokenizer={folder} holds none of {tried}")
 
 
+def _refuse_end(spec: str, eod: str | None) -> None:
+    if eod is not None:
+        raise ConfigError(f"eod={eod}: tokenizer={spec} has an end-of-document token of its own; leave out eod=")
+
+
 def _of_file(path: Path, spec: str, eod: str | None) -> Tokenizer:
     if not path.is_file():
         raise ConfigError(f"tokenizer={spec} is neither byte nor {TIKTOKEN}NAME, and there is no file or folder {path}")
-    match path.suffix:
-        case ".json":
-            from gptlite.data.huggingface_tokenizer import HuggingFaceTokenizer
+    from gptlite.data.tiktoken_tokenizer import TiktokenTokenizer, is_ranks, is_tekken
 
-            return HuggingFaceTokenizer.of_file(path, eod)
-        case ".model":
-            from gptlite.data.sentence_piece import SentencePieceTokenizer
-            from gptlite.data.tiktoken_tokenizer import TiktokenTokenizer, is_ranks
+    if path.suffix == ".json":
+        from gptlite.data.huggingface_tokenizer import HuggingFaceTokenizer
 
-            if is_ranks(path):
-                return TiktokenTokenizer.of_llama(path, eod)
-            return SentencePieceTokenizer(read_bytes(path, limits.TOKENIZER_BYTES))
-        case ".tiktoken":
-            from gptlite.data.tiktoken_tokenizer import TiktokenTokenizer
+        return TiktokenTokenizer.of_tekken(path, eod) if is_tekken(path) else HuggingFaceTokenizer.of_file(path, eod)
+    if ".model" in path.suffixes[-2:]:  # Mistral appends its version, e.g. tokenizer.model.v3
+        from gptlite.data.sentence_piece import SentencePieceTokenizer
 
-            return TiktokenTokenizer.of_file(path, eod)
-        case _:
-            raise ConfigError(f"tokenizer={spec} does not end in .json, .model or .tiktoken")
+        if not is_ranks(path):
+            return SentencePieceTokenizer(read_bytes(path, limits.TOKENIZER_BYTES), eod or "")
+    elif path.suffix != ".tiktoken":
+        raise ConfigError(f"tokenizer={spec} does not end in .json, .model or .tiktoken")
+    return TiktokenTokenizer.of_file(path, eod)

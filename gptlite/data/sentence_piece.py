@@ -4,6 +4,7 @@ import io
 import os
 import re
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -13,29 +14,47 @@ from gptlite.errors import ConfigError, needed_package
 from gptlite.progress import Log
 
 
+@dataclass
+class _Settings:
+    eod: str = ""
+
+
 class SentencePieceTokenizer(Tokenizer):
-    """Tokenizer of a SentencePiece model (Kudo and Richardson 2018). `eod` is the model's end-of-sentence piece.
+    """Tokenizer of a SentencePiece model (Kudo and Richardson 2018).
+
+    `eod` is the control piece that ends documents, if not the model's end-of-sentence piece.
 
     SentencePiece writes a space as U+2581, so U+2581 in a text decodes to a space. Models trained by gptlite lose
     nothing else; other models may normalize the text, or add a space before it. `processor` is the
-    SentencePieceProcessor. Raises ConfigError for bytes that are not a model, or a model without an `eod` piece.
+    SentencePieceProcessor. Raises ConfigError for bytes that are not a model, or without a control piece for `eod`.
     """
 
     kind = "sentencepiece"
     file = "tokenizer.model"
+    saved = _Settings
 
-    def __init__(self, model: bytes):
+    def __init__(self, model: bytes, eod: str = ""):
         try:
             processor = _sentencepiece().SentencePieceProcessor(model_proto=model)
         except RuntimeError as error:
             raise ConfigError("it is not a SentencePiece model") from error
-        if processor.eos_id() < 0:
-            raise ConfigError("the SentencePiece model has no end-of-sentence piece to end documents with")
         self.processor = processor
         ids = range(processor.vocab_size())
-        super().__init__([self._bytes_of(token) for token in ids], processor.eos_id(), content=model)
+        settings = {"eod": eod} if eod else {}
+        super().__init__([self._bytes_of(token) for token in ids], self._end(eod), settings, model)
         matched = [processor.id_to_piece(n) for n in ids if not processor.is_byte(n) and not processor.is_control(n)]
         self._words = WordEncoder(processor) if encodes_by_words(model, matched) else None
+
+    def _end(self, eod: str) -> int:
+        """Return the id of the piece that ends documents. No text is encoded as a control piece."""
+        found = self.processor.piece_to_id(eod) if eod else self.processor.eos_id()
+        if found >= 0 and self.processor.is_control(found):
+            return found
+        pieces = range(self.processor.vocab_size())
+        names = [self.processor.id_to_piece(token) for token in pieces if self.processor.is_control(token)]
+        lacks = f"control piece {eod}" if eod else "end-of-sentence piece"
+        fix = f"give eod= one of its control pieces, {', '.join(names[:20])}" if names else "give another tokenizer"
+        raise ConfigError(f"the SentencePiece model has no {lacks} to end documents with; {fix}")
 
     def _bytes_of(self, token: int) -> bytes:
         piece = self.processor.id_to_piece(token)
@@ -51,7 +70,7 @@ class SentencePieceTokenizer(Tokenizer):
         return self._words is not None
 
     def definition(self) -> bytes:
-        return self._content
+        return self._content + (b"\0" + self._settings["eod"].encode() if self._settings else b"")
 
     def encode(self, text: str) -> list[int]:
         return self.encode_array(text).tolist()

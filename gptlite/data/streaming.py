@@ -98,7 +98,7 @@ def open_rows(hub: Hub, path: str | None, config: str | None) -> Iterable[dict[s
 def _local(path: str) -> tuple[str, list[str]]:
     folder = Path(path).expanduser()
     known = files_below(folder, "data.path", _FORMATS) if folder.is_dir() else [folder]
-    kinds = {_FORMATS.get(file.suffix.lower()) for file in known} - {None}
+    kinds = {_FORMATS[end] for file in known if (end := file.suffix.lower()) in _FORMATS}
     if len(kinds) != 1:
         what = "both .parquet and .jsonl" if kinds else "no .parquet or .jsonl files"
         raise ConfigError(f"data.path={path} holds {what}; give a folder with one of the two")

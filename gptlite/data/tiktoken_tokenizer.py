@@ -4,25 +4,20 @@ import base64
 import hashlib
 import json
 import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NotRequired, TypedDict
 
 from gptlite import limits
+from gptlite.data.rank_tables import END, GPT2, TABLES
 from gptlite.data.tokenizer import Tokenizer, reading
-from gptlite.documents import Between, read_bytes
+from gptlite.documents import Between, Count, Size, read_bytes, read_json
 from gptlite.errors import ConfigError, needed_package
 from gptlite.files import open_regular
 
-END = "<|endoftext|>"
-# Pattern and special tokens of Llama 3, whose file has only the ranks. The 256 special tokens get the next ids.
-LLAMA_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
-    r"|\s+(?!\S)|\s+"
-)
-LLAMA_SPECIAL, LLAMA_END = 256, "<|end_of_text|>"
-LLAMA_NAMES = {0: "<|begin_of_text|>", 1: LLAMA_END, 6: "<|start_header_id|>", 7: "<|end_header_id|>", 9: "<|eot_id|>"}
+_MISTRAL = ("<unk>", "<s>", "</s>")  # the first special tokens of a tekken.json that does not name its own
 
 
 @dataclass
@@ -30,6 +25,28 @@ class _Settings:
     pattern: str
     special: dict[str, Annotated[int, Between(0, limits.VOCABULARY)]]
     eod: str
+
+
+class _TekkenConfig(TypedDict):
+    pattern: str
+    default_vocab_size: Size
+    default_num_special_tokens: Count
+
+
+class _TekkenToken(TypedDict):
+    rank: Annotated[int, Between(0, limits.VOCABULARY)]
+    token_bytes: str
+
+
+class _TekkenSpecial(TypedDict):
+    rank: Annotated[int, Between(0, limits.VOCABULARY)]
+    token_str: str
+
+
+class _Tekken(TypedDict):
+    config: _TekkenConfig
+    vocab: list[_TekkenToken]
+    special_tokens: NotRequired[list[_TekkenSpecial] | None]
 
 
 class TiktokenTokenizer(Tokenizer):
@@ -45,7 +62,8 @@ class TiktokenTokenizer(Tokenizer):
 
     def __init__(self, ranks: dict[bytes, int], pattern: str, special: dict[str, int], eod: str = END):
         if eod not in special:
-            raise ConfigError(f"no special token {eod}; the special tokens are {', '.join(special) or 'none'}")
+            named = [name for name in special if "reserved" not in name and "SPECIAL" not in name]
+            raise ConfigError(f"no special token {eod}; the special tokens are {', '.join(named) or 'none'}")
         make = partial(_tiktoken().Encoding, "gptlite", pat_str=pattern)
         with reading("the tiktoken encoding"):
             self._encoding = make(mergeable_ranks=ranks, special_tokens=special)
@@ -89,20 +107,34 @@ class TiktokenTokenizer(Tokenizer):
 
     @classmethod
     def of_file(cls, path: Path, eod: str | None) -> "TiktokenTokenizer":
-        """Load a file of ranks (a base64 string and its id per line) with GPT-2's pattern. `eod` gets the next id."""
-        _tiktoken()
-        from tiktoken_ext.openai_public import r50k_pat_str
+        """Load a file of ranks, a base64 string and its id per line, e.g. a *.tiktoken file, Llama's tokenizer.model.
 
+        A published table gets its pattern and special tokens (`rank_tables.TABLES`); another one GPT-2's pattern, and
+        `eod` the next id. Raises ConfigError for another table in a file that does not end in .tiktoken.
+        """
         ranks = _read_ranks(path)
-        return cls(ranks, r50k_pat_str, {eod or END: max(ranks.values()) + 1}, eod or END)
+        if (known := TABLES.get(len(ranks))) is not None:
+            return cls(ranks, known.pattern, known.special({*ranks.values()}), eod or known.eod)
+        if path.suffix != ".tiktoken":
+            raise ConfigError(
+                f"{path} has {len(ranks):,} ranks, where Llama 3 has 128,000 and Llama 4 200,000, so its pattern is "
+                "unknown; give the model's tokenizer.json, or rename it to .tiktoken if it has GPT-2's pattern"
+            )
+        return cls(ranks, GPT2, {eod or END: max(ranks.values()) + 1}, eod or END)
 
     @classmethod
-    def of_llama(cls, path: Path, eod: str | None) -> "TiktokenTokenizer":
-        """Load Llama 3's tokenizer.model, with its pattern and special tokens. Unnamed special tokens are reserved."""
-        ranks = _read_ranks(path)
-        first = max(ranks.values()) + 1
-        special = {LLAMA_NAMES.get(n, f"<|reserved_{n}|>"): first + n for n in range(LLAMA_SPECIAL)}
-        return cls(ranks, LLAMA_PATTERN, special, eod or LLAMA_END)
+    def of_tekken(cls, path: Path, eod: str | None) -> "TiktokenTokenizer":
+        """Load Mistral's tekken.json. The ids of special tokens come first, those of the ranks follow."""
+        found = read_json(path, _Tekken, limits.TOKENIZER_BYTES)
+        config, named = found["config"], {each["rank"]: each["token_str"] for each in found.get("special_tokens") or []}
+        count = config["default_num_special_tokens"]
+        rows = [row for row in found["vocab"] if row["rank"] < config["default_vocab_size"] - count]
+        names = named or dict(enumerate(_MISTRAL))
+        special = {names.get(n, f"<SPECIAL_{n}>"): n for n in range(count)}
+        ranks = _checked([(row["token_bytes"].encode(), row["rank"] + count) for row in rows], path)
+        if len(special) != count or min(ranks.values()) != count or max(ranks.values()) != count + len(ranks) - 1:
+            raise ConfigError(f"{path} is damaged: its ranks are not 0 to {len(ranks) - 1:,}, or special tokens repeat")
+        return cls(ranks, config["pattern"], special, eod or _MISTRAL[-1])
 
 
 def is_ranks(path: Path) -> bool:
@@ -112,12 +144,23 @@ def is_ranks(path: Path) -> bool:
     return len(words) == 2 and words[1].isdigit() and re.fullmatch(rb"[A-Za-z0-9+/]+=*", words[0]) is not None
 
 
+def is_tekken(path: Path) -> bool:
+    """Return True if a JSON file is Mistral's tekken.json, whatever its name."""
+    with open_regular(path) as file:
+        return b'"default_num_special_tokens"' in file.read(4096) or "tekken" in path.name
+
+
 def _read_ranks(path: Path) -> dict[bytes, int]:
+    return _checked((line.split() for line in read_bytes(path, limits.TOKENIZER_BYTES).splitlines()), path)
+
+
+def _checked(rows: Iterable[Sequence[Any]], path: Path) -> dict[bytes, int]:
+    """Return the ids by byte string of rows that are a base64 string and an id, or empty."""
     ranks: dict[bytes, int] = {}
-    for number, line in enumerate(read_bytes(path, limits.TOKENIZER_BYTES).splitlines(), 1):
-        if line:
+    for number, row in enumerate(rows, 1):
+        if row:
             try:
-                piece, token = line.split()
+                piece, token = row
                 ranks[base64.b64decode(piece, validate=True)] = int(token)
             except ValueError:
                 raise ConfigError(f"{path}:{number} is not a base64 string and its id") from None

@@ -1,11 +1,13 @@
 """Tokenizers of other libraries: pieces, round trips, and what names them."""
 
 import base64
+import io
 import random
 from pathlib import Path
 
 import numpy as np
 import pytest
+import sentencepiece
 import tokenizers as rust
 import transformers
 
@@ -200,3 +202,39 @@ def test_what_cannot_be_exported_is_refused(tmp_path: Path, monkeypatch) -> None
     with pytest.raises(ConfigError, match="has different ids for"):
         export_tokenizer(tokenizer, tmp_path / "hf")
     assert not (tmp_path / "hf").exists()
+
+
+def test_the_end_of_a_sentencepiece_model_is_a_control_piece(tmp_path: Path) -> None:
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(LINES),
+        model_writer=model,
+        vocab_size=330,
+        hard_vocab_limit=False,
+        byte_fallback=True,
+        eos_id=-1,
+        control_symbols=["<end>", "<turn>"],
+        user_defined_symbols=["<seen>"],
+        minloglevel=2,
+    )
+    path = tmp_path / "tokenizer.model"
+    path.write_bytes(model.getvalue())
+    with pytest.raises(ConfigError, match=r"has no end-of-sentence piece .*; give eod= one of .*, <s>, <end>, <turn>$"):
+        find_tokenizer(str(path))
+    for wrong in ("<seen>", "the", "<gone>"):
+        with pytest.raises(ConfigError, match=f"has no control piece {wrong} to end documents with"):
+            find_tokenizer(str(path), wrong)
+    ends = [find_tokenizer(str(path), name) for name in ("<end>", "<turn>")]
+    assert [each.eod for each in ends] == [ends[0].processor.piece_to_id(name) for name in ("<end>", "<turn>")]
+    assert ends[0].fingerprint != ends[1].fingerprint
+    for each in ends:
+        each.save(tmp_path / "saved")
+        again = load_tokenizer(tmp_path / "saved")
+        assert (again.eod, again.fingerprint) == (each.eod, each.fingerprint)
+
+
+def test_an_end_that_would_be_ignored_is_refused(tmp_path: Path) -> None:
+    ByteTokenizer().save(tmp_path / "tokenizer")
+    for spec in ("byte", str(tmp_path)):
+        with pytest.raises(ConfigError, match=f"eod=<end>: tokenizer={spec} has an end-of-document token of its own"):
+            find_tokenizer(spec, "<end>")
