@@ -35,6 +35,9 @@ from gptlite.progress import counted, log
 CANNOT_GO_ON = {errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ENOENT}
 
 
+FEW_DOCUMENTS = 10  # with fewer, no fraction makes it likely that both splits have one
+
+
 @dataclass
 class Arguments:
     """Command-line arguments."""
@@ -98,15 +101,26 @@ def prepare(arguments: Arguments) -> int:
     print(f"left out: {counted(counts.skipped, 'bad record')}, {counted(counts.empty, 'empty document')}")
     fraction = f"validation_fraction={arguments.validation_fraction}"
     print(f"split: {counted(done.split[0], 'training document')}, {done.split[1]:,} for validation ({fraction})")
-    if arguments.validation_fraction and not done.split[1]:
-        larger = min(0.5, 5 / max(1, done.split[0]))  # five documents on average
-        print(
-            "warning: training needs text for validation: give more documents, or run the command again with "
-            f"validation_fraction={larger:.1g} overwrite=true"
-        )
+    if arguments.validation_fraction and not all(done.split):
+        print(f"warning: {split_advice(*done.split, {source.format for source in settings.sources})}")
     speed = f" in {done.seconds:.1f} s: {rate / 1e6:.2f}M tokens/s" if done.new.tokens else ""
     print(f"{done.new.tokens:,} tokens written{speed}")
     return 0
+
+
+def split_advice(train: int, held_out: int, formats: set[str]) -> str:
+    """Return what to do about a corpus that has no document for one of the splits."""
+    needs = "training needs text for validation" if train else "all documents are held out, and none is for training"
+    if (number := train + held_out) >= FEW_DOCUMENTS:
+        fraction = min(0.5, 5 / number)  # five documents on average
+        return f"{needs}: run the command again with validation_fraction={fraction:.1g} overwrite=true"
+    text = "text" in formats
+    cut = ", e.g. with separator=blank, which makes one of each paragraph of a text" * text
+    instead = ", or train on the text itself, data=text data.path=..., which holds out the end of each file" * text
+    return (
+        f"{needs}, and a whole document is in one split: give {FEW_DOCUMENTS} documents or more{cut}, and run the "
+        f"command again with validation_fraction=0.5 overwrite=true{instead}"
+    )
 
 
 def stop(signum: int, _: FrameType | None) -> None:

@@ -106,8 +106,19 @@ def open_split(folder: Path, split: str, tokenizer: Tokenizer) -> IndexedDataset
     return dataset
 
 
-def require_length(num_train: int, num_validation: int, sequence_length: int, folder: Path | str) -> None:
-    """Raise ConfigError unless there is at least one sequence to train on and one target to evaluate on."""
+def require_length(
+    num_train: int, num_validation: int, sequence_length: int, folder: Path | str, num_documents: int | None = None
+) -> None:
+    """Raise ConfigError unless there is at least one sequence to train on and one target to evaluate on.
+
+    `num_documents` of both splits is given for a folder in which each document is in one of them as a whole.
+    """
+    if num_documents == 1 and min(num_train, num_validation) == 0:
+        raise ConfigError(
+            f"data: {folder} has one document, which is in one split as a whole, so the other is empty; prepare it "
+            f"again from more documents, such as paragraphs ({command('preprocess')} ... separator=blank), or train on "
+            "a text file itself with data=text, which holds out its end"
+        )
     if num_train <= sequence_length:
         raise ConfigError(
             f"data.sequence_length={sequence_length} needs more than {sequence_length} training tokens, "

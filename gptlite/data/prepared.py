@@ -115,6 +115,7 @@ def _open(
     """Open a folder; return its tokenizer, its tokens, and the SHA-256 hashes of training and held-out tokens."""
     tokenizer = load_tokenizer(folder / TOKENIZER)
     train, validation = opened = [open_split(folder, part, tokenizer) for part in (TRAIN, VALIDATION)]
-    require_length(len(train.tokens), len(validation.tokens), sequence_length, source or folder)
+    documents = train.num_documents + validation.num_documents if source is None else None
+    require_length(len(train.tokens), len(validation.tokens), sequence_length, source or folder, documents)
     hashes = {part: each.meta.sha256 for part, each in zip(("train", "validation"), opened, strict=True) if each.meta}
     return tokenizer, TokenSet(name, hashes["train"], train.tokens, validation.tokens, weight), hashes

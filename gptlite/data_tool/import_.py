@@ -136,9 +136,15 @@ def _write(
         for batch in validation(found) if validation else ():
             add(writers[1], batch.tokens, batch.lengths)
         if fraction and not writers[1].num_documents:
+            number = writers[0].num_documents
+            raised = "raise it, or " * (number > 1)  # a document is in one split as a whole
+            documents = counted(number, "document")
             raise ConfigError(
-                f"validation_fraction={fraction} holds out none of {writers[0].num_documents} documents; raise it, or "
-                "give validation=PATH"
+                f"validation_fraction={fraction} holds out none of {documents}; {raised}give validation=PATH"
+            )
+        if fraction and not writers[0].num_documents:
+            raise ConfigError(
+                f"validation_fraction={fraction} holds out all documents; lower it, or give validation=PATH"
             )
     return found
 

@@ -37,7 +37,7 @@ class Piece:
 
     A `whole` piece is one document, or a part of a long one if it is not the `first` part or has `more` after it. Its
     `digest` is the hash of the document up to the end of the piece. `damage` is the reason why data after these records
-    was left out.
+    was left out. `start` is the position of `data` in the source, in decompressed bytes.
     """
 
     source: int
@@ -48,6 +48,7 @@ class Piece:
     more: bool = False
     digest: bytes | None = None
     damage: str = ""
+    start: int = 0
 
 
 @dataclass
@@ -154,7 +155,8 @@ class _Records:
             if not stop and not ended:
                 stop, too_long = self._lengthen(data)
             if stop:
-                piece = Piece(self._number, line, b"" if too_long else bytes(data[:stop]), damage=too_long)
+                found = b"" if too_long else bytes(data[:stop])
+                piece = Piece(self._number, line, found, damage=too_long, start=self._offset)
                 self._pass(data, stop)
                 yield piece, self._place(), self._stream.raw_position
             if ended or not stop:
@@ -215,7 +217,7 @@ class _Records:
 def _document(source: Source, place: Place) -> Iterator[tuple[Piece, Place, int]]:
     """Yield a text file that is one document. A long one is divided into parts at line ends."""
     stream, digest, line = Stream(source.path), document_hash(), 1
-    data, first = b"", True
+    data, first, start = b"", True, 0
     while True:
         data += stream.read(_PART - len(data))
         if stream.damage:
@@ -223,12 +225,13 @@ def _document(source: Source, place: Place) -> Iterator[tuple[Piece, Place, int]
         more = len(data) == _PART
         stop = (data.rfind(b"\n") + 1 or _last_character(data)) if more else len(data)
         digest.update(data[:stop])
-        piece = Piece(place.source, line, data[:stop], whole=True, first=first, more=more, digest=digest.digest())
+        whole = {"whole": True, "first": first, "more": more, "digest": digest.digest()}
+        piece = Piece(place.source, line, data[:stop], start=start, **whole)
         yield piece, Place(place.source + 1), stream.raw_position
         if not more:
             break
         line += data.count(b"\n", 0, stop)
-        data, first = data[stop:], False
+        data, first, start = data[stop:], False, start + stop
     stream.close()
 
 

@@ -41,13 +41,13 @@ def documents(block: Block, formats: list[str], cutting: Cutting) -> Iterator[tu
     `formats` are the formats of all sources, in their order.
     """
     for piece in block.pieces:
-        for line, record in _records(piece, formats[piece.source], cutting):
+        for line, at, record in _records(piece, formats[piece.source], cutting):
             try:
                 yield piece, _document(record, formats[piece.source], cutting)
             except UnicodeDecodeError as error:
                 line += error.object.count(b"\n", 0, error.start)
                 byte = f"0x{error.object[error.start]:02x}"
-                yield piece, Bad(piece.source, line, f"it is not UTF-8 at byte {error.start} ({byte})")
+                yield piece, Bad(piece.source, line, f"it is not UTF-8 at byte {at + error.start} ({byte})")
             except UnicodeEncodeError:
                 yield piece, Bad(piece.source, line, "it has half of a surrogate pair, which is not valid text")
             except json.JSONDecodeError as error:
@@ -89,23 +89,29 @@ def _type(value: Any) -> str:
     return names.get(type(value), "number")
 
 
-def _records(piece: Piece, format: str, cutting: Cutting) -> Iterator[tuple[int, bytes | None]]:
-    """Yield (line or Parquet row, record without its separator). The record is None for a Parquet null."""
+def _records(piece: Piece, format: str, cutting: Cutting) -> Iterator[tuple[int, int, bytes | None]]:
+    """Yield (line or Parquet row, start, record without its separator). The record is None for a Parquet null.
+
+    The start is the record's position in a text file in bytes; 0 for a row and a line of JSON, which are counted.
+    """
     if not isinstance(piece.data, bytes):
-        yield from enumerate(piece.data, piece.line)
+        for row, record in enumerate(piece.data, piece.line):
+            yield row, 0, record
         return
     data = piece.data.removeprefix(_BOM) if piece.line == 1 else piece.data
+    start = piece.start + len(piece.data) - len(data)
     if format == "jsonl":
         for line, record in enumerate(data.split(b"\n"), piece.line):
             if record and not record.isspace():
-                yield line, record
+                yield line, 0, record
     elif piece.whole:
-        yield piece.line, data
+        yield piece.line, start, data
     elif data:
-        yield from _texts(data, piece.line, cutting.separator)
+        for line, at, record in _texts(data, piece.line, cutting.separator):
+            yield line, start + at, record
 
 
-def _texts(data: bytes, line: int, separator: str) -> Iterator[tuple[int, bytes]]:
+def _texts(data: bytes, line: int, separator: str) -> Iterator[tuple[int, int, bytes]]:
     ends = list(_BLANK.finditer(data) if separator == BLANK_LINES else re.finditer(re.escape(separator.encode()), data))
     start = 0
     for stop, after in [*((each.start(), each.end()) for each in ends), (len(data), len(data))]:
@@ -113,7 +119,7 @@ def _texts(data: bytes, line: int, separator: str) -> Iterator[tuple[int, bytes]
         if separator == BLANK_LINES:
             record = record.strip(b"\r\n")
         if record or stop < len(data):
-            yield line, record
+            yield line, data.index(record, start), record
         line += data.count(b"\n", start, after)
         start = after
 

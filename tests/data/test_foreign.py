@@ -174,7 +174,8 @@ def test_damage_is_named_and_nothing_is_left(tool, tmp_path, case):
         ("validation_fraction=1", "validation_fraction=1.0 must be at least 0 and below 1"),
         ("tokenizer=/nowhere", "/nowhere"),
         ("validation=/nowhere", "/nowhere does not exist"),
-        ("validation_fraction=0.005", "holds out none of 1 documents"),
+        ("validation_fraction=0.005", "holds out none of 1 document; give validation=PATH"),
+        ("validation_fraction=0.9999999999", "holds out all documents; lower it, or give validation=PATH"),
         ("output=.", "output=. exists; nothing is overwritten, give a new folder"),
     ],
 )

@@ -142,11 +142,26 @@ def test_text_that_is_not_utf8_is_left_out_whole(source: Path, tmp_path: Path, m
         ("c", b"good two\n" * 30),
     ):
         (source / f"{name}.txt").write_bytes(content)
-    with pytest.raises(ConfigError, match=r"b.txt:31: it is not UTF-8 at byte \d+ \(0xef\)"):
+    with pytest.raises(ConfigError, match=r"b.txt:31: it is not UTF-8 at byte 152 \(0xef\)"):  # of the file
         prepare(source, tmp_path / "out", validation_fraction=0)
     result = prepare(source, tmp_path / "out", validation_fraction=0, on_error="skip")
     assert (result.counts.documents, result.counts.skipped) == (2, 1)
     assert read_documents(tmp_path / "out", "train") == ["good one\n", "good two\n" * 30]
+
+
+@pytest.mark.parametrize("separator", ["blank", "---\n"])
+@pytest.mark.parametrize("block", [20, 1 << 20])
+@pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
+def test_a_byte_of_one_of_several_documents_is_counted_in_the_file(
+    tmp_path: Path, monkeypatch, separator: str, block: int, mark: bytes
+) -> None:
+    monkeypatch.setattr("gptlite.preprocess.blocks.BLOCK", block)
+    end = b"\n\n\n" if separator == "blank" else b"\n---\n"
+    content = mark + (b"fine" + end) * 20 + b"na\xefve" + end + b"fine"
+    (tmp_path / "a.txt").write_bytes(content)
+    said = rf"not UTF-8 at byte {content.index(bytes([0xEF]) + b've')} \(0xef\)"
+    with pytest.raises(ConfigError, match=said):
+        prepare(tmp_path / "a.txt", tmp_path / "out", validation_fraction=0, separator=separator)
 
 
 @pytest.mark.parametrize("part", [50, 1 << 20])

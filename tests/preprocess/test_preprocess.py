@@ -17,6 +17,8 @@ import zstandard
 from marking import marked
 
 from gptlite.commands.preprocess import main
+from gptlite.config import load
+from gptlite.data.build import prepare as data
 from gptlite.data.corpus import is_held_out
 from gptlite.data.indexed import IndexedDataset
 from gptlite.data.tokenizer import ByteTokenizer
@@ -114,6 +116,25 @@ def test_a_corpus_without_held_out_documents_gets_the_fraction_to_rerun_with(tmp
     code, out, _ = command("validation_fraction=0.1", "overwrite=true")
     assert code == 0
     assert "warning" not in out
+
+
+def test_a_corpus_of_one_document_gets_advice_that_works(tmp_path, command) -> None:
+    """With any fraction, one of the splits is empty."""
+    text = "".join(f"{line}\n\n" for line in TEXTS)
+    (tmp_path / "a.jsonl").write_bytes(as_jsonl([text]))
+    for fraction, needs in (("0.005", "training needs text for"), ("0.999999", "all documents are held out, and none")):
+        code, out, _ = command(f"validation_fraction={fraction}", "overwrite=true")
+        assert code == 0
+        (warning,) = [line for line in out.splitlines() if line.startswith("warning: ")]
+        assert warning.startswith(f"warning: {needs}")
+        assert "give 10 documents or more, and run the command again with validation_fraction=0.5" in warning
+        with pytest.raises(ConfigError, match="has one document, which is in one split as a whole, so the other is"):
+            data(load(["data=tokens", f"data.path={tmp_path / 'out'}", "data.sequence_length=8"]).data, seed=1)
+    (tmp_path / "a.jsonl").write_text(text)
+    advised = ("format=text", "separator=blank", "validation_fraction=0.5", "overwrite=true")
+    assert "give 10 documents or more, e.g. with separator=blank, which" in command(advised[0], advised[-1])[1]
+    assert "warning" not in command(*advised)[1]
+    assert data(load(["data=tokens", f"data.path={tmp_path / 'out'}", "data.sequence_length=8"]).data, seed=1)
 
 
 def test_documents_are_there_in_order_each_in_one_split(expected: Path) -> None:
