@@ -21,8 +21,8 @@ from gptlite.ops.select import select_ops
 from gptlite.optimizer.build import build_optimizer
 from gptlite.optimizer.config import AdamWConfig, ApexAdamConfig, ApexLambConfig, LambConfig, OptimizerConfig
 from gptlite.optimizer.state import optimizer_state
+from gptlite.parallelism.boxes import local_tensor
 from gptlite.parallelism.torch_private import imagined_world
-from gptlite.parallelism.zero import local_tensor
 
 Install = Callable[..., Path]
 # As apex/optimizers/fused_adam.py and fused_lamb.py are called, with the state that they keep, and steps taken by torch

@@ -17,9 +17,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from gptlite.optimizer.base import BuildContext, OwnOptimizer, local_gradients, local_parameters, step_count
 from gptlite.optimizer.clip import square_norms
 from gptlite.optimizer.config import AdafactorConfig
-from gptlite.parallelism.boxes import Cut, cuts, local_box
+from gptlite.parallelism.boxes import Cut, cuts, local_box, local_tensor
 from gptlite.parallelism.collectives import sum_over_cuts
-from gptlite.parallelism.zero import local_tensor
 
 
 @dataclass
@@ -44,8 +43,8 @@ class _Work:
         return 1.0 - self.step ** -self.group["decay"]
 
     def along(self, dim: int) -> list[Cut]:
-        """Return the shardings of one dim."""
-        return [cut for cut in self.cuts if cut.dim == dim]
+        """Return the shardings of one dim, counted from the last, which is -1."""
+        return [cut for cut in self.cuts if cut.dim == self.parameter.ndim + dim]
 
 
 def build(config: AdafactorConfig, context: BuildContext) -> Adafactor:
@@ -58,16 +57,17 @@ class Adafactor(OwnOptimizer):
     """Adafactor with a relative step size `lr`: the RMS of a step is at most clip_threshold lr max(eps2, RMS(x)).
 
     The state is the running mean of the squared gradient: for a matrix, that of each row and column (`row_var`,
-    `col_var`); for a vector, that of each element (`variance`). If parameters are sharded, these means and the RMS of
-    weights and updates are reduced over ranks in three reductions per step, each for all parameters together. The
-    updates overwrite the gradients, so the only other memory is a temporary of one parameter's size.
+    `col_var`); for a vector, that of each element (`variance`). A parameter of more than two dims is a stack of
+    matrices, its last two dims, as in torch. If parameters are sharded, these means and the RMS of weights and updates
+    are reduced over ranks in three reductions per step, each for all parameters together. The updates overwrite the
+    gradients, so the only other memory is a temporary of one parameter's size.
     """
 
     def new_state(self, parameter: Tensor) -> dict[str, Tensor]:
         """Return the initial state. `row_var` is sharded like the rows of the matrix, `col_var` like its columns."""
         if parameter.ndim < 2:
             return {"step": step_count(), "variance": torch.zeros_like(parameter)}
-        return {"step": step_count(), "row_var": _zeros_along(parameter, 0), "col_var": _zeros_along(parameter, 1)}
+        return {"step": step_count(), "row_var": _zeros(parameter, -1), "col_var": _zeros(parameter, -2)}
 
     def update(self) -> None:
         """Take a step."""
@@ -85,21 +85,26 @@ class Adafactor(OwnOptimizer):
         _apply(works)
 
 
-def _zeros_along(parameter: Tensor, dim: int) -> Tensor:
-    """Return zeros, one per index of a dim, sharded like that dim."""
-    local = torch.zeros(local_box(parameter)[0][dim], dtype=parameter.dtype, device=parameter.device)
+def _zeros(parameter: Tensor, without: int) -> Tensor:
+    """Return zeros with all dims of a parameter except one, sharded like these dims."""
+    without %= parameter.ndim
+    sizes = list(local_box(parameter)[0])
+    del sizes[without]
+    local = torch.zeros(sizes, dtype=parameter.dtype, device=parameter.device)
     if not isinstance(parameter, DTensor):
         return local
-    placements = [_of_vector(placement, dim) for placement in parameter.placements]
-    shape = torch.Size([parameter.shape[dim]])
-    return DTensor.from_local(local, parameter.device_mesh, placements, run_check=False, shape=shape, stride=(1,))
+    placements = [_placed(placement, without) for placement in parameter.placements]
+    whole = torch.empty([*parameter.shape[:without], *parameter.shape[without + 1 :]], device="meta")
+    mesh, shape, stride = parameter.device_mesh, whole.shape, whole.stride()
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
-def _of_vector(placement: Placement, dim: int) -> Placement:
-    """Return the placement of a vector along dim `dim` of a matrix that has this placement."""
-    if getattr(placement, "dim", None) != dim:
+def _placed(placement: Placement, without: int) -> Placement:
+    """Return the placement of a tensor that lacks one dim of a tensor with this placement."""
+    dim = getattr(placement, "dim", -1)
+    if dim == without:
         return Replicate()
-    return placement if dim == 0 else Shard(0)  # FSDP2, which makes strided placements, shards only rows
+    return Shard(dim - 1) if dim > without else placement  # FSDP2, which makes strided placements, shards only dim 0
 
 
 def _average(works: Sequence[_Work]) -> None:
@@ -110,13 +115,13 @@ def _average(works: Sequence[_Work]) -> None:
     for work in works:
         squares = work.gradient.square().add_(work.group["eps"][0])  # added before averaging, as in the paper
         if work.is_matrix:
-            rows.append(squares.sum(1))
-            columns.append(squares.sum(0))
+            rows.append(squares.sum(-1))
+            columns.append(squares.sum(-2))
         else:
             variance = local_tensor(work.state["variance"]).lerp_(squares, 1 - work.keep)
             work.gradient.mul_(variance.rsqrt())
-    sums = sum_over_cuts([*rows, *columns], [w.along(1) for w in matrices] + [w.along(0) for w in matrices])
-    for key, dim, each in (("row_var", 1, sums[: len(rows)]), ("col_var", 0, sums[len(rows) :])):
+    sums = sum_over_cuts([*rows, *columns], [w.along(-1) for w in matrices] + [w.along(-2) for w in matrices])
+    for key, dim, each in (("row_var", -1, sums[: len(rows)]), ("col_var", -2, sums[len(rows) :])):
         for work, total in zip(matrices, each, strict=True):
             local_tensor(work.state[key]).lerp_(total / work.parameter.shape[dim], 1 - work.keep)
 
@@ -124,12 +129,12 @@ def _average(works: Sequence[_Work]) -> None:
 def _divide(matrices: Sequence[_Work]) -> None:
     """Divide each gradient by the square root of R C / mean(R), where R is `row_var` and C is `col_var`."""
     # Summed in fp64, so that the mean in fp32 does not depend on how the matrix is sharded.
-    sums = [local_tensor(work.state["row_var"]).sum(dtype=torch.float64) for work in matrices]
-    for work, total in zip(matrices, sum_over_cuts(sums, [work.along(0) for work in matrices]), strict=True):
+    sums = [local_tensor(work.state["row_var"]).sum(-1, dtype=torch.float64) for work in matrices]
+    for work, total in zip(matrices, sum_over_cuts(sums, [work.along(-2) for work in matrices]), strict=True):
         rows, columns = (local_tensor(work.state[key]) for key in ("row_var", "col_var"))
-        mean = (total / work.parameter.shape[0]).to(rows.dtype)
+        mean = (total / work.parameter.shape[-2]).to(rows.dtype).unsqueeze(-1)
         # Two square roots instead of one of the product, since the product of two small means underflows fp32.
-        work.gradient.mul_((rows / mean).rsqrt_()[:, None]).mul_(columns.rsqrt()[None, :])
+        work.gradient.mul_((rows / mean).rsqrt_().unsqueeze(-1)).mul_(columns.rsqrt().unsqueeze(-2))
 
 
 def _apply(works: Sequence[_Work]) -> None:

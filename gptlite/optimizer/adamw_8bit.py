@@ -17,8 +17,7 @@ from torch import Tensor
 
 from gptlite.optimizer.base import BuildContext, OwnOptimizer, local_gradients, local_parameters, step_count
 from gptlite.optimizer.config import BLOCK_8BIT, AdamW8bitConfig, in_8_bits
-from gptlite.parallelism.boxes import cut_like
-from gptlite.parallelism.zero import local_tensor
+from gptlite.parallelism.boxes import cut_like, local_tensor
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 PIECE = 2**20  # elements stepped at a time in eager mode: bounds the memory of a step

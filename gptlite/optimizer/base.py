@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gptlite.parallelism.zero import local_tensor
+from gptlite.parallelism.boxes import local_tensor
 
 Closure = Callable[[], float]  # torch's optional argument of `step`, which recomputes the loss
 

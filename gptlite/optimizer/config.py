@@ -45,15 +45,19 @@ BETAS_AND_EPS = {**BETAS, "eps": Range(_positive, "must be above 0, e.g. 1e-8")}
 
 
 class Shard(NamedTuple):
-    """Shards of `count` parameters of equal shape on one rank. Each shard has `elements` elements, in rows of `width`.
+    """Shards of `count` parameters on one rank, each of the same `shape`.
 
     `in_block`: True if the parameters belong to a block.
     """
 
-    elements: int
-    width: int
+    shape: tuple[int, ...]
     in_block: bool
     count: int
+
+    @property
+    def elements(self) -> int:
+        """Number of elements of one shard."""
+        return math.prod(self.shape)
 
 
 @dataclass
@@ -299,8 +303,8 @@ class MuonConfig(OptimizerConfig):
 
     def state_bytes(self, shards: Sequence[Shard]) -> int:
         """Return the size in bytes: one moment for a matrix in a block, two moments and a step count for others."""
-        matrices = [each for each in shards if each.in_block and each.width > 1]
-        others = [each for each in shards if not (each.in_block and each.width > 1)]
+        matrices = [each for each in shards if each.in_block and len(each.shape) in (2, 3)]  # 3: matrices of experts
+        others = [each for each in shards if each not in matrices]
         alone = FP32 * sum(each.elements * each.count for each in matrices)
         return alone + FP32 * sum((2 * each.elements + 1) * each.count for each in others)
 
@@ -329,12 +333,15 @@ class AdafactorConfig(OptimizerConfig):
     eps2: float = 1e-3  # lower bound on the RMS of a parameter
 
     def state_bytes(self, shards: Sequence[Shard]) -> int:
-        """Return the size in bytes: a mean per row and column of a matrix, or per element of a vector (width 1)."""
-        columns = (each.width if each.width > 1 else 0 for each in shards)
-        numbers = (
-            (1 + each.elements // each.width + wide) * each.count for each, wide in zip(shards, columns, strict=True)
-        )
-        return FP32 * sum(numbers)
+        """Return the size in bytes: a mean per row and column of each matrix, or per element of a vector."""
+
+        def means(shape: tuple[int, ...]) -> int:
+            if len(shape) < 2:
+                return math.prod(shape)
+            *stacked, rows, columns = shape
+            return math.prod(stacked) * (rows + columns)
+
+        return FP32 * sum((1 + means(each.shape)) * each.count for each in shards)
 
 
 # Keys are the names of the presets.

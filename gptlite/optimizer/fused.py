@@ -12,7 +12,7 @@ from gptlite.ops.weight_copies import copy_of, mark_written
 from gptlite.optimizer.base import Closure, refuse
 from gptlite.optimizer.clip import clip_factor, clip_gradients
 from gptlite.optimizer.state import materialized
-from gptlite.parallelism.zero import local_tensor
+from gptlite.parallelism.boxes import local_tensor
 
 
 class FusedStep:

@@ -21,9 +21,8 @@ from gptlite.optimizer.base import BuildContext, OwnOptimizer, local_gradients, 
 from gptlite.optimizer.config import MuonConfig, MuonDtype, MuonScale, NewtonSchulz
 from gptlite.optimizer.fused import FusedAdamW
 from gptlite.optimizer.state import materialized
-from gptlite.parallelism.boxes import cut_like
+from gptlite.parallelism.boxes import cut_like, local_tensor
 from gptlite.parallelism.matrix_gather import change_whole
-from gptlite.parallelism.zero import local_tensor
 
 Coefficients = tuple[float, float, float]  # of s, s³ and s⁵, for a singular value s
 QUINTIC = (3.4445, -4.7750, 2.0315)  # steep at 0: after five steps, singular values are about 0.7 to 1.2

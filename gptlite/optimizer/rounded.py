@@ -12,6 +12,7 @@ resumed run is bit-exact.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,8 +22,7 @@ from torch.optim import Optimizer
 from gptlite.ops.philox import WORD, philox
 from gptlite.optimizer.base import PieceRule, PiecewiseStep
 from gptlite.optimizer.state import materialized
-from gptlite.parallelism.boxes import local_box
-from gptlite.parallelism.zero import local_tensor
+from gptlite.parallelism.boxes import local_box, local_tensor
 
 LANES = 8  # elements per counter: its four 32-bit words give eight 16-bit draws
 BLOCK = 2**18  # counters per block: bounds the memory for random numbers
@@ -88,22 +88,40 @@ def round_box_(parameter: Tensor, values: Tensor, seed: int, step: int, name: st
         return
     digest = hashlib.sha256(f"{seed}/{name}/rounding".encode()).digest()
     key = int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:8], "little")
-    rows, columns = (sizes[0], values[0].numel()) if len(sizes) > 1 else (1, values.numel())
-    row, column = (starts[0], starts[1]) if len(sizes) > 1 else (0, starts[0])
-    source, target = values.view(rows, columns), target.view(rows, columns)
+    whole = parameter.shape
+    if len(sizes) < 2:  # one row
+        sizes, starts, whole = (1, *sizes), (0, *starts), (1, *whole)
+    columns = _positions(whole[1:], sizes[1:], starts[1:])
+    source, target = values.view(sizes[0], len(columns)), target.view(sizes[0], len(columns))
     torch.autograd.graph.increment_version(parameter)  # autograd detects stale saved tensors by the version
-    first, lanes = column // LANES, -(-(column + columns) // LANES) - column // LANES
-    rows_each, lanes_each = max(1, BLOCK // lanes), min(lanes, BLOCK)
-    for top in range(0, rows, rows_each):
-        for left in range(0, lanes, lanes_each):
-            # This rank's columns of the block. Other ranks may use part of its first and last counters.
-            begin = max(0, (first + left) * LANES - column)
-            end = min(columns, (first + left + lanes_each) * LANES - column)
-            block = source[top : top + rows_each, begin:end]
-            skip = column + begin - (first + left) * LANES
-            count = -(-(skip + end - begin) // LANES)
-            draws = _draws(row + top, len(block), first + left, count, step, key, values.device)
-            target[top : top + rows_each, begin:end] = rounded(block, draws[:, skip : skip + end - begin])
+    columns_each = min(len(columns), BLOCK * LANES)
+    rows_each = max(1, BLOCK * LANES // columns_each)
+    for left in range(0, len(columns), columns_each):
+        right = left + columns_each
+        lanes, chosen = _lanes(columns[left:right])
+        lanes = lanes.to(values.device)
+        for top in range(0, sizes[0], rows_each):
+            block = source[top : top + rows_each, left:right]
+            draws = _draws(starts[0] + top, len(block), lanes, step, key)
+            target[top : top + rows_each, left:right] = rounded(block, draws[:, chosen])
+
+
+def _positions(whole: Sequence[int], sizes: Sequence[int], starts: Sequence[int]) -> Tensor:
+    """Return the positions of a box's elements in a flat tensor of shape `whole`, in order."""
+    found = torch.zeros(1, dtype=torch.int64)
+    for length, size, start in zip(whole, sizes, starts, strict=True):
+        found = (found.unsqueeze(1) * length + torch.arange(start, start + size)).flatten()
+    return found
+
+
+def _lanes(columns: Tensor) -> tuple[Tensor, Tensor | slice]:
+    """Return the counters that some columns need, and the indices of these columns in the counters' draws."""
+    first, last = int(columns[0]), int(columns[-1])
+    if last - first == len(columns) - 1:  # consecutive, as in any matrix: faster
+        start = first % LANES
+        return torch.arange(first // LANES, last // LANES + 1), slice(start, start + len(columns))
+    lanes, lane = torch.unique_consecutive(columns // LANES, return_inverse=True)
+    return lanes, lane * LANES + columns % LANES
 
 
 def rounded(values: Tensor, draws: Tensor) -> Tensor:
@@ -117,15 +135,15 @@ def rounded(values: Tensor, draws: Tensor) -> Tensor:
     return torch.where(values.isfinite(), up, values).to(torch.bfloat16)
 
 
-def _draws(row: int, rows: int, lane: int, lanes: int, step: int, key: tuple[int, int], device: torch.device) -> Tensor:
-    """Return uniform 16-bit numbers, int32 [rows, LANES * lanes], for rows and counters of a parameter at a step."""
-    lane_numbers = torch.arange(lane, lane + lanes, device=device)
-    row_numbers = torch.arange(row, row + rows, device=device).unsqueeze(1)
+def _draws(row: int, rows: int, lanes: Tensor, step: int, key: tuple[int, int]) -> Tensor:
+    """Return uniform 16-bit numbers, int32 [rows, LANES * len(lanes)], for rows and counters of a parameter at a
+    step."""
+    row_numbers = torch.arange(row, row + rows, device=lanes.device).unsqueeze(1)
     counter = (
-        lane_numbers & WORD,
+        lanes & WORD,
         row_numbers,
-        torch.full((), step & WORD, device=device),
-        (lane_numbers >> 32) + ((step >> 32) << 16),
+        torch.full((), step & WORD, device=lanes.device),
+        (lanes >> 32) + ((step >> 32) << 16),
     )
     words = torch.broadcast_tensors(*philox(counter, key))
     halves = [half for word in words for half in (word & LOW, word >> 16)]

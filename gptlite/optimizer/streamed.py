@@ -25,13 +25,12 @@ from torch.optim import Optimizer
 from gptlite.errors import ConfigError
 from gptlite.optimizer.base import PieceRule, PiecewiseStep
 from gptlite.optimizer.state import materialized
-from gptlite.parallelism.boxes import cut_like
+from gptlite.parallelism.boxes import cut_like, local_tensor
 from gptlite.parallelism.config import Offload, ParallelismConfig
 from gptlite.parallelism.mesh import Mesh
 from gptlite.parallelism.messages import passed_on
 from gptlite.parallelism.rank_sync import together
 from gptlite.parallelism.state_file import ALIGN, InFiles, StateFile, aligned
-from gptlite.parallelism.zero import local_tensor
 
 ITEM = 4  # bytes: state is fp32
 UNIT = ALIGN // ITEM

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from gptlite.parallelism.zero import local_tensor
+from gptlite.parallelism.boxes import local_tensor
 
 SMALLEST = 2**14  # bytes: smaller tensors, such as row statistics, are not worth a copy
 

@@ -28,8 +28,8 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.optim import Optimizer
 
+from gptlite.parallelism.boxes import local_tensor
 from gptlite.parallelism.state_file import InFiles
-from gptlite.parallelism.zero import local_tensor
 
 MASTER = 4  # bytes of a master weight or an accumulated gradient: fp32
 

@@ -31,11 +31,12 @@ from torch.distributed.pipelining import (
 from gptlite.errors import ConfigError
 from gptlite.ops.documents import Documents, joined
 from gptlite.ops.inputs import Inputs
+from gptlite.parallelism.boxes import local_tensor
 from gptlite.parallelism.config import ParallelismConfig
 from gptlite.parallelism.layout import num_stages, stages_of_rank
 from gptlite.parallelism.mesh import Mesh
 from gptlite.parallelism.torch_private import accumulate_gradients_now, reduce_gradients_now
-from gptlite.parallelism.zero import before_backward, gather, local_tensor, reshard
+from gptlite.parallelism.zero import before_backward, gather, reshard
 
 Forward = Callable[[nn.Module, Tensor, Inputs], Tensor]
 

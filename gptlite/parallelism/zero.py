@@ -17,9 +17,8 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
 from gptlite.parallelism.axes import DATA_AXES, EXPERT_DATA_AXES
 from gptlite.parallelism.config import Offload, ParallelismConfig
@@ -112,11 +111,6 @@ def reshard(parts: Iterable[nn.Module]) -> None:
     for part in parts:
         for module in sharded_modules(part):
             module.reshard()
-
-
-def local_tensor(tensor: Tensor) -> Tensor:
-    """Return this rank's elements of a tensor, sharing its memory."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _prefetch(modules: list[nn.Module], ahead: int) -> None:

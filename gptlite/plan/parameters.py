@@ -31,14 +31,13 @@ Alike = tuple[tuple[Runs, ...], bool, bool]  # runs of the stages; has the model
 
 
 class Parameter(NamedTuple):
-    """One parameter on a tensor rank: `rows` (its first dim, which FSDP2 cuts) of `width` elements each.
+    """One parameter on a tensor rank, of this `shape`. FSDP2 cuts its first dim.
 
     `cut`: sharded over the tensor axis, else replicated. `tied`: shared with another parameter of the whole model.
     `among`: the expert degree for parameters of experts, else 1. FSDP2 shards them over that many times fewer ranks.
     """
 
-    rows: int
-    width: int
+    shape: tuple[int, ...]
     cut: bool
     tied: bool = False
     among: int = 1
@@ -46,11 +45,18 @@ class Parameter(NamedTuple):
     @property
     def elements(self) -> int:
         """Number of elements before FSDP2 shards the parameter."""
-        return self.rows * self.width
+        return prod(self.shape)
+
+    def shard_shape(self, shards: int) -> tuple[int, ...]:
+        """Return the shape of the longest shard if `shards` ranks shard the model; FSDP2 pads all shards to it."""
+        if not self.shape:  # a scalar, which is not sharded
+            return ()
+        rows, *width = self.shape
+        return -(-rows // expert_shards(shards, self.among)), *width
 
     def shard(self, shards: int) -> int:
-        """Return the elements of the longest shard if `shards` ranks shard the model; FSDP2 pads all shards to it."""
-        return -(-self.rows // expert_shards(shards, self.among)) * self.width
+        """Return the elements of the longest shard."""
+        return prod(self.shard_shape(shards))
 
     def gathered(self, shards: int) -> int:
         """Return the elements of all shards, padding included."""
@@ -203,12 +209,12 @@ def inventory(model: ModelConfig, tensor: int, tp_rank: int = 0, expert: int = 1
     tied = {*spec.tied(config), *spec.tied(config).values()}
 
     def local(name: str, parameter: Tensor) -> Parameter:
-        shape, dim = [*parameter.shape, 1], dims.get(name)
+        shape, dim = list(parameter.shape), dims.get(name)
         if dim is not None:  # cut as by torch.chunk: the last ranks may get a smaller part
             longest = -(-shape[dim] // tensor)
             shape[dim] = max(0, min(longest, shape[dim] - tp_rank * longest))
         among = expert if id(parameter) in experts else 1
-        return Parameter(shape[0] // among, prod(shape[1:]), dim is not None, name in tied, among)
+        return Parameter((shape[0] // among, *shape[1:]), dim is not None, name in tied, among)
 
     def listed(part: nn.Module, blocks: Iterable[nn.Module], inside: bool = True) -> tuple[Parameter, ...]:
         """Return the parameters of a part that are `inside` the given blocks, or those outside them."""

@@ -8,6 +8,7 @@ import torch
 
 from gptlite.metrics.console import format_bytes
 from gptlite.optimizer.streamed import StreamedStep
+from gptlite.parallelism.boxes import local_tensor
 from gptlite.parallelism.collectives import all_reduce
 from gptlite.parallelism.config import Offload, ParallelismConfig
 from gptlite.parallelism.host_copy import HostCopy
@@ -16,7 +17,6 @@ from gptlite.parallelism.memory_phases import PHASES
 from gptlite.parallelism.memory_watch import MemoryWatch
 from gptlite.parallelism.mesh import Mesh
 from gptlite.parallelism.torch_private import profiler_runs, watched_shards
-from gptlite.parallelism.zero import local_tensor
 from gptlite.trainer.state import TrainState
 
 Taken = TypeVar("Taken")

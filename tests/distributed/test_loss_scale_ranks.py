@@ -12,7 +12,7 @@ from distributed.building import built
 from distributed.cell import GLOBAL_BATCH, Cell
 from distributed.ranks import Ranks
 from gptlite.config import Config, load
-from gptlite.parallelism.zero import local_tensor
+from gptlite.parallelism.boxes import local_tensor
 from gptlite.trainer.loss_scale import LossScaler
 from gptlite.trainer.state import TrainState
 

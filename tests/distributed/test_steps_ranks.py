@@ -18,7 +18,7 @@ from distributed.building import built
 from distributed.cell import Cell
 from distributed.ranks import Ranks
 from gptlite.config import Config, load
-from gptlite.parallelism.zero import local_tensor
+from gptlite.parallelism.boxes import local_tensor
 from gptlite.pretrain import pretrain
 from gptlite.trainer.loop import train
 from gptlite.trainer.signals import Stopping, StopSignal

@@ -25,7 +25,7 @@ from gptlite.optimizer.config import (
 from gptlite.optimizer.muon import EPS, QUINTIC, Stack, coefficients, newton_schulz
 
 STEPS = 6
-SHAPES = [(6, 5), (5, 7), (5,)]
+SHAPES = [(6, 5), (5, 7), (5,), (1, 5), (2, 3, 4), ()]
 EXACT = {"rtol": 0.0, "atol": 1e-6}  # of weights of about 1
 
 Rule = Callable[[Tensor, Iterator[Tensor]], Tensor]
@@ -107,7 +107,7 @@ def lion(config: LionConfig, x: Tensor, gradients: list[Tensor]) -> Tensor:
 
 
 def adafactor(config: AdafactorConfig, x: Tensor, gradients: list[Tensor]) -> Tensor:
-    """Shazeer and Stern 2018, algorithms 4 and 5, with rho_t = lr and sums in place of means."""
+    """Shazeer and Stern 2018, algorithms 4 and 5, with rho_t = lr and sums in place of means; stacks of matrices."""
     decay = config.weight_decay if x.ndim > 1 else 0.0
 
     def rms(value: Tensor) -> Tensor:
@@ -120,9 +120,9 @@ def adafactor(config: AdafactorConfig, x: Tensor, gradients: list[Tensor]) -> Te
         alpha = max(config.eps2, rms(x).item()) * config.lr
         squares = g * g + config.eps1
         if x.ndim > 1:
-            rows = beta2 * rows + (1 - beta2) * squares.sum(1)
-            columns = beta2 * columns + (1 - beta2) * squares.sum(0)
-            second = torch.outer(rows, columns) / rows.sum()
+            rows = beta2 * rows + (1 - beta2) * squares.sum(-1, keepdim=True)
+            columns = beta2 * columns + (1 - beta2) * squares.sum(-2, keepdim=True)
+            second = rows * columns / rows.sum(-2, keepdim=True)
         else:
             second = beta2 * second + (1 - beta2) * squares
         u = g / second.sqrt()

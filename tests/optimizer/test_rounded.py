@@ -69,7 +69,7 @@ def test_seed_name_and_step_change_the_draws_and_nothing_else_does():
         assert 0.2 < (first != other).float().mean() < 0.5  # of a uniform chance p, 2 p (1 - p): a third
 
 
-@pytest.mark.parametrize("shape", [(7, 29), (64, 16), (1, 5), (3, 410), (53,), (0, 8)])
+@pytest.mark.parametrize("shape", [(7, 29), (64, 16), (1, 5), (3, 410), (53,), (0, 8), (5, 6, 7), (3, 5, 4, 6)])
 def test_a_piece_is_rounded_as_within_the_whole(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch):
     """Boxes of rows and columns as tensor parallelism and ZeRO cut them, and blocks drawn at a time."""
     values = torch.rand(shape) + 0.5
@@ -82,10 +82,12 @@ def test_a_piece_is_rounded_as_within_the_whole(shape: tuple[int, ...], monkeypa
         tuple(slice(size // 2, size) for size in shape),
     ]
     for box in boxes:
-        piece = torch.zeros_like(whole[box])
+        found, local = torch.zeros_like(whole), values[box].clone()
         starts = tuple(part.start for part in box)
-        monkeypatch.setattr(rounded, "local_box", lambda _, piece=piece, starts=starts: (tuple(piece.shape), starts))
-        round_box_(piece, values[box], 1, 0, "w")
+        monkeypatch.setattr(rounded, "local_box", lambda _, local=local, starts=starts: (tuple(local.shape), starts))
+        piece = torch.zeros_like(whole[box])
+        monkeypatch.setattr(rounded, "local_tensor", lambda _, piece=piece: piece)
+        round_box_(found, local, 1, 0, "w")
         assert torch.equal(piece, whole[box])
 
 
