@@ -2,6 +2,7 @@
 
 import csv
 import os
+import re
 import shutil
 import subprocess
 from dataclasses import replace
@@ -15,7 +16,7 @@ from plan.truth import workload
 from plan.truth_layouts import Layout
 from run_files import read_metrics
 
-from gptlite.config import CONF_DIR, from_yaml, load, to_yaml
+from gptlite.config import CONF_DIR, from_yaml, load, model_name, to_yaml
 from gptlite.config.plugins import import_plugins, named_in
 from gptlite.errors import ConfigError
 from gptlite.models.registry import register_model
@@ -46,6 +47,15 @@ def test_the_modules_of_a_command_line() -> None:
     assert named_in(["+plugins=one"]) == ["one"]
     assert named_in(["plugins=[a]", "plugins=[]"]) == []
     assert named_in(["run.name=plugins=[a]"]) == []
+
+
+def test_a_run_has_the_name_of_its_model() -> None:
+    given = ["data=synthetic", "data.sequence_length=16", "optimizer.lr=1e-3"]
+    names = ("conv", "gpt2", "mine")  # a plugin, whose schema has no key `name`; a preset; a name that is given
+    for name, words in zip(names, (["model=conv"], ["model=gpt2"], ["model.name=mine"]), strict=True):
+        config = load([*given, *words])
+        assert re.fullmatch(rf"{name}-\d{{8}}-\d{{6}}-\d{{6}}", config.run.name)
+        assert model_name(config.model) == name
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from gptlite.commands.train import run_command
-from gptlite.config import Config, load
+from gptlite.config import Config, load, model_name
 from gptlite.config.batch import check_world
 from gptlite.config.deepspeed import with_deepspeed
 from gptlite.config.overrides import key_of
@@ -60,7 +60,7 @@ def run(arguments: list[str]) -> int:
     from gptlite.parity.worker import save_reference
 
     with tempfile.TemporaryDirectory(prefix="gptlite-parity-") as folder:
-        print(f"one process: {steps} steps of {config.model.name}", flush=True)
+        print(f"one process: {steps} steps of {model_name(config.model)}", flush=True)
         reference, exact = one_process(config, steps)
         save_reference(Path(folder), reference, exact)
         if gpus:

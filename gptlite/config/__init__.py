@@ -12,7 +12,7 @@ from gptlite.config.saved import (
     to_dict,
     to_yaml,
 )
-from gptlite.config.schema import CONF_DIR, SCHEMAS, Config, choices, presets_of, register
+from gptlite.config.schema import CONF_DIR, SCHEMAS, Config, choices, model_name, presets_of, register
 
 __all__ = [
     "CONF_DIR",
@@ -25,6 +25,7 @@ __all__ = [
     "leaves",
     "load",
     "load_layout",
+    "model_name",
     "override_value",
     "presets_of",
     "read_saved",

@@ -110,7 +110,9 @@ SCHEMAS: dict[str, dict[str, type]] = {
 
 
 def register() -> None:
-    """Register the schemas with Hydra, and prepared folders as presets of `data`. Can be called repeatedly."""
+    """Register the schemas with Hydra, prepared folders as presets of `data`, and the resolver of conf/config.yaml. Can
+    be called repeatedly."""
+    OmegaConf.register_new_resolver("gptlite.model_name", lambda *, _root_: model_name(_root_.model), replace=True)
     store = ConfigStore.instance()
     if not _is_stored(store.repo, "config_schema", Config):
         store.store(name="config_schema", node=Config)
@@ -121,6 +123,13 @@ def register() -> None:
     for name in prepared_folders():
         node = {"defaults": ["tokens_schema", "_self_"], "path": f"{PREPARED}/{name}"}
         store.store(group="data", name=name, node=node | {"sequence_length": "${model.sequence_length}"})
+
+
+def model_name(model: Any) -> str:
+    """Return the name of a model's section: its key `name`, or the name under which the model is registered."""
+    schema = OmegaConf.get_type(model) if OmegaConf.is_config(model) else type(model)
+    registered = next((spec.name for spec in registry.SPECS if spec.schema is schema), "model")
+    return getattr(model, "name", None) or registered
 
 
 def _is_stored(group: dict[str, Any], name: str, node: type) -> bool:

@@ -116,13 +116,15 @@ class RunFolder:
 
     def complete(self, state: TrainState) -> bool:
         """Return True if this folder's run has taken and evaluated its last step; log how to train further."""
-        steps = self.config.trainer.max_steps
-        found = self.resume_from
+        trainer, found = self.config.trainer, self.resume_from
         if found is None or not found.resolve().is_relative_to(self.path.resolve()):
             return False
-        if state.step < steps or state.evaluated_step != state.step:
+        if state.step < trainer.last_step or state.evaluated_step != state.step:
             return False
-        self.log(f"already complete: step {state.step} of {steps}; to train further give {self.config.trainer.doubled}")
+        part = state.step < trainer.max_steps
+        words = f"already at trainer.stop_step={trainer.stop_step}" if part else "already complete"
+        further = "trainer.stop_step=null" if part else trainer.doubled
+        self.log(f"{words}: step {state.step} of {trainer.max_steps}; to train further give {further}")
         return True
 
     @contextmanager

@@ -42,6 +42,20 @@ def test_a_finished_run_is_left_as_it_is(run, begun: Path, capsys) -> None:
     assert {name: digest for name, digest in snapshot(begun).items() if name != "train.log"} == before
 
 
+def test_a_run_that_has_reached_its_stop_step_is_left_as_it_is(run, tmp_path: Path, capsys) -> None:
+    run("a", "trainer.stop_step=2", "trainer.max_steps=4")
+    before = {name: digest for name, digest in snapshot(tmp_path / "a").items() if name != "train.log"}
+    assert json.loads((tmp_path / "a" / "result.json").read_text())["loss"] > 0
+    capsys.readouterr()
+    code, _ = run("a", "trainer.stop_step=2", "trainer.max_steps=4")
+    said = capsys.readouterr().out.splitlines()[-1]
+    assert (code, said) == (
+        0,
+        "already at trainer.stop_step=2: step 2 of 4; to train further give trainer.stop_step=null",
+    )
+    assert {name: digest for name, digest in snapshot(tmp_path / "a").items() if name != "train.log"} == before
+
+
 def test_the_hint_says_that_the_rate_rises_again(run, begun: Path, capsys) -> None:
     run("b", "schedule=wsd", "trainer.max_steps=4")
     told = capsys.readouterr().out
