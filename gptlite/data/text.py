@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from gptlite.data.recognize import refuse_folder, refuse_suffix
 from gptlite.data.walk import files_below, linked_folders, refuse_broken_link
 from gptlite.documents import Digest, read_json
 from gptlite.errors import ConfigError
@@ -61,7 +62,9 @@ def find_files(path: str) -> list[Path]:
     refuse_broken_link("data.path", root)
     if not path.strip() or not root.exists():
         raise ConfigError(f"data.path={path} does not exist; give a text file or a folder of .txt files")
+    refuse_suffix("data.path", root)
     if root.is_dir():
+        refuse_folder("data.path", root)
         files = files_below(root, "data.path", [".txt"], hidden=True)
     else:
         files = [root] if root.is_file() else []  # no device or pipe, which may never end

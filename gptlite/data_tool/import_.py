@@ -1,7 +1,9 @@
-"""Import token files: import PATH format=nanogpt|llmc|megatron output=FOLDER tokenizer=SPEC [validation=PATH]
+"""Import token files: import PATH format=nanogpt|llmc|datatrove|megatron output=FOLDER tokenizer=SPEC [validation=PATH]
 
 PATH is a file of tokens, a glob in quotes, or a folder with *train*.bin and *val*.bin; files are read in name order.
-For format=megatron it is a PREFIX, or a folder with train.bin/.idx and val.bin/.idx. tokenizer is the one that produced
+For format=megatron it is a PREFIX, or a folder with train.bin/.idx and val.bin/.idx; for format=datatrove, *.ds beside
+their *.ds.index. format=nanogpt reads uint16 tokens without a header; dtype=uint8, uint32, int32 or int64 reads such
+files of others, e.g. of OLMo-core. tokenizer is the one that produced
 the tokens, given as for gptlite preprocess: a tokenizer folder, tokenizer.json, tiktoken:gpt2 or byte.
 
   gptlite data import nanoGPT/data/openwebtext format=nanogpt output=data/owt tokenizer=tiktoken:gpt2
@@ -23,15 +25,27 @@ import numpy as np
 
 from gptlite.data.corpus import TOKENIZER, TRAIN, VALIDATION, document_hash, is_held_out, split_writers
 from gptlite.data.find_tokenizer import find_tokenizer
-from gptlite.data.foreign import Batch, Found, cut_at_ends, megatron_documents, open_llmc, open_nanogpt
+from gptlite.data.foreign import (
+    RAW,
+    Batch,
+    Found,
+    cut_at_ends,
+    datatrove_documents,
+    megatron_documents,
+    open_datatrove,
+    open_llmc,
+    open_nanogpt,
+)
 from gptlite.data.indexed import IndexedDataset, IndexedWriter
+from gptlite.data.recognize import refuse_folder, refuse_suffix
 from gptlite.data.tokenizer import Tokenizer
 from gptlite.data_tool.places import as_prefix
 from gptlite.errors import ConfigError, did_you_mean
 from gptlite.files import new_folder, refuse_used
 from gptlite.progress import Progress, counted, log
 
-FORMATS = ("nanogpt", "llmc", "megatron")
+FORMATS = ("nanogpt", "llmc", "datatrove", "megatron")
+_ENDINGS = {"megatron": ".idx", "datatrove": ".ds"}
 Documents = Callable[[Found], Iterator[Batch]]
 
 
@@ -43,6 +57,7 @@ class Options:
     output: str = "???"
     tokenizer: str = "???"
     eod: str | None = None
+    dtype: str | None = None
     validation: str | None = None
     validation_fraction: float = 0.005
 
@@ -52,12 +67,15 @@ def run(paths: list[str], options: Options) -> int:
     if options.format not in FORMATS:
         hint = did_you_mean(options.format, FORMATS)
         raise ConfigError(f"format={options.format} is not one of {', '.join(FORMATS)}{hint}")
+    if options.dtype is not None and (options.dtype not in RAW or options.format != "nanogpt"):
+        words = f"is not one of {', '.join(RAW)}" if options.dtype not in RAW else "is for format=nanogpt only"
+        raise ConfigError(f"dtype={options.dtype} {words}")
     if not 0 <= options.validation_fraction < 1:
         raise ConfigError(f"validation_fraction={options.validation_fraction} must be at least 0 and below 1")
     output = Path(options.output).expanduser()
     refuse_used("output", output)
     tokenizer = find_tokenizer(options.tokenizer, options.eod)
-    train, validation = _sources(paths[0], options.validation, options.format, tokenizer)
+    train, validation = _sources(paths[0], options, tokenizer)
     with new_folder(output) as temporary:
         found = _write(temporary, tokenizer, train, validation, options.validation_fraction)
         tokenizer.save(temporary / TOKENIZER)
@@ -71,17 +89,19 @@ def run(paths: list[str], options: Options) -> int:
     return 0
 
 
-def _sources(
-    path: str, validation: str | None, format: str, tokenizer: Tokenizer
-) -> tuple[Documents, Documents | None]:
+def _sources(path: str, options: Options, tokenizer: Tokenizer) -> tuple[Documents, Documents | None]:
     """Return the training documents, and the held-out ones if they are in separate files."""
-    make = partial(_documents, format=format, tokenizer=tokenizer)
+    validation, format = options.validation, options.format
+    make = partial(_documents, format=format, dtype=options.dtype, tokenizer=tokenizer)
     folder = Path(path).expanduser()
     if not folder.is_dir():
         return make(_files(path, format)), None if validation is None else make(_files(validation, format))
-    ending = ".idx" if format == "megatron" else ".bin"
+    refuse_folder("import", folder)
+    ending = _ENDINGS.get(format, ".bin")
     train = sorted(file for file in folder.glob(f"*train*{ending}") if not file.name.startswith("."))
     held_out = sorted(file for file in folder.glob(f"*val*{ending}") if not file.name.startswith("."))
+    if not train and format == "datatrove":  # its own names have numbers only
+        train = sorted(set(folder.glob("*.ds")) - set(held_out))
     if not train:
         raise ConfigError(f"{path} holds no *train*{ending}; give the files as a glob in quotes")
     if validation is not None:
@@ -99,7 +119,7 @@ def _files(path: str, format: str) -> list[Path]:
     return files
 
 
-def _documents(files: list[Path], format: str, tokenizer: Tokenizer) -> Documents:
+def _documents(files: list[Path], format: str, dtype: str | None, tokenizer: Tokenizer) -> Documents:
     """Open the files, which detects damage before anything is written. Return a function that yields the documents."""
     eod, size = tokenizer.eod, tokenizer.vocab_size
     if format == "megatron":
@@ -112,12 +132,33 @@ def _documents(files: list[Path], format: str, tokenizer: Tokenizer) -> Document
                 yield from megatron_documents(dataset, eod, size, found, progress)
 
         return of_megatron
-    opened = [(file, (open_llmc if format == "llmc" else open_nanogpt)(file)) for file in files]
+    if format == "datatrove":
+        indexed = [(file, *open_datatrove(file)) for file in files]
+        total = sum(tokens.nbytes for _, tokens, _ in indexed)
+
+        def of_datatrove(found: Found) -> Iterator[Batch]:
+            progress = Progress("importing", total, log)
+            for file, tokens, ends in indexed:
+                yield from datatrove_documents(file, tokens, ends, eod, size, found, progress)
+
+        return of_datatrove
+    for file in files if format == "nanogpt" and dtype is None else ():
+        _refuse_other(file)
+    opened = [(file, open_llmc(file) if format == "llmc" else open_nanogpt(file, dtype, size)) for file in files]
     total = sum(tokens.nbytes for _, tokens in opened)
     if not total:
         raise ConfigError(f"{files[0]} holds no tokens; give a file with tokens")
     before = format == "llmc"
     return lambda found: cut_at_ends(opened, eod, size, before, found, Progress("importing", total, log))
+
+
+def _refuse_other(file: Path) -> None:
+    """Raise ConfigError for a token file that is not nanoGPT's by its name."""
+    if file.suffix in (".ds", ".npy"):
+        refuse_suffix("format=nanogpt", file)
+    if file.suffix == ".bin" and file.with_suffix(".idx").exists():
+        raise ConfigError(f"format=nanogpt: {file} has an .idx beside it, as Megatron's files do; give format=megatron")
+    refuse_folder("import", file.parent)
 
 
 def _write(

@@ -4,6 +4,7 @@ import glob
 from dataclasses import dataclass
 from pathlib import Path
 
+from gptlite.data.recognize import refuse_folder, refuse_suffix
 from gptlite.data.walk import files_below, refuse_broken_link, refuse_loop
 from gptlite.errors import ConfigError, did_you_mean, system_error
 from gptlite.files import open_regular
@@ -54,6 +55,7 @@ def find_sources(given: str, format: str) -> list[Source]:
 def _expand(part: str) -> list[Path]:
     path = Path(part).expanduser()
     if path.is_dir():
+        refuse_folder("input", path)
         files = files_below(path, "input", [known + end for known in _IN_FOLDERS for end in ("", *COMPRESSED)])
         if not files:
             raise ConfigError(f"input={part} holds no files ending in {', '.join(sorted(_IN_FOLDERS))}")
@@ -84,5 +86,7 @@ def _source(path: Path, format: str) -> Source:
             status = path.stat()
     except OSError as error:
         raise ConfigError(f"input: {system_error(error)}") from error
+    if format == "auto":
+        refuse_suffix("input", path)
     kind = _SUFFIXES.get(_stem_suffix(path), "text") if format == "auto" else format
     return Source(str(path), kind, status.st_size, status.st_mtime_ns)
