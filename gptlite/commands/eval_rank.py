@@ -105,6 +105,7 @@ def held_out(source: str | None, config: Config, tokenizer: Tokenizer) -> Prepar
     import numpy as np
 
     from gptlite.data.build import prepare
+    from gptlite.data.cuts import encoded
     from gptlite.data.prepared import PreparedData, TokenSet
     from gptlite.data.text import Span, find_files, scan
 
@@ -112,11 +113,11 @@ def held_out(source: str | None, config: Config, tokenizer: Tokenizer) -> Prepar
     if source is not None and Path(source).expanduser().exists() and not prepared:
         files = find_files(source)
         scan(files)  # refuses files that are empty or not UTF-8
-        tokens: list[int] = []
+        tokens: list[np.ndarray] = []
         for path in files:
-            tokens += [i for text in Span(path, 0, path.stat().st_size) for i in tokenizer.encode(text)]
-            tokens.append(tokenizer.eod)
-        array = np.array(tokens)
+            tokens += [ids for ids, _ in encoded(tokenizer, Span(path, 0, path.stat().st_size))]
+            tokens.append(np.array([tokenizer.eod], dtype=np.int32))
+        array = np.concatenate(tokens)
         return PreparedData(source, None, tokenizer, (TokenSet(source, source, array, array),), {})
     section = config.data
     if source is not None:

@@ -7,6 +7,7 @@ from itertools import chain, islice
 from pathlib import Path
 
 from gptlite.data.check import check_tokenizer
+from gptlite.data.cuts import encoded
 from gptlite.data.indexed import IndexedDataset, IndexedWriter
 from gptlite.data.sentence_piece import train_sentencepiece
 from gptlite.data.tokenizer import ByteTokenizer, CharTokenizer, Tokenizer
@@ -86,9 +87,8 @@ def write_split(prefix: Path, documents: Iterable[Document], tokenizer: Tokenize
     """Write tokenized documents, each followed by `eod`, to PREFIX.bin, .idx, .meta.json. `progress` counts bytes."""
     with IndexedWriter(prefix, tokenizer.fingerprint, tokenizer.vocab_size, tokenizer.eod) as writer:
         for document in documents:
-            for block in document:
-                num_bytes = len(block.encode())
-                writer.write(tokenizer.encode_array(block), num_bytes)
+            for ids, num_bytes in encoded(tokenizer, document):
+                writer.write(ids, num_bytes)
                 progress.add(num_bytes)
             writer.end_document()
 

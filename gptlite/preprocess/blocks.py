@@ -8,13 +8,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from gptlite.data.corpus import document_hash
+from gptlite.data.cuts import WINDOW, context_before, last_cut
+from gptlite.data.tokenizer import Tokenizer
 from gptlite.documents import Count
 from gptlite.errors import ConfigError
 from gptlite.preprocess.inputs import STDIN, Source
 from gptlite.preprocess.streams import DamagedInput, Stream
 
 BLOCK = 1 << 20  # bytes
-_PART = 8 << 20  # bytes; a longer text file without separator is read in parts of this size
+_PART = 8 << 20  # bytes; a longer text file without separator is read in parts of about this size
 BLANK_LINES = "blank"  # separator=blank
 
 
@@ -36,8 +38,9 @@ class Piece:
     """Records of one source, from `line` on. `data` holds whole records with their separators; for Parquet, rows.
 
     A `whole` piece is one document, or a part of a long one if it is not the `first` part or has `more` after it. Its
-    `digest` is the hash of the document up to the end of the piece. `damage` is the reason why data after these records
-    was left out. `start` is the position of `data` in the source, in decompressed bytes.
+    `digest` is the hash of the document up to the end of the piece, and `context` is the text before it, as
+    `encode_after` needs it. `damage` is the reason why data after these records was left out. `start` is the position
+    of `data` in the source, in decompressed bytes.
     """
 
     source: int
@@ -47,6 +50,7 @@ class Piece:
     first: bool = True
     more: bool = False
     digest: bytes | None = None
+    context: str = ""
     damage: str = ""
     start: int = 0
 
@@ -81,14 +85,17 @@ class Cutting:
     max_record_bytes: int = 128 << 20
 
 
-def read_blocks(sources: list[Source], cutting: Cutting, start: Place) -> Iterator[Block]:
-    """Yield all blocks from `start` on. Raises ConfigError for an unreadable file, or changed standard input."""
+def read_blocks(sources: list[Source], cutting: Cutting, start: Place, tokenizer: Tokenizer) -> Iterator[Block]:
+    """Yield all blocks from `start` on. The parts of a long document have the same tokens as the whole document.
+
+    Raises ConfigError for an unreadable file, or changed standard input.
+    """
     before = sum(source.size for source in sources[: start.source])
     block = Block()
     for number in range(start.source, len(sources)):
         source = sources[number]
         place = start if number == start.source else Place(number)
-        for piece, after, read in _pieces(source, place, cutting):
+        for piece, after, read in _pieces(source, place, cutting, tokenizer):
             alone = piece.more or not piece.first
             if alone and block.pieces:
                 yield block
@@ -106,7 +113,7 @@ def read_blocks(sources: list[Source], cutting: Cutting, start: Place) -> Iterat
     yield block
 
 
-def _pieces(source: Source, place: Place, cutting: Cutting) -> Iterator[tuple[Piece, Place, int]]:
+def _pieces(source: Source, place: Place, cutting: Cutting, tokenizer: Tokenizer) -> Iterator[tuple[Piece, Place, int]]:
     """Yield pieces of a source, each with the place after it and the bytes read. A last piece reports any damage."""
     at = place
     try:
@@ -115,7 +122,7 @@ def _pieces(source: Source, place: Place, cutting: Cutting) -> Iterator[tuple[Pi
 
             found = parquet_pieces(source, place, cutting.column)
         elif source.format == "text" and not cutting.separator:
-            found = _document(source, place)
+            found = _document(source, place, cutting.max_record_bytes, tokenizer)
         else:
             found = _Records(source, place, cutting).pieces()
         for piece, after, read in found:
@@ -214,30 +221,28 @@ class _Records:
             )
 
 
-def _document(source: Source, place: Place) -> Iterator[tuple[Piece, Place, int]]:
-    """Yield a text file that is one document. A long one is divided into parts at line ends."""
+def _document(source: Source, place: Place, longest: int, tokenizer: Tokenizer) -> Iterator[tuple[Piece, Place, int]]:
+    """Yield a text file that is one document. A long one is divided into parts, where this does not change tokens."""
     stream, digest, line = Stream(source.path), document_hash(), 1
-    data, first, start = b"", True, 0
+    data, first, start, context, size = bytearray(), True, 0, "", _PART
     while True:
-        data += stream.read(_PART - len(data))
+        data += stream.read(size + WINDOW - len(data))
         if stream.damage:
             raise DamagedInput(stream.damage)
-        more = len(data) == _PART
-        stop = (data.rfind(b"\n") + 1 or _last_character(data)) if more else len(data)
+        more = len(data) == size + WINDOW
+        stop = last_cut(tokenizer, data, size) if more else len(data)
+        if not stop and more:  # the part grows, until it has a place for a cut
+            size += _PART
+            if size > longest:
+                raise DamagedInput(f"it cannot be cut within max_record_bytes={longest} without a change of its tokens")
+            continue
         digest.update(data[:stop])
-        whole = {"whole": True, "first": first, "more": more, "digest": digest.digest()}
-        piece = Piece(place.source, line, data[:stop], start=start, **whole)
+        whole = {"whole": True, "first": first, "more": more, "digest": digest.digest(), "context": context}
+        piece = Piece(place.source, line, bytes(data[:stop]), start=start, **whole)
         yield piece, Place(place.source + 1), stream.raw_position
         if not more:
             break
         line += data.count(b"\n", 0, stop)
-        data, first, start = data[stop:], False, start + stop
+        first, start, context, size = False, start + stop, context_before(data, stop), _PART
+        del data[:stop]
     stream.close()
-
-
-def _last_character(data: bytes) -> int:
-    """Return the index at which the last UTF-8 character starts."""
-    stop = len(data) - 1
-    while stop > len(data) - 4 and data[stop] & 0xC0 == 0x80:
-        stop -= 1
-    return stop

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from gptlite.data.corpus import document_hash, is_held_out
+from gptlite.data.cuts import encode_after
 from gptlite.data.indexed import token_dtype
 from gptlite.data.tokenizer import load_tokenizer
 from gptlite.preprocess.blocks import BLANK_LINES, Block, Cutting, Piece
@@ -167,7 +168,7 @@ class Encoder:
                 bad.append(document)
                 continue
             if piece is block.part:
-                ids = self._tokenizer.encode_array(document.text)
+                ids = encode_after(self._tokenizer, piece.context, document.text)
                 long = Split(ids.astype(self._dtype), np.array([ids.size]), len(document.data))
                 continue
             if not document.data:

@@ -63,7 +63,7 @@ def preprocess(
     with _locked(partial):
         _begin(settings, tokenizer, partial, overwrite)
         with ExitStack() as stack:
-            job = _Job(settings, Output(partial, tokenizer, stack, log), on_error, log)
+            job = _Job(settings, tokenizer, Output(partial, tokenizer, stack, log), on_error, log)
             job.run(partial / WHOLE / TOKENIZER, workers)
             counts = job.output.counts
             if not counts.documents:
@@ -82,8 +82,9 @@ def _split(output: Path) -> tuple[int, int]:
 class _Job:
     """Remaining work for an output: reading, tokenizing and writing from the last saved place to the end."""
 
-    def __init__(self, settings: Settings, output: Output, on_error: str, log: Log):
+    def __init__(self, settings: Settings, tokenizer: Tokenizer, output: Output, on_error: str, log: Log):
         self._settings, self.output, self._on_error, self._log = settings, output, on_error, log
+        self._tokenizer = tokenizer
         self._before, self._started = astuple(output.counts), time.monotonic()
         self._long_is_bad = False
         self._shown = 0
@@ -110,7 +111,7 @@ class _Job:
             read, unsaved = sum(sizes[: place.source]), 0
             self._started = time.monotonic()
             progress = Progress("tokenizing", sum(sizes), self._log, done=read)
-            for block, encoded in pool.map(read_blocks(settings.sources, settings.cutting, place)):
+            for block, encoded in pool.map(read_blocks(settings.sources, settings.cutting, place, self._tokenizer)):
                 self._write(block, encoded)
                 tokens = self.new.tokens
                 rate = f"{tokens / 1e6:,.1f}M tokens, {tokens / max(self.seconds, 1e-9) / 1e6:.2f}M tokens/s"

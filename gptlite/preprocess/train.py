@@ -5,7 +5,7 @@ from itertools import chain
 
 from gptlite.data.corpus import document_hash, is_held_out, limited
 from gptlite.data.sentence_piece import train_sentencepiece
-from gptlite.data.tokenizer import CharTokenizer, Tokenizer
+from gptlite.data.tokenizer import ByteTokenizer, CharTokenizer, Tokenizer
 from gptlite.errors import ConfigError, did_you_mean
 from gptlite.preprocess.blocks import Place, read_blocks
 from gptlite.preprocess.encode import Bad, documents
@@ -51,7 +51,7 @@ def _texts(settings: Settings, every: int, held_out: float, log: Log) -> Iterato
     formats = [source.format for source in settings.sources]
     progress = Progress("reading", sum(source.size for source in settings.sources), log)
     before, bad = 0, list[Bad]()
-    for number, block in enumerate(read_blocks(settings.sources, settings.cutting, Place())):
+    for number, block in enumerate(read_blocks(settings.sources, settings.cutting, Place(), ByteTokenizer())):
         progress.add(block.read - before)
         before = block.read
         if number % every:
