@@ -40,7 +40,7 @@ from gptlite.parallelism.tensor import (
     tensor_axis,
 )
 from gptlite.parallelism.torch_private import KeptForAll, OnlyKept, compile_block, keep_fp32_gradients
-from gptlite.parallelism.zero import shard
+from gptlite.parallelism.zero import shard, sum_scalars
 from gptlite.precision import Policy
 
 IN_BLOCKS = (Linear, ColumnParallelLinear, RowParallelLinear)
@@ -185,12 +185,14 @@ def build_passes(
 
 @torch.no_grad()
 def finish_gradients(model: Model, parts: Sequence[nn.Module], mesh: Mesh) -> torch.Tensor | None:
-    """Sum the gradients that are still partial. Over the tensor axis, these come from slices of the sequence, or from
-    some of the heads. Over the first and the last pipeline stage, they are those of tied parameters.
+    """Sum the gradients that are still partial. Over the data axes, these are those of parameters without dims. Over
+    the tensor axis, they come from slices of the sequence, or from some of the heads. Over the first and the last
+    pipeline stage, they are those of tied parameters.
 
     Call it once per step, after ZeRO's reduction and before clipping. It also calls ModelSpec.end_step and returns the
     result of that method.
     """
+    sum_scalars((parameter for part in parts for parameter in part.parameters()), mesh)
     for part in parts:
         axis = axis_of(part) if mesh.size("tp") > 1 else None
         if axis is not None:

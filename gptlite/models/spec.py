@@ -286,7 +286,7 @@ class ModelSpec(Generic[C]):
 
     def initial(self, config: C, name: str, shape: tuple[int, ...]) -> Normal | Constant:
         """Return the initial values of a parameter. By default, matrices and filters are normal with standard deviation
-        1 / sqrt(fan-in). Vectors are 1 if their name ends with `weight` (a norm's gain), otherwise 0."""
+        1 / sqrt(fan-in). Vectors and scalars are 1 if their name ends with `weight` (a norm's gain), otherwise 0."""
         if len(shape) > 1:
             return Normal(1 / math.sqrt(math.prod(shape[1:])))
         return Constant(1.0 if name.endswith("weight") else 0.0)

@@ -25,9 +25,9 @@ class ReplicasDiffer(RuntimeError):
 def check_replicas(parameters: Iterable[tuple[str, Tensor]], tied: Sequence[str], mesh: Mesh, step: int) -> None:
     """Compare this rank's parameters with their copies on other ranks. Collective; raises ReplicasDiffer on all ranks.
 
-    All parameters have copies over dp_replicate, those not sharded over tp have copies over tp, and those named in
-    `tied` (the same names on all ranks) have copies on the first and the last pipeline part. The message names the
-    first parameter that differs, and the ranks.
+    All parameters have copies over dp_replicate, those without dims also over dp_shard, those not sharded over tp have
+    copies over tp, and those named in `tied` (the same names on all ranks) have copies on the first and the last
+    pipeline part. The message names the first parameter that differs, and the ranks.
     """
     # Data ranks hold different experts. Each rank's part of the experts is treated as a separate parameter, of which
     # ranks with other experts have no copy.
@@ -44,6 +44,7 @@ def check_replicas(parameters: Iterable[tuple[str, Tensor]], tied: Sequence[str]
     whole = [name for name, tensor in named if not is_cut(tensor)]
     copies: dict[Alike, Sequence[str]] = {"all": every, "uncut": whole, "tied": tied}
     tables = {axis: names for which, names in copies.items() for axis in alike(which)}
+    tables["dp_shard"] = [name for name, tensor in named if tensor.ndim == 0]
     found: dict[tuple[str, str], list[int]] = {}
     for axis, names in tables.items():
         if mesh.size(axis) == 1 or not names:

@@ -9,6 +9,9 @@
 
 Stage 0 is FSDP2's hybrid sharding with a shard axis of size 1. With dp_replicate above 1, the shards of stages 1 to 3
 are replicated (HSDP), and their gradients are all-reduced at the end of the step.
+
+FSDP2 refuses parameters without dims, such as a logit scale. They are replicated in every stage, and `sum_scalars`
+all-reduces their gradients at the end of the step.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from gptlite.parallelism.axes import DATA_AXES, EXPERT_DATA_AXES
+from gptlite.parallelism.collectives import all_reduce
 from gptlite.parallelism.config import Offload, ParallelismConfig
 from gptlite.parallelism.mesh import Mesh
 from gptlite.parallelism.point_to_point import PairwiseAllGather, PairwiseReduceScatter
@@ -53,7 +57,8 @@ def shard(
         param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False
     )
     place = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda") if offloads else OffloadPolicy()
-    split = partial(fully_shard, mp_policy=policy, offload_policy=place)
+    scalars = {parameter for parameter in part.parameters() if parameter.ndim == 0}
+    split = partial(fully_shard, mp_policy=policy, offload_policy=place, ignored_params=scalars)
     if mesh.expert_mesh is not None:
         data = mesh.expert_mesh[EXPERT_DATA_AXES if hybrid else EXPERT_DATA_AXES[1:]]
         for module in experts:
@@ -75,6 +80,22 @@ def shard(
             module.set_custom_reduce_scatter(PairwiseReduceScatter())  # type: ignore[arg-type]
     if config.zero == 3 and config.prefetch > 1:
         _prefetch([bucket[0] for bucket in buckets], config.prefetch)  # the modules of a bucket share one FSDP2 state
+
+
+@torch.no_grad()
+def sum_scalars(parameters: Iterable[nn.Parameter], mesh: Mesh) -> None:
+    """Sum the gradients of the parameters without dims over the data ranks. A rank without a gradient counts as 0."""
+    scalars = [parameter for parameter in parameters if parameter.ndim == 0 and parameter.requires_grad]
+    if mesh.fsdp_size == 1 or not scalars:
+        return
+    for parameter in scalars:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter, dtype=torch.float32)
+    gradients = [parameter.grad for parameter in scalars if parameter.grad is not None]
+    # An offloaded gradient is on the host.
+    summed = all_reduce(torch.stack(gradients).to(mesh.device, torch.float32), mesh, DATA_AXES)
+    for gradient, total in zip(gradients, summed.unbind(), strict=True):
+        gradient.copy_(total)
 
 
 def sharded_modules(part: nn.Module) -> list[FSDPModule]:

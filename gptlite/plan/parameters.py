@@ -59,8 +59,8 @@ class Parameter(NamedTuple):
         return prod(self.shard_shape(shards))
 
     def gathered(self, shards: int) -> int:
-        """Return the elements of all shards, padding included."""
-        return expert_shards(shards, self.among) * self.shard(shards)
+        """Return the elements of all shards, padding included; 0 for a scalar, which is not gathered."""
+        return expert_shards(shards, self.among) * self.shard(shards) if self.shape else 0
 
 
 class Group(NamedTuple):
@@ -142,13 +142,22 @@ class Stage:
         """Return FSDP2's groups: distributed experts of each block, parameters outside blocks, buckets of blocks."""
 
         def elements(kinds: Iterable[int], experts: bool) -> int:
-            return sum(shard_elements(shared(self.kinds[kind], experts), shards) for kind in kinds)
+            return sum(sharded(shared(self.kinds[kind], experts)) for kind in kinds)
+
+        def sharded(parameters: tuple[Parameter, ...]) -> int:
+            return shard_elements(tuple(each for each in parameters if each.shape), shards)
 
         among = max((each.among for kind in self.kinds for each in kind), default=1)
         experts = [Group(elements([kind], True), count, True, among) for kind, count in self.runs] if among > 1 else []
-        others = Group(shard_elements(self.others, shards), 1, False)
+        others = Group(sharded(self.others), 1, False)
         buckets = [Group(elements(kinds, False), number, True) for kinds, number in self.buckets(bucket_layers)]
         return [each for each in [*experts, others, *buckets] if each.elements]
+
+    @property
+    def scalars(self) -> int:
+        """Number of parameters without dims, which FSDP2 neither shards nor reduces."""
+        inside = (count * sum(not each.shape for each in self.kinds[kind]) for kind, count in self.runs)
+        return sum(not each.shape for each in self.others) + sum(inside)
 
     def parameters(self) -> list[Parameter]:
         """Return all parameters of the stage."""
@@ -213,8 +222,10 @@ def inventory(model: ModelConfig, tensor: int, tp_rank: int = 0, expert: int = 1
         if dim is not None:  # cut as by torch.chunk: the last ranks may get a smaller part
             longest = -(-shape[dim] // tensor)
             shape[dim] = max(0, min(longest, shape[dim] - tp_rank * longest))
-        among = expert if id(parameter) in experts else 1
-        return Parameter((shape[0] // among, *shape[1:]), dim is not None, name in tied, among)
+        among = 1
+        if id(parameter) in experts:
+            among, shape[0] = expert, shape[0] // expert
+        return Parameter(tuple(shape), dim is not None, name in tied, among)
 
     def listed(part: nn.Module, blocks: Iterable[nn.Module], inside: bool = True) -> tuple[Parameter, ...]:
         """Return the parameters of a part that are `inside` the given blocks, or those outside them."""

@@ -73,8 +73,8 @@ def _outside(work: Workload, held: list[Stage], pp_rank: int, times: int) -> Ite
     for copy in copies(held) if work.layout.size("pp") > 1 else ():
         for kind in ("send", "recv"):
             yield Transfer("pp", kind, 2, copy.shard(work.layout.size("dp_shard")) * MASTER, 1, "step")
-    for axis in DATA_AXES:
-        yield Transfer(axis, "all_reduce", work.layout.size(axis), VALID, 1, "step")
+    for axis, size in product(DATA_AXES, (VALID, MASTER * sum(stage.scalars for stage in held))):
+        yield Transfer(axis, "all_reduce", work.layout.size(axis), size, 1, "step")
     balancing = (*DATA_AXES, "tp") if work.parallelism.sequence else DATA_AXES
     for stage, axis in product(held, balancing):
         yield Transfer(axis, "all_reduce", work.layout.size(axis), SUM * stage.loads, 1, "step")

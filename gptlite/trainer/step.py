@@ -225,7 +225,8 @@ class Step:
         computes = mesh.is_first("uncut")
         # Count each gradient element on only one of the ranks that hold it.
         first = mesh.is_first("all")
-        counted = (p for p in state.weights() if _counts(p, first, computes))
+        alone = all(mesh.coordinate(axis) == 0 for axis in DATA_AXES)
+        counted = (p for p in state.weights() if _counts(p, first if p.ndim else alone, computes))
         # fp64: the square of a norm above 1.8e19 would overflow fp32.
         square = local_grad_norm(counted, fused).double() ** 2
         loss = total.double() if computes else torch.zeros_like(total, dtype=torch.float64)
@@ -251,8 +252,8 @@ class _About:
 def _counts(parameter: Tensor, first: bool, computes: bool) -> bool:
     """Return True on exactly one of the ranks that hold the same shard of a parameter.
 
-    `first`: this rank is the first along the axes that replicate all parameters. `computes`: it is the first along the
-    axes that replicate parameters not sharded by tensor parallelism.
+    `first`: this rank is the first along the data axes that replicate this kind of parameters. `computes`: it is the
+    first along the axes that replicate parameters not sharded by tensor parallelism.
     """
     if of_experts(parameter):  # sharded in the experts' mesh
         return all(cut.rank == 0 for cut in copies(parameter))

@@ -25,6 +25,7 @@ def replicas(layout: dict[str, int], flip: tuple[int, str] | None) -> str:
     mesh = build_mesh(ParallelismConfig(**layout))  # type: ignore[arg-type]
     torch.manual_seed(0)
     named = [("norm.weight", nn.Parameter(torch.randn(64))), ("linear.weight", nn.Parameter(torch.randn(64, 64)))]
+    named.append(("scale", nn.Parameter(torch.randn(()))))
     axis = tensor_axis(mesh, sequence=False, overlap=False)
     if axis is not None:
         named[1] = ("linear.weight", cut(named[1][1], axis, 0))
@@ -33,7 +34,7 @@ def replicas(layout: dict[str, int], flip: tuple[int, str] | None) -> str:
     if flip is not None and mesh.rank == flip[0]:
         tensor = dict(named)[flip[1]]
         local = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # type: ignore[operator]
-        local.detach().view(torch.int32).flatten()[3] ^= 1
+        local.detach().view(torch.int32).flatten()[-1] ^= 1
     try:
         check_replicas(named, ["embedding.weight"], mesh, 200)
     except ReplicasDiffer as error:
@@ -53,6 +54,8 @@ def test_a_flipped_bit_is_named(two: Ranks) -> None:
     assert run((1, "norm.weight"), tensor=2) == f"parameter norm.weight differs between tp {end}"
     assert run((1, "linear.weight"), tensor=2) == ""  # each rank has a part of its own
     assert run((0, "linear.weight")) == f"parameter linear.weight differs between dp_replicate {end}"
+    assert run((1, "scale"), zero=3) == f"parameter scale differs between dp_shard {end}"
+    assert run((1, "norm.weight"), zero=3) == ""  # a shard, which other data ranks do not hold
     assert run((1, "embedding.weight"), pipeline=2) == f"parameter embedding.weight differs between pp {end}"
     assert run((1, "norm.weight"), pipeline=2) == ""  # another stage's
 

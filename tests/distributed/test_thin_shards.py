@@ -1,4 +1,4 @@
-"""Each optimizer on shards with one row, or none, along every axis: the steps of one process."""
+"""Each optimizer on shards with one row, or none, along every axis, and on scalars: the steps of one process."""
 
 from __future__ import annotations
 
@@ -23,8 +23,22 @@ from gptlite.parallelism.zero import shard
 from gptlite.parity.gather import gather
 
 STEPS = 2
-SHAPES = [(1, 40), (3, 40), (40, 1), (1, 1), (2, 3), (7, 5), (1,), (3,), (1, 4, 6), (3, 1, 5), (2, 3, 1), (2, 1, 3, 4)]
-FEW = [(1, 40), (40, 1), (1,), (1, 4, 6)]
+SHAPES = [
+    (),
+    (1, 40),
+    (3, 40),
+    (40, 1),
+    (1, 1),
+    (2, 3),
+    (7, 5),
+    (1,),
+    (3,),
+    (1, 4, 6),
+    (3, 1, 5),
+    (2, 3, 1),
+    (2, 1, 3, 4),
+]
+FEW = [(), (1, 40), (40, 1), (1,), (1, 4, 6)]
 NAMES = [name for name in OPTIMIZERS if not name.startswith("apex_")]  # Apex needs a GPU
 LAYOUTS = [
     Layout(tensor=2, data=2, zero=3),

@@ -36,6 +36,8 @@ SLOW = [
     *(Layout(2, f"form={form} zero={zero}", "perceptron") for form in ("listed", "whole") for zero in (2, 3)),
     Layout(2, "zero=2", "perceptron"),
     Layout(2, "pp=2", "perceptron"),
+    *(Layout(2, words, "scaled") for words in ("zero=2", "zero=3")),
+    Layout(1, "", "scaled"),
 ]
 
 

@@ -24,7 +24,8 @@ PERCEPTRON = [
     "data.global_batch_size=128",
     "data.micro_batch_size=32",
 ]
-MODELS = {"gpt": [*BASE, *MODEL], "resnet": [*RESNET, *SAMPLES], "perceptron": PERCEPTRON}
+SCALED = ["model=scaled", "model.width=96", *PERCEPTRON[1:]]
+MODELS = {"gpt": [*BASE, *MODEL], "resnet": [*RESNET, *SAMPLES], "perceptron": PERCEPTRON, "scaled": SCALED}
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,8 @@ class Layout:
 def _load(model: str, overrides: tuple[str, ...]) -> Config:
     if model != "gpt":  # plugins, which a rank does not know either
         import models.mlp
-        import models.resnet  # noqa: F401
+        import models.resnet
+        import models.scaled  # noqa: F401
     return load([*MODELS[model], *overrides])
 
 
