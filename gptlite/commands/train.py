@@ -18,12 +18,13 @@ from omegaconf import DictConfig
 
 from gptlite.config import CONF_DIR, SCHEMAS, choices, help_text, register, resumed, typed
 from gptlite.config.command_line import pipe_closed
+from gptlite.config.compose import with_whole_numbers
 from gptlite.config.deepspeed import with_deepspeed
-from gptlite.config.messages import refusals, unknown_key
+from gptlite.config.messages import flag_refusal, refusals
 from gptlite.config.plugins import import_plugins, named_in
-from gptlite.config.schema import known_keys
+from gptlite.config.saved import not_resumed
 from gptlite.config.warm_start import with_model
-from gptlite.errors import ConfigError, did_you_mean, known_home, system_error
+from gptlite.errors import ConfigError, did_you_mean, known_home, printable, system_error
 from gptlite.invocation import localized, prepare_process
 from gptlite.launch.hostfile import run as run_on_hosts
 from gptlite.launch.hostfile import take_flags
@@ -31,6 +32,8 @@ from gptlite.launch.starter import is_main, let_main_speak, refuse_sweep
 
 COMPLETION = {"--shell-completion", "-sc"}
 SHOWING = {"--cfg", "-c", "--info", "-i", "--hydra-help"} | COMPLETION  # Hydra's flags that do not start a run
+SHORT = {"-h", "-c", "-p", "-r", "-m", "-sc", "-cd", "-i"}
+FLAGS = SHORT | SHOWING | set("--help --version --resolve --package --run --multirun --config-dir".split())
 EXIT_FAILED, EXIT_REFUSED, EXIT_INTERRUPTED = 1, 2, 130
 
 
@@ -72,6 +75,7 @@ def command() -> int:
         flags, overrides = sort_arguments(words)
         overrides = with_deepspeed(overrides, print_once)
         import_plugins(named_in(overrides))
+        overrides = with_whole_numbers(overrides)
         if {"-h", "--help"} & set(flags):
             print(help_text(overrides))
             return 0
@@ -86,6 +90,8 @@ def command() -> int:
             return sweep(flags, overrides)
         if given := next((each for each in overrides if each.startswith("hydra.sweep.")), None):
             raise ConfigError(f"{given} is only for sweeps; add -m, or give run.dir=... for one run")
+        if not SHOWING & set(flags) and (line := not_resumed(overrides)):
+            print_once(printable(line))
         sys.argv[1:] = [*flags, *with_model(resumed(overrides), print_once)]
         return completions() if COMPLETION & set(flags) else jobs()
 
@@ -129,10 +135,11 @@ def jobs() -> int:
 def sort_arguments(arguments: list[str]) -> tuple[list[str], list[str]]:
     """Separate flags, with their values, from overrides, since Hydra requires overrides to be contiguous."""
     overrides = [each for each in arguments if re.match(r"[+~]*[\w./@:]+=|~\w", each)]
-    for each in arguments:
-        if (option := re.match(r"--([a-z_.]*[._][a-z_.]*)(=.*)?$", each)) and option[1] != "shell_completion":
-            key = f"give {option[1]}=VALUE" if option[1] in known_keys() else unknown_key(option[1])
-            raise ConfigError(f"{each}: settings are KEY=VALUE, without dashes; {key}")
+    for each, after in zip(arguments, [*arguments[1:], "-"], strict=True):
+        option = re.match(r"--?[A-Za-z][\w.-]+", each)
+        value = None if after.startswith("-") or "=" in after else after
+        if option and option[0] not in FLAGS and (refusal := flag_refusal(each, value)):
+            raise ConfigError(refusal)
     for group in SCHEMAS:
         if f"{group}=null" in overrides:
             raise ConfigError(f"{group}=null: every run needs this section; {choices(group)}")

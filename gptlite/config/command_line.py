@@ -17,7 +17,7 @@ from typing import Any, NoReturn, TypeVar
 
 from omegaconf import OmegaConf
 
-from gptlite.config.overrides import escaped, unquoted
+from gptlite.config.overrides import escaped, unquoted, whole_number
 from gptlite.documents import shown
 from gptlite.errors import ConfigError, did_you_mean, known_home, system_error
 from gptlite.invocation import localized, prepare_process
@@ -137,6 +137,8 @@ def parse_arguments(schema: type[T], arguments: list[str]) -> T:
         try:
             if text and value[:1] in ("'", '"') and not fields[key].metadata.get("literal"):
                 value = unquoted(value)
+            if fields[key].type in (int, int | None, "int", "int | None"):
+                argument = f"{key}={whole_number(value)}"
             config[key] = escaped(value) if text else OmegaConf.from_dotlist([argument])[key]
         except Exception as error:
             from gptlite.config.messages import plain  # only for an error

@@ -17,9 +17,19 @@ from gptlite.config.changed_presets import changed_presets
 from gptlite.config.checks import check
 from gptlite.config.deepspeed import with_deepspeed
 from gptlite.config.messages import refusals, unknown_key
+from gptlite.config.overrides import key_of, whole_number
 from gptlite.config.plugins import import_plugins, named_in, refuse_unnamed
 from gptlite.config.saved import leaves, saved_config, saved_overrides
-from gptlite.config.schema import CONF_DIR, SCHEMAS, Config, choices, presets_of, register, schema_names
+from gptlite.config.schema import (
+    CONF_DIR,
+    SCHEMAS,
+    Config,
+    choices,
+    presets_of,
+    register,
+    schema_names,
+    whole_number_keys,
+)
 from gptlite.config.warm_start import with_model
 from gptlite.errors import ConfigError, known_home
 from gptlite.invocation import localized
@@ -40,6 +50,7 @@ def load(overrides: Iterable[str] = (), config_dir: Path = CONF_DIR) -> Config:
         raise ConfigError(f"load takes strings KEY=VALUE and GROUP=PRESET, not {flags[0]!r}")
     overrides = with_deepspeed(overrides)
     import_plugins(named_in(overrides))  # before the composition, since plugins add schemas
+    overrides = with_whole_numbers(overrides)
     overrides = with_model(resumed(overrides, config_dir))
     with refusals(), _initialized(config_dir):
         return typed(compose("config", overrides=overrides), overrides)
@@ -58,6 +69,15 @@ def resumed(overrides: list[str], config_dir: Path = CONF_DIR) -> list[str]:
     with refusals(), _initialized(config_dir):
         more = changed_presets(saved, [*found, *overrides], lambda each: compose("config", overrides=each))
     return [*more, *found, *overrides]
+
+
+def with_whole_numbers(overrides: list[str]) -> list[str]:
+    """Return the overrides, with whole numbers that are written as 1e3 as Hydra reads them. To Hydra, 1e3 is 1000.0."""
+    changed = ["".join((*parts[:2], whole_number(parts[2]))) for parts in (each.partition("=") for each in overrides)]
+    if changed == overrides:
+        return overrides
+    keys = whole_number_keys()
+    return [new if key_of(each) in keys else each for each, new in zip(overrides, changed, strict=True)]
 
 
 def load_layout(overrides: Iterable[str]) -> ParallelismConfig:

@@ -9,6 +9,8 @@ from pathlib import Path
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf.errors import OmegaConfBaseException
 
+from gptlite.config import other_tools
+from gptlite.config.overrides import hydra_value
 from gptlite.config.schema import RENAMED, SCHEMAS, choices, known_keys
 from gptlite.errors import ConfigError, did_you_mean
 from gptlite.models.registry import SPECS
@@ -68,32 +70,61 @@ def unknown_key(key: str) -> str:
         return f"{key} is now model.{renamed[0]}"
     if name in RENAMED.get(section, {}):
         return f"{key} is now {section}.{RENAMED[section][name]}"
-    keys = known_keys()
+    keys, other = known_keys(), other_tools.hint(key)
     if key in keys:
         return f"{key} is not a key of the chosen preset; another preset of {section} has it"
     if section in SCHEMAS and name in ("name", "type", "kind", "preset"):  # keys of other frameworks for a choice
         return f"{key} is not a key; {choices(section)}"
+    if name.lower() in other_tools.WAYS or (not name and key.lower() in other_tools.WAYS):
+        return f"{key} is not a key; {other}"
     inside = [known.partition(".")[2] for known in keys if known.startswith(f"{section}.")]
     leaves = [known for known in keys if known.split(".")[-1] == key.split(".")[-1]]
     if leaves:
         return f"{key} is not a key; did you mean {min(leaves, key=lambda each: not each.startswith(f'{section}.'))}?"
+    if other:
+        return f"{key} is not a key; {other}"
     if inside and name:  # the section's name, common to its keys, is not compared
         close = get_close_matches(name, inside, n=1)
         return f"{key} is not a key; {f'did you mean {section}.{close[0]}?' if close else '--help lists them'}"
     return f"{key} is not a key{did_you_mean(key, keys) or '; --help lists them'}"
 
 
+def flag_refusal(flag: str, value: str | None = None) -> str | None:
+    """Return the message for a flag of another tool, such as `--lr=3e-4`, or `--lr` with the next word as `value`; None
+    if the flag is unknown."""
+    word, equals, own = flag.lstrip("-").partition("=")
+    word, value = word.replace("-", "_"), own if equals else value
+    leaves = [key for key in known_keys() if key.split(".")[-1] == word]
+    if word in (*SCHEMAS, "experiment"):
+        given = f"give {word}={value or 'PRESET'}"
+    elif word in known_keys() or len(leaves) == 1:
+        given = f"give {leaves[0] if len(leaves) == 1 else word}={value or 'VALUE'}"
+    elif "." in word or leaves:
+        given = unknown_key(word)
+    elif word.lower() in other_tools.KEYS:
+        given = f"give {other_tools.KEYS[word.lower()]}={value or 'VALUE'}"
+    else:
+        return f"{flag}: {way}" if (way := other_tools.hint(word)) else None
+    return f"{flag}: settings are KEY=VALUE, without dashes; {given}"
+
+
 def _missing_preset(error: MissingConfigException) -> str:
-    group, _, name = (error.missing_cfg_file or "").rpartition("/")
+    file = error.missing_cfg_file or ""
+    group, _, name = file.partition("/") if file.partition("/")[0] in SCHEMAS else file.rpartition("/")
     options = [option for option in error.options or () if not option.endswith("_schema")]  # schemas are not presets
     longer = [option for option in options if name and option.startswith(name)]
-    close = longer[:3] or get_close_matches(name, options, n=1, cutoff=0.75)  # a lower cutoff would match tp3 with tp8
+    same = [option for option in options if option.lower().replace("_", "-") == name.lower().replace("_", "-")]
+    # A lower cutoff would match tp3 with tp8.
+    close = same or longer[:3] or get_close_matches(name.lower(), options, n=1, cutoff=0.75)
     hint = f"did you mean {' or '.join(close)}? " if close else ""
     if not options:
         return str(error).splitlines()[0]
-    if group.partition("/")[0] == "data" and (path := Path(f"{group}/{name}".removeprefix("data/"))).exists():
-        key = "data=tokens" if (path / "train.idx").exists() else "data=text"
-        return f"data={path} is a path, but data= takes a preset; give {key} data.path={path}"
+    if group == "data" and ("/" in name or Path(name).exists()):
+        key = "data=tokens" if (Path(name) / "train.idx").exists() else "data=text"
+        absent = "" if Path(name).expanduser().exists() else " that does not exist"
+        once = " once it holds texts" * bool(absent)
+        given = f"{key} data.path={hydra_value(name)}"
+        return f"data={name} is a path{absent}, but data= takes a preset; give {given}{once}"
     if group == "hydra/launcher" and (plugin := name.partition("_")[0]) in ("joblib", "submitit"):
         hint = f"pip install hydra-{plugin}-launcher, or "
     missing = "does not exist" if group != "data" else f"is neither a preset nor a prepared folder ./data/{name}"

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 # Text that Hydra reads as it is, unless all of it is a number or another value.
 PLAIN = re.compile(r"[\w./:+@-]+", re.ASCII)
 OTHER = re.compile(r"null|true|false|[+-]?(inf|nan|[0-9_.]+(e[+-]?[0-9_]+)?)", re.IGNORECASE)
+EXPONENT = re.compile(r"[0-9]+(\.[0-9]*)?[eE][+]?[0-9]+")
 INTERPOLATION = re.compile(r"(\\*)\$\{")
 
 
@@ -25,6 +26,17 @@ def hydra_value(text: str) -> str:
         return text
     text = re.sub(r"(\\+)(?='|\Z)", r"\1\1", escaped(text))  # elsewhere, Hydra reads a backslash in quotes as it is
     return "'" + text.replace("'", "\\'") + "'"
+
+
+def whole_number(value: str) -> str:
+    """Return the value, with whole numbers such as 1e3 or 2.5e6 written as 1000 and 2500000, also in `1e3,2e3`."""
+    return ",".join(map(_digits, value.split(","))) if EXPONENT.search(value) else value
+
+
+def _digits(text: str) -> str:
+    if EXPONENT.fullmatch(text.strip()) and (number := float(text)).is_integer() and number < 2**53:
+        return str(int(number))
+    return text
 
 
 def escaped(text: str) -> str:

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
+from difflib import get_close_matches
 from enum import Enum
 from functools import cache
 from pathlib import Path
@@ -38,6 +39,7 @@ class _Saved(TypedDict):
     plugins: NotRequired[list[str]]
 
 
+RESUMING = {"run", "trainer", "checkpoint", "plugins"}  # sections in which a command changes a run that it resumes
 LENGTHS = ("trainer.max_steps", "trainer.max_epochs")  # setting one replaces the other
 
 
@@ -164,6 +166,19 @@ def saved_file(arguments: list[str]) -> Path:
     """Return the path of the config.yaml in `run.dir`."""
     with known_home("run.dir"):
         return Path(values_of(arguments).get("run.dir", "")).expanduser() / "config.yaml"
+
+
+def not_resumed(arguments: list[str]) -> str:
+    """Return a line for a command that looks like one to resume a run, although `run.dir` holds no run; else ""."""
+    given, saved = values_of(arguments), saved_file(arguments)
+    sections = {key.partition(".")[0] for key in given}
+    if "run.dir" not in given or not sections <= RESUMING or "checkpoint.resume" in given or saved.exists():
+        return ""
+    folder = saved.parent
+    runs = {each.parent.name: str(each.parent) for each in folder.parent.glob("*/config.yaml")}
+    close = get_close_matches(folder.name, runs, n=1)
+    hint = f"; did you mean run.dir={hydra_value(runs[close[0]])}?" if close else ""
+    return f"note: run.dir={folder} holds no run, so nothing is resumed, and a new run starts there{hint}"
 
 
 def leaves(section: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -170,12 +170,19 @@ def schema_names(config: Config) -> dict[str, str]:
 
 def known_keys() -> list[str]:
     """Return every key that any preset can have, such as `model.dropout`."""
-    return sorted(set(_keys(Config, "")))
+    return sorted({key for key, _ in _keys(Config, "")})
 
 
-def _keys(cls: type, prefix: str) -> Iterator[str]:
+def whole_number_keys() -> set[str]:
+    """Return the keys of `known_keys` whose values are whole numbers, or null."""
+    kinds = {int, int | None, "int", "int | None"}
+    return {key for key, kind in _keys(Config, "") if kind in kinds}
+
+
+def _keys(cls: type, prefix: str) -> Iterator[tuple[str, Any]]:
+    """Yield each key of a dataclass and its sections, and the type of its value as in the source."""
     for item in dataclasses.fields(cls):
-        yield prefix + item.name
+        yield prefix + item.name, item.type
         if prefix == "" and item.name in SCHEMAS:
             for schema in SCHEMAS[item.name].values():
                 yield from _keys(schema, f"{item.name}.")

@@ -14,7 +14,7 @@ from gptlite.config import CONF_DIR, hydra_value, load, register
 from gptlite.config.command_line import LITERAL, parse_arguments
 from gptlite.config.overrides import unquoted, values_of
 from gptlite.config.plugins import as_override, named_in
-from gptlite.config.saved import saved_file
+from gptlite.config.saved import not_resumed, saved_file
 from gptlite.config.warm_start import model_overrides
 from gptlite.errors import ConfigError
 from gptlite.sweep.begin import sweep_overrides
@@ -84,6 +84,29 @@ def test_every_reader_of_a_folder_unquotes_alike(text: str, monkeypatch: pytest.
     assert named_in([as_override([text, "b"])]) == ([text, "b"] if "," not in text else [])
     assert values_of([f"checkpoint.resume={value}"]) == {"checkpoint.resume": text}
     assert model_overrides([f"checkpoint.resume={value}", "checkpoint.load='weights'"]) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["run.dir=runs/first"], "; did you mean run.dir=runs/firs?"),
+        (["run.dir='runs/first'", "trainer.max_steps=9", "plugins=[a]"], "; did you mean run.dir=runs/firs?"),
+        (["run.dir=runs/else"], ""),
+        (["run.dir=runs/firs"], None),
+        (["run.dir=runs/first", "model=gpt2"], None),
+        (["run.dir=runs/first", "checkpoint.resume=runs/firs"], None),
+        (["trainer.max_steps=9"], None),
+    ],
+)
+def test_a_folder_without_a_run_is_told_if_the_command_seems_to_resume(
+    words: list[str], told: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "firs").mkdir(parents=True)
+    (tmp_path / "runs" / "firs" / "config.yaml").touch()
+    folder = words[0].partition("=")[2].strip("'")
+    line = f"note: run.dir={folder} holds no run, so nothing is resumed, and a new run starts there{told}"
+    assert not_resumed(words) == ("" if told is None else line)
 
 
 def test_a_name_like_an_interpolation_is_refused_by_its_key() -> None:
