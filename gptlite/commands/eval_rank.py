@@ -117,8 +117,8 @@ def held_out(source: str | None, config: Config, tokenizer: Tokenizer) -> Prepar
         for path in files:
             tokens += [ids for ids, _ in encoded(tokenizer, Span(path, 0, path.stat().st_size))]
             tokens.append(np.array([tokenizer.eod], dtype=np.int32))
-        array = np.concatenate(tokens)
-        return PreparedData(source, None, tokenizer, (TokenSet(source, source, array, array),), {})
+        array, size = np.concatenate(tokens), sum(path.stat().st_size for path in files)
+        return PreparedData(source, None, tokenizer, (TokenSet(source, source, array, array, 1.0, size),), {})
     section = config.data
     if source is not None:
         presets = presets_of("data")  # including the prepared folders ./data/NAME, as in training

@@ -156,6 +156,7 @@ def build_loader(
         schedule=schedule,
         micro_batch_size=micro,
         token_bytes=prepared.tokenizer.token_bytes(),
+        text_bytes={each.name: each.validation_bytes for each in sets},
         device=mesh.device,
         share=Share(mesh.data_rank, mesh.data_size, _positions(length, mesh)),
         document_end=prepared.tokenizer.eod if config.documents else None,

@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, NotRequired, Required, TypedDict
+from typing import Annotated, Any, Literal, NotRequired, Required, TypedDict
 
 from gptlite import limits
 from gptlite.data.tokenizer import UNKNOWN, Tokenizer, reading
@@ -58,6 +58,7 @@ class _Configuration(TypedDict):
     """Content of a tokenizer_config.json."""
 
     eos_token: NotRequired[str | _Token | None]
+    bos_token: NotRequired[str | _Token | None]
 
 
 @dataclass
@@ -85,6 +86,8 @@ class HuggingFaceTokenizer(Tokenizer):
         self._tokenizer.encode_special_tokens = True  # text that spells out a special token is plain text
         super().__init__(_pieces(self._tokenizer, definition, eod), eod, {"eod": eod}, content)
         self.changes = ", ".join(_types(definition.get("normalizer")))
+        prefix = b'"add_prefix_space":true' in b"".join(content.split())
+        self.keeps_bytes = "ByteLevel" in _types(definition.get("decoder")) and not self.changes and not prefix
         if state := _state(definition):
             self.warning = f"its {FILE} was saved with {' and '.join(state)}, by which documents may have been changed"
 
@@ -109,7 +112,7 @@ class HuggingFaceTokenizer(Tokenizer):
         if _state(definition):
             content = json.dumps(_plain(definition), ensure_ascii=False).encode()
         vocabulary = _read(content).get_vocab(with_added_tokens=True)
-        names = [eod] if eod is not None else [*_configured_end(path.with_name("tokenizer_config.json")), *ENDS]
+        names = [eod] if eod is not None else [*_configured(path, "eos_token"), *ENDS]
         known = next((name for name in names if name in vocabulary), None)
         if known is None:
             raise ConfigError(
@@ -117,6 +120,7 @@ class HuggingFaceTokenizer(Tokenizer):
             )
         _refuse_lossy(vocabulary, definition)
         tokenizer = cls(content, vocabulary[known])
+        tokenizer.bos = next((vocabulary.get(name) for name in _configured(path, "bos_token")), None)
         if tokenizer.eod in tokenizer.encode(known):
             raise ConfigError(
                 f"tokenizer={path}: the text {known!r} is encoded as the token {known}, so a text could end a document"
@@ -236,11 +240,13 @@ def _types(part: _Part | None) -> Iterator[str]:
             yield from _types(each)
 
 
-def _configured_end(path: Path) -> list[str]:
+def _configured(path: Path, key: Literal["bos_token", "eos_token"]) -> list[str]:
+    """Return the special token that the tokenizer_config.json beside a tokenizer.json names, if any."""
+    path = path.with_name("tokenizer_config.json")
     if not path.is_file():
         return []
     try:
-        end = read_json(path, _Configuration).get("eos_token")
+        end = read_json(path, _Configuration).get(key)
     except ValueError as error:
         raise ConfigError(f"{path} cannot be used: {error}") from error
     name = end["content"] if isinstance(end, dict) else end

@@ -14,13 +14,17 @@ from gptlite.errors import ConfigError
 from gptlite.invocation import command
 from gptlite.ops.documents import Documents
 
+_BLOCK = 1 << 22  # tokens read at a time
 IGNORE = -100  # marks targets without a loss; torch's default ignore_index
 _Key = tuple[BatchSchedule, SampleStream, int]  # the int is the number of samples before the step
 
 
 class Loader(BatchLoader):
     """Loader of sequences of tokens. With `document_end`, the id that ends a document, batches carry the document
-    boundaries, and nothing is predicted from that id. `validation` is {data set: held-out tokens, int[N]}."""
+    boundaries, and nothing is predicted from that id. `validation` is {data set: held-out tokens, int[N]}.
+
+    `text_bytes` is the size of each set's held-out text; None if that is the sum of its tokens' `token_bytes`.
+    """
 
     def __init__(
         self,
@@ -30,6 +34,7 @@ class Loader(BatchLoader):
         schedule: BatchSchedule,
         micro_batch_size: int,
         token_bytes: np.ndarray,
+        text_bytes: Mapping[str, int | None] | None = None,
         device: torch.device,
         share: Share = WHOLE,
         document_end: int | None = None,
@@ -38,6 +43,7 @@ class Loader(BatchLoader):
         self._validation = validation
         self._length = stream.eras[-1].sequence_length
         self._token_bytes = token_bytes
+        self._text_bytes = text_bytes or {}
         self._document_end = document_end
         # One thread: reads are in the order of the steps.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="data")
@@ -91,15 +97,25 @@ class Loader(BatchLoader):
         """Return the number of bytes of the targets, see BatchLoader.
 
         With the total loss in nats, bits per byte = nats / ln 2 / bytes. `eod` has no bytes, so the end of a document
-        adds bits but no bytes.
+        adds bits but no bytes. Where a tokenizer changes texts, e.g. normalizes them or adds a space, the bytes are
+        those of the text, of which each target has a share as its piece has of all pieces.
         """
         name = name or self.validation_sets[0]
         held_out = self._validation[name]
         chunks = spread(num_chunks(held_out, self._length), limit)
         if (name, len(chunks)) not in self._bytes_counted:
             counts = (self._bytes(read_chunk(held_out, chunk, self._length)) for chunk in chunks.tolist())
-            self._bytes_counted[name, len(chunks)] = sum(counts)
+            self._bytes_counted[name, len(chunks)] = round(sum(counts) * self._text_per_piece(name))
         return self._bytes_counted[name, len(chunks)]
+
+    def _text_per_piece(self, name: str) -> float:
+        """Return the bytes of a set's held-out text per byte of its tokens' pieces."""
+        if (size := self._text_bytes.get(name)) is None:
+            return 1.0
+        held_out, pieces = self._validation[name], 0
+        for start in range(0, len(held_out), _BLOCK):
+            pieces += int(self._token_bytes[held_out[start : start + _BLOCK]].sum())
+        return size / pieces if pieces else 1.0
 
     def _bytes(self, values: np.ndarray) -> int:
         counted = values[1:] if self._document_end is None else values[1:][values[:-1] != self._document_end]

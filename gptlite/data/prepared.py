@@ -17,7 +17,8 @@ class TokenSet:
     """Tokens of a data set, int[N], memory-mapped if they come from a folder.
 
     `data` is the SHA-256 of the training tokens, which is also the key of the sample order. `weight` is relative to the
-    weights of the other sets in a blend.
+    weights of the other sets in a blend. `validation_bytes` is the size of the held-out text; None if it is not text,
+    or if the pieces of its tokens are its bytes.
     """
 
     name: str
@@ -25,6 +26,7 @@ class TokenSet:
     train: np.ndarray
     validation: np.ndarray
     weight: float = 1.0
+    validation_bytes: int | None = None
 
 
 Identity = dict[str, str | dict[str, dict[str, str]]]
@@ -118,4 +120,5 @@ def _open(
     documents = train.num_documents + validation.num_documents if source is None else None
     require_length(len(train.tokens), len(validation.tokens), sequence_length, source or folder, documents)
     hashes = {part: each.meta.sha256 for part, each in zip(("train", "validation"), opened, strict=True) if each.meta}
-    return tokenizer, TokenSet(name, hashes["train"], train.tokens, validation.tokens, weight), hashes
+    size = None if tokenizer.keeps_bytes or validation.meta is None else validation.meta.text_bytes
+    return tokenizer, TokenSet(name, hashes["train"], train.tokens, validation.tokens, weight, size), hashes

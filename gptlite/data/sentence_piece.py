@@ -42,8 +42,10 @@ class SentencePieceTokenizer(Tokenizer):
         ids = range(processor.vocab_size())
         settings = {"eod": eod} if eod else {}
         super().__init__([self._bytes_of(token) for token in ids], self._end(eod), settings, model)
+        self.bos = processor.bos_id() if processor.bos_id() >= 0 else None
         matched = [processor.id_to_piece(n) for n in ids if not processor.is_byte(n) and not processor.is_control(n)]
         self._words = WordEncoder(processor) if encodes_by_words(model, matched) else None
+        self.keeps_bytes = self._words is not None  # only these models are known to change nothing
 
     def _end(self, eod: str) -> int:
         """Return the id of the piece that ends documents. No text is encoded as a control piece."""

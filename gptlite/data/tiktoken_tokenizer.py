@@ -17,6 +17,7 @@ from gptlite.documents import Between, Count, Size, read_bytes, read_json
 from gptlite.errors import ConfigError, needed_package
 from gptlite.files import open_regular
 
+_BEGIN = ("<|begin_of_text|>", "<s>")
 _MISTRAL = ("<unk>", "<s>", "</s>")  # the first special tokens of a tekken.json that does not name its own
 
 
@@ -58,6 +59,7 @@ class TiktokenTokenizer(Tokenizer):
 
     kind = "tiktoken"
     file = "ranks.tiktoken"
+    keeps_bytes = True
     saved = _Settings
 
     def __init__(self, ranks: dict[bytes, int], pattern: str, special: dict[str, int], eod: str = END):
@@ -73,6 +75,7 @@ class TiktokenTokenizer(Tokenizer):
         rows = sorted(ranks.items(), key=lambda row: row[1])
         table = b"".join(base64.b64encode(piece) + b" %d\n" % token for piece, token in rows)
         super().__init__(pieces, special[eod], {"pattern": pattern, "special": special, "eod": eod}, table)
+        self.bos = next((special[name] for name in _BEGIN if name in special), None)
 
     def definition(self) -> bytes:
         about = json.dumps(list(self._settings.values()), sort_keys=True)

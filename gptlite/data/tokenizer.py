@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from importlib import import_module
 from itertools import repeat
 from pathlib import Path
@@ -44,6 +45,10 @@ class NoSettings:
 class Tokenizer(ABC):
     """Base class of tokenizers. `pieces` are the ids' byte strings; that of `eod`, which ends a document, is empty.
 
+    `bos` is the id that begins a text for the model that the tokenizer was made for, None without one. In documents of
+    gptlite, `eod` alone separates texts. `begin` is the id before a text that a model has seen there: `eod`, and `bos`
+    for imported weights.
+
     A saved tokenizer is rebuilt by calling its class with `settings` as keyword arguments. If the class stores a `file`
     beside the definition, the `content` of that file is the first positional argument.
     """
@@ -52,11 +57,13 @@ class Tokenizer(ABC):
     file = ""
     saved: type = NoSettings  # dataclass of the saved settings
     changes = ""  # how a text is changed before it is encoded, e.g. `NFC`; empty if it is not
+    keeps_bytes = False  # True if the pieces of a text's ids are always the text, byte for byte
     warning = ""  # what may be wrong with data that was prepared with this tokenizer
 
     def __init__(self, pieces: list[bytes], eod: int, settings: dict[str, Any] | None = None, content: bytes = b""):
         self.pieces = pieces
-        self.eod = eod
+        self.eod = self.begin = eod
+        self.bos: int | None = None
         self._settings, self._content = settings or {}, content
 
     @property
@@ -83,8 +90,13 @@ class Tokenizer(ABC):
         return np.array(self.encode(text), dtype=np.int32)
 
     def prompt(self, text: str) -> list[int]:
-        """Return the ids of the start of a document, at least one, as a model needs: `eod` for a text without ids."""
-        return self.encode(text) or [self.eod]
+        """Return the ids of the start of a document, at least one, as a model needs: `begin` for a text without ids."""
+        return self.encode(text) or [self.begin]
+
+    @cached_property
+    def adds_space(self) -> bool:
+        """True if a text is encoded with a space before it, as in Llama 2. Decoding then removes one."""
+        return self.decode(self.encode("x")).startswith(" ")
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of `ids`. Ids outside the vocabulary are skipped; invalid UTF-8 becomes U+FFFD."""
@@ -95,7 +107,7 @@ class Tokenizer(ABC):
         return self.pieces[token] if 0 <= token < len(self.pieces) else b""
 
     def token_bytes(self) -> np.ndarray:
-        """Return the number of UTF-8 bytes of each id, for the denominator of bits per byte: int64[vocab_size]."""
+        """Return the number of UTF-8 bytes of each id's piece: int64[vocab_size]."""
         return np.array([len(piece) for piece in self.pieces], dtype=np.int64)
 
     @property
@@ -126,6 +138,7 @@ class ByteTokenizer(Tokenizer):
     """Tokenizer of UTF-8 bytes: ids 0-255, and 256 ends a document. Needs no training."""
 
     kind = "byte"
+    keeps_bytes = True
 
     def __init__(self):
         super().__init__([bytes([value]) for value in range(256)] + [b""], eod=256)

@@ -23,7 +23,8 @@ LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens
 
 class GptliteLM(TemplateLM):
     """LM of lm-eval that wraps a model. As in lm-eval's HFLM, requests that exceed the model's context are truncated on
-    the left, and an empty context is replaced by the end-of-document token."""
+    the left, and an empty context is replaced by the token that begins a text: BOS for imported weights whose tokenizer
+    has one, and the end-of-document token for a model that gptlite trained, whose documents begin after it."""
 
     def __init__(self, scorer: SharedScorer, spec: ModelSpec, tokenizer: Tokenizer, max_length: int) -> None:
         super().__init__()
@@ -33,6 +34,11 @@ class GptliteLM(TemplateLM):
     def eot_token_id(self) -> int:
         """Id of the token that ends documents."""
         return self._tokens.eod
+
+    @property
+    def prefix_token_id(self) -> int:
+        """Id of the token before a text, for log likelihoods without a context."""
+        return self._tokens.begin
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **options: Any) -> list[int]:
         """Return the token ids of a text. No special tokens are added."""

@@ -112,8 +112,11 @@ class Scorer:
         tokens = self.model.spec.generate(
             *(self.runner, prompt.tokens, prompt.max_tokens, prompt.sampling), stop=self.tokenizer.eod, cache=True
         )
+        space = self.tokenizer.adds_space  # before a text, which decoding removes, as transformers does
         for token in tokens:
             text += decoder.push(token)
+            if space and text:
+                text, space = text.removeprefix(" "), False
             if any(end in text for end in prompt.until):  # all ranks have the same tokens, so all of them stop here
                 break
         text += decoder.flush()

@@ -94,4 +94,5 @@ def _tokenizer(path: Path, checkpoint: str, given: str | None, config: Config) -
             f"tokenizer={given} has a vocabulary size of {found.vocab_size}, above the model's {rows}; "
             f"give the tokenizer of the model"
         )
+    found.begin = found.eod if found.bos is None else found.bos
     return found

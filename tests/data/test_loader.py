@@ -5,10 +5,14 @@ import pytest
 import torch
 
 from gptlite.data.batches import BatchSchedule
+from gptlite.data.corpus import write_split
 from gptlite.data.loader import IGNORE, Loader, Share
 from gptlite.data.order import order_key, permute
+from gptlite.data.prepared import open_folder
 from gptlite.data.stream import SampleStream, num_chunks, read_chunk
+from gptlite.data.tokenizer import ByteTokenizer, CharTokenizer
 from gptlite.errors import ConfigError
+from gptlite.progress import Progress
 
 LENGTH, TOKENS = 8, 1003
 
@@ -17,7 +21,9 @@ def stream(tokens):
     return SampleStream.begin(3, LENGTH, {"name": ("d", tokens, 1.0)})
 
 
-def loader(micro=2, total=12, rank=0, size=1, validation=100, tokens=TOKENS, ramp=None, end=None, positions=None):
+def loader(
+    micro=2, total=12, rank=0, size=1, validation=100, tokens=TOKENS, ramp=None, end=None, positions=None, **more
+):
     return Loader(
         stream(np.arange(tokens, dtype=np.uint16)),
         {"name": np.arange(validation, dtype=np.uint16)},
@@ -27,7 +33,28 @@ def loader(micro=2, total=12, rank=0, size=1, validation=100, tokens=TOKENS, ram
         device=torch.device("cpu"),
         share=Share(rank, size, positions),
         document_end=end,
+        **more,
     )
+
+
+def test_bytes_are_those_of_the_text_where_its_pieces_have_others(tmp_path):
+    """Of 100 held-out tokens with pieces of 200 bytes, 99 are targets, and the text has 300 bytes."""
+    plain, changed = loader(), loader(text_bytes={"name": 300})
+    pieces = int((np.arange(100) % 5).sum())
+    assert (pieces, plain.validation_bytes()) == (200, 200)  # the first token, which is no target, has none
+    assert changed.validation_bytes() == 300
+    assert changed.validation_bytes(2) == round(plain.validation_bytes(2) * 1.5)
+    assert loader(text_bytes={"name": None}).validation_bytes() == 200
+
+
+def test_the_text_of_a_folder_is_counted_if_its_tokenizer_may_change_it(tmp_path):
+    for kind, expected in ((ByteTokenizer(), None), (CharTokenizer("ab "), 15)):
+        kind.save(tmp_path / kind.kind / "tokenizer")
+        for split in ("train", "val"):
+            progress = Progress("tokenizing", 15, lambda _: None)
+            write_split(tmp_path / kind.kind / split, [["a bé", " ba aab ba"]], kind, progress)
+        (only,) = open_folder(tmp_path / kind.kind, "data", 4, "data").sets
+        assert only.validation_bytes == expected
 
 
 def global_batch(consumed, micro, size):

@@ -180,7 +180,7 @@ def test_text_that_is_only_now_found_is_the_reason(run, text: Path, tmp_path: Pa
         (folder / text.name).write_text(text.read_text())
     run("b", f"data.path={corpus}", "trainer.max_steps=2")
     (corpus / "linked").symlink_to(outside)
-    with pytest.raises(ConfigError, match="the data's train=.*; its linked folder .*/linked is read now"):
+    with pytest.raises(ConfigError, match=r"the data's train=.*; its linked folder .*/linked is read now"):
         run("b", f"data.path={corpus}", "trainer.max_steps=4")
 
 
