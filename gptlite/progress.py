@@ -1,10 +1,10 @@
 """Progress lines for work that takes more than a few seconds."""
 
+import math
 import re
 import sys
 import time
 from collections.abc import Callable
-from datetime import timedelta
 
 from gptlite.errors import printable
 
@@ -20,6 +20,17 @@ def log(line: str) -> None:
 def counted(number: int, word: str) -> str:
     """Return e.g. `1 thread`, `2 threads`, `2 micro-batches`."""
     return f"{number} {word}" if number == 1 else f"{number:,} {word}{'es' if word.endswith('ch') else 's'}"
+
+
+def format_duration(seconds: float) -> str:
+    """Format a time span in its two largest units: `8s`, `2m31s`, `1h05m`, `3d04h`; `n/a` if it is not finite."""
+    if not math.isfinite(seconds):
+        return "n/a"
+    whole = round(seconds)
+    for large, name, small, second in ((86400, "d", 3600, "h"), (3600, "h", 60, "m"), (60, "m", 1, "s")):
+        if whole >= large:
+            return f"{whole // large}{name}{whole % large // small:02d}{second}"
+    return f"{whole}s"
 
 
 class Console:
@@ -75,7 +86,7 @@ class Progress:
             return
         # The rate excludes the amount completed by an earlier process.
         left, new = max(0, self._total - self._done), max(1, self._done - self._before)
-        eta = timedelta(seconds=round((now - self._started) * left / new))
+        eta = format_duration((now - self._started) * left / new)
         if self._unit:
             if left:
                 self._log(f"{self._label}: {self._done} of {self._total} {self._unit}, ETA {eta}")

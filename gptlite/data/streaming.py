@@ -5,7 +5,6 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -17,7 +16,7 @@ from gptlite.data.find_tokenizer import find_tokenizer
 from gptlite.data.tokenizer import Tokenizer
 from gptlite.data.walk import files_below
 from gptlite.errors import ConfigError, needed_package
-from gptlite.progress import Progress
+from gptlite.progress import Progress, format_duration
 
 _FORMATS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".gz": "json", ".zst": "json"}
 
@@ -161,4 +160,4 @@ def write_stream(documents: Iterable[str], output: Path, tokenizer: Tokenizer, a
 
 
 def _eta(seconds: float, done: int, expected: int) -> str:
-    return f" of at most {expected:,}, ETA {timedelta(seconds=round(seconds * max(expected - done, 0) / done))}"
+    return f" of at most {expected:,}, ETA {format_duration(seconds * max(expected - done, 0) / done)}"

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from gptlite.errors import printable
+from gptlite.progress import format_duration
 
 WIDTH = 80  # columns of a terminal
 PART = "val_loss/"  # prefix of the loss of one dataset of a blend
@@ -32,46 +33,38 @@ def format_bytes(number: float) -> str:
     return _scaled(number, 1024, (" B", " KiB", " MiB", " GiB", " TiB"))
 
 
-def format_duration(seconds: float) -> str:
-    """Format a time span in its two largest units: `8s`, `2m31s`, `1h05m`, `3d04h`; `n/a` if it is not finite."""
-    if not math.isfinite(seconds):
-        return "n/a"
-    whole = round(seconds)
-    for large, name, small, second in ((86400, "d", 3600, "h"), (3600, "h", 60, "m"), (60, "m", 1, "s")):
-        if whole >= large:
-            return f"{whole // large}{name}{whole % large // small:02d}{second}"
-    return f"{whole}s"
-
-
 def step_line(row: Mapping[str, Any], max_steps: int, eta_seconds: float | None = None, unit: str = "tokens") -> str:
-    """Format the line of a training row.
+    """Format the line of a training row, of at most WIDTH columns.
 
-    For example, on one line:
+    For example: `step  120/1000  loss  3.4512  lr 3.0e-03  norm   0.81  12.3k tok/s  ETA 2m31s`.
 
-        step  120/1000 | loss  3.4512 | lr 3.00e-03 | grad norm   0.81
-        |  12.3k tok/s | MFU   n/a | mem  0.91 GiB | ETA 2m31s
-
-    `row` has the keys of a metrics.jsonl row; a value that is absent or None is shown as n/a. `epoch`, `loss_scale` and
-    a model's own metrics each add a column if they are present. `unit`: tokens or samples.
+    `row` has the keys of a metrics.jsonl row; of the columns shown here, a value that is absent or None is shown as
+    n/a. `norm` is the gradient norm. `epoch`, `loss_scale`, a model's own metrics, MFU and the memory each add a column
+    if they are present. Columns that do not fit are left out, the memory first, then the learning rate. `unit`: tokens
+    or samples.
     """
+    memory, mfu, scale = (row.get(key) for key in ("memory_allocated_bytes", "mfu", "loss_scale"))
     columns = [
-        _position("step", row, max_steps),
-        *([f"epoch {row['epoch']:.2f}"] if row.get("epoch") is not None else []),
-        f"loss {_text(row.get('loss'), '{:.4f}'.format, 7)}",
-        *_own(row, TRAIN_METRIC),
-        f"lr {_text(row.get('lr'), '{:.2e}'.format, 8)}",
-        f"grad norm {_text(row.get('grad_norm'), _norm, 6)}",
-        *([f"loss scale {row['loss_scale']:<8g}"] if row.get("loss_scale") is not None else []),
-        f"{_text(row.get('tokens_per_second'), format_count, 6)} {'tok' if unit == 'tokens' else unit}/s",
-        f"MFU {_text(row.get('mfu'), '{:.1%}'.format, 5)}",
-        f"mem {_text(row.get('memory_allocated_bytes'), lambda size: f'{size / 2**30:.2f} GiB', 9)}",
-        f"ETA {_text(eta_seconds, format_duration, 0)}",
+        ("", _position("step", row, max_steps)),
+        ("", f"loss {_text(row.get('loss'), '{:.4f}'.format, 7)}"),
+        *([("epoch", f"epoch {row['epoch']:.2f}")] if row.get("epoch") is not None else []),
+        *[("own", text) for text in _own(row, TRAIN_METRIC)],
+        ("lr", f"lr {_text(row.get('lr'), '{:.1e}'.format, 7)}"),
+        ("norm", f"norm {_text(row.get('grad_norm'), _norm, 6)}"),
+        *([("scale", f"scale {scale:<6g}")] if scale is not None else []),
+        ("", f"{_text(row.get('tokens_per_second'), format_count, 5)} {'tok' if unit == 'tokens' else unit}/s"),
+        *([("mfu", f"MFU {mfu:>5.1%}")] if mfu is not None else []),
+        *([("memory", f"mem {format_bytes(memory):>8}")] if memory is not None else []),
+        ("", f"ETA {_text(eta_seconds, format_duration, 0):<5}"),  # padded, so that each line has the same columns
     ]
-    return " | ".join(columns)
+    for left_out in ("memory", "lr", "scale", "epoch", "mfu", "norm", "own"):
+        if len("  ".join(text for _, text in columns)) > WIDTH:
+            columns = [each for each in columns if each[0] != left_out]
+    return "  ".join(text for _, text in columns).rstrip()
 
 
 def eval_line(row: Mapping[str, Any], max_steps: int, unit: str = "tokens") -> str:
-    """Format the line of an evaluation row: `eval  250/1000 | val loss  3.6120 nats/token | 1.9042 bits/byte`.
+    """Format the line of an evaluation row: `eval  250/1000  val loss  3.6120 nats/token  1.9042 bits/byte`.
 
     Bits per byte are left out if the data has no text (synthetic tokens). A blend adds the loss of each dataset, and a
     model adds its own metrics.
@@ -83,7 +76,7 @@ def eval_line(row: Mapping[str, Any], max_steps: int, unit: str = "tokens") -> s
     columns += [
         f"{key.removeprefix(PART)} {_text(row[key], '{:.4f}'.format, 7)}" for key in row if key.startswith(PART)
     ]
-    return " | ".join([*columns, *_own(row, VAL_METRIC)])
+    return "  ".join([*columns, *_own(row, VAL_METRIC)])
 
 
 def banner(lines: list[tuple[str, str]], title: str = "gptlite") -> str:

@@ -179,4 +179,4 @@ def test_progress_counts_the_documents_that_are_done(tmp_path, monkeypatch, caps
     write_stream(TEXTS[:20], tmp_path, ByteTokenizer(), arguments)
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("tokenizing: ")]
     assert [int(line.split()[1]) for line in lines] == list(range(1, 21))
-    assert lines[-1].endswith(" of at most 20, ETA 0:00:00")
+    assert lines[-1].endswith(" of at most 20, ETA 0s")

@@ -379,7 +379,7 @@ def test_a_long_compilation_says_how_long(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(build.time, "monotonic", lambda: next(clock))
     lines: list[str] = []
     prepare(False, lines.append)
-    assert any(line.startswith("kernels: CPU kernels, 1 of 2 files compiled, ETA 0:0") for line in lines)
+    assert any(line.startswith("kernels: CPU kernels, 1 of 2 files compiled, ETA ") for line in lines)
 
 
 @compiles

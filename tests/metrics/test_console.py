@@ -71,29 +71,44 @@ def test_durations_carry_into_the_next_unit(seconds, text):
 
 def test_step_line_is_the_documented_one():
     assert step_line(ROW, 1000, 151) == (
-        "step  120/1000 | loss  3.4512 | lr 3.00e-03 | grad norm   0.81 | "
-        " 12.3k tok/s | MFU   n/a | mem  0.91 GiB | ETA 2m31s"
+        "step  120/1000  loss  3.4512  lr 3.0e-03  norm   0.81  12.3k tok/s  ETA 2m31s"  # without MFU: it is not known
     )
 
 
 def test_columns_keep_their_place_over_a_run():
-    early = ROW | {"step": 1, "loss": 10.8, "grad_norm": 153.2, "tokens_per_second": 999.0, "mfu": 0.1}
-    late = ROW | {"step": 1000, "loss": math.nan, "grad_norm": 3.2e6, "tokens_per_second": 1.2e6, "mfu": 0.412}
-    bars = [[i for i, c in enumerate(step_line(row, 1000, 151)) if c == "|"] for row in (ROW, early, late)]
-    assert bars[0] == bars[1] == bars[2]
+    early = ROW | {"step": 1, "loss": 10.8, "grad_norm": 153.2, "tokens_per_second": 999.0}
+    late = ROW | {"step": 1000, "loss": math.nan, "grad_norm": 3.2e6, "tokens_per_second": 1.2e6}
+    for mfu in (None, 0.1):
+        lines = [step_line(row | {"mfu": mfu}, 1000, eta) for row, eta in ((ROW, 9), (early, 9e4), (late, None))]
+        places = [[line.index(label) for label in ("loss", "norm", "tok/s", "ETA")] for line in lines]
+        assert places[0] == places[1] == places[2]
+        assert ("MFU 10.0%" in lines[0]) == (mfu is not None)
+
+
+@pytest.mark.parametrize("steps", [10, 1000, 600_000])
+@pytest.mark.parametrize("unit", ["tokens", "samples"])
+def test_a_step_line_fits_a_terminal(steps: int, unit: str):
+    """Of what is known, the memory and then the learning rate are left out first."""
+    most = {"loss_scale": 65536.0, "epoch": 12.34, "mfu": 0.412, "train_accuracy": 0.5, "train_auxiliary": 0.25}
+    for row in (ROW, ROW | most, *(ROW | {key: value} for key, value in most.items())):
+        line = step_line(row, steps, 151, unit)
+        assert len(line) <= WIDTH
+        assert all(label in line for label in ("step ", "loss ", "/s", "ETA 2m31s"))
+        assert "mem" not in line or "lr" in line
 
 
 def test_lines_are_single_ascii_lines_even_where_nothing_is_known():
     for line in (step_line({"step": 1}, 10), step_line(ROW | {"loss_scale": 65536.0}, 1000, math.inf)):
         assert line.isascii()
         assert line.isprintable()
-    assert "loss scale 65536" in step_line(ROW | {"loss_scale": 65536.0}, 1000)
+    assert "scale 65536" in step_line(ROW | {"loss_scale": 65536.0}, 1000)
+    assert step_line({"step": 1}, 10) == "step  1/10  loss     n/a  lr     n/a  norm    n/a    n/a tok/s  ETA n/a"
 
 
 def test_eval_line_shows_both_units_of_loss():
     row = {"step": 250, "val_loss": 3.612, "val_bits_per_byte": 1.9042}
-    assert eval_line(row, 1000) == "eval  250/1000 | val loss  3.6120 nats/token | 1.9042 bits/byte"
-    assert eval_line(row | {"val_bits_per_byte": None}, 1000) == "eval  250/1000 | val loss  3.6120 nats/token"
+    assert eval_line(row, 1000) == "eval  250/1000  val loss  3.6120 nats/token  1.9042 bits/byte"
+    assert eval_line(row | {"val_bits_per_byte": None}, 1000) == "eval  250/1000  val loss  3.6120 nats/token"
 
 
 def test_control_characters_in_tables_are_escaped():

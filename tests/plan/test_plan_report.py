@@ -129,7 +129,7 @@ def test_the_eta_of_a_search_leaves_out_the_time_before_it(monkeypatch):
     for number, _ in enumerate(workloads(space, config.cluster, 4, lines.append)):
         now = (60.0, 66.0, 69.0, 72.0)[number]
     assert lines == [
-        "plan for 4 ranks: 3 of 4 combinations of degrees and options, ETA 0:00:03",
+        "plan for 4 ranks: 3 of 4 combinations of degrees and options, ETA 3s",
         "plan for 4 ranks: checking the memory of the fastest layouts",
     ]
 

@@ -25,7 +25,6 @@ import sys
 import time
 from collections import Counter
 from dataclasses import dataclass, field
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +36,7 @@ from fault_trials.session import MARKS, ROOT, complete_map, map_folder, run_thre
 from fault_trials.trials import CAUGHT, INVALID, VERDICTS, Checked, Queue, Trials, read_records
 from fault_trials.worker import LIMIT
 from gptlite.errors import ConfigError
-from gptlite.progress import log
+from gptlite.progress import format_duration, log
 
 
 @dataclass
@@ -126,7 +125,7 @@ class Report:
         self.verdicts[record["verdict"]] += 1
         number = sum(self.verdicts[verdict] for verdict in VERDICTS)
         took = time.monotonic() - self.started
-        eta = timedelta(seconds=round(took * (self.total - number) / max(number, 1)))
+        eta = format_duration(took * (self.total - number) / max(number, 1))
         by = f" by {record['by']}" if record["by"] else ""
         place = f"{record['file']}:{record['line']}"
         print(f"{record['verdict']}{by}: {place}: {record['old']} -> {record['new']}", flush=True)

@@ -16,6 +16,7 @@ import torch
 from nanogpt import check_clone
 
 from gptlite.errors import ConfigError, did_you_mean
+from gptlite.progress import format_duration
 
 from .environment import child_environment
 from .report import Part, add_failure, assemble
@@ -72,10 +73,11 @@ def _all(options: Arguments, folder: Path) -> int:
     _build_kernels()
     for index, name in enumerate(names):
         spent, left = time.monotonic() - started, 60 * sum(SHARES[each] for each in names[index:])
-        print(f"== {name} ({index + 1} of {len(names)}); {spent:.0f} s so far, ETA at most {left:.0f} s", flush=True)
+        so_far = f"{format_duration(spent)} so far, ETA at most {format_duration(left)}"
+        print(f"== {name} ({index + 1} of {len(names)}); {so_far}", flush=True)
         _in_a_process(options, name, folder)
         assemble(folder, words(options))
-    print(f"written: {assemble(folder, words(options))}; {time.monotonic() - started:.0f} s in all")
+    print(f"written: {assemble(folder, words(options))}; {format_duration(time.monotonic() - started)} in all")
     return int(any(_failures(folder, name) for name in names))
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from gptlite.files import write_whole
+from gptlite.progress import format_duration
 
 TITLES = {
     "gates": "Gates: correctness",
@@ -44,8 +45,8 @@ class Part:
 
     def progress(self, done: int, total: int, what: str) -> None:
         """Log a line with the part's progress and ETA."""
-        eta = f"{self.spent * (total - done) / done:.0f} s" if done else "unknown"
-        self.log(f"{self.name}: {done}/{total}, {what}; {self.spent:.0f} s so far, ETA {eta}")
+        eta = format_duration(self.spent * (total - done) / done) if done else "n/a"
+        self.log(f"{self.name}: {done}/{total}, {what}; {format_duration(self.spent)} so far, ETA {eta}")
 
     def text(self, line: str) -> None:
         """Add a paragraph, and print it."""
