@@ -193,7 +193,7 @@ def test_several_layouts_in_one_process(tmp_path: Path, monkeypatch: pytest.Monk
     assert (second.exit_code, second.outcome, second.metrics["step"]) == (0, "done", 6)
     assert second.checkpoint == tmp_path / "run" / "checkpoints" / "step-00000006"
     output, errors = capfd.readouterr()
-    assert output.count("step 6/6 | loss") == 1
+    assert output.count("step 6/6  loss") == 1
     assert "data 2 (zero 1)" in output
     assert errors == ""
     again = launch(load(["run.dir=run"]), ranks=2)  # complete

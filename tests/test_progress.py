@@ -48,7 +48,7 @@ def test_more_than_was_announced_does_no_harm(clock):
     assert line.endswith("ETA 0s")
 
 
-LINES = ["begin", "step 1/9 | loss 1 | ETA 1m10s", "step 2/9 | ETA 9s", "eval 2/9", "loading: 1%, ETA 30s", "end"]
+LINES = ["begin", "step 1/9  loss 1  ETA 1m10s", "step 2/9  ETA 9s", "eval 2/9", "loading: 1%, ETA 30s", "end"]
 
 
 def test_a_notebook_has_one_updating_line(monkeypatch, capsys):

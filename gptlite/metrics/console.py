@@ -46,8 +46,8 @@ def step_line(row: Mapping[str, Any], max_steps: int, eta_seconds: float | None 
     memory, mfu, scale = (row.get(key) for key in ("memory_allocated_bytes", "mfu", "loss_scale"))
     columns = [
         ("", _position("step", row, max_steps)),
-        ("", f"loss {_text(row.get('loss'), '{:.4f}'.format, 7)}"),
         *([("epoch", f"epoch {row['epoch']:.2f}")] if row.get("epoch") is not None else []),
+        ("", f"loss {_text(row.get('loss'), '{:.4f}'.format, 7)}"),
         *[("own", text) for text in _own(row, TRAIN_METRIC)],
         ("lr", f"lr {_text(row.get('lr'), '{:.1e}'.format, 7)}"),
         ("norm", f"norm {_text(row.get('grad_norm'), _norm, 6)}"),

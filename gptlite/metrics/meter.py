@@ -80,6 +80,11 @@ class Throughput:
             "mfu": mfu,
         }
 
+    def speed(self) -> float:
+        """Return the mean tokens per second since the last `read`, without starting a new window."""
+        window = max(self.clock() - self._window_start - self._excluded, 1e-9)
+        return self.tokens_per_step * self._window_batches / window
+
     def eta_seconds(self, remaining: float) -> float | None:
         """Estimate the seconds for `remaining` full batches at the pace so far, including evaluations and saves.
 

@@ -173,6 +173,8 @@ def train(
                     reporter.log(f"profile: {trace}")
                 if result.step % config.log_interval == 0 or result.step in (1, config.last_step):
                     reporter.step(state, result, watch.communication)
+                else:
+                    reporter.between(state, result)
             if spike is not None:
                 steps.forget()  # drop steps enqueued after the spike
                 checkpoint = _rewind(run, state, spike, reporter)

@@ -18,6 +18,7 @@ from gptlite.trainer.spike import Spike
 from gptlite.trainer.state import TrainState
 from gptlite.trainer.step import StepResult
 
+QUIET_SECONDS = 10.0  # longest time between two console lines, unless a step takes longer
 COMM = "comm_seconds_"  # prefix of the row keys of communication times, before the axis
 
 
@@ -44,6 +45,7 @@ class Reporter:
         self.usage = Usage(device)
         self.spikes: list[dict[str, int]] = []  # rewinds of this process: step and skipped samples
         self._last: dict[str, Any] = {}  # the last training row
+        self._told = throughput.clock()  # time of the last console line of a step
 
     def take(self, step: Callable[[TrainState], Taken], state: TrainState) -> Taken:
         """Run a step and return its result. Measures the memory of one of the first steps."""
@@ -75,6 +77,21 @@ class Reporter:
         self._write(row)
         eta = self.throughput.eta_seconds(state.remaining_batches(self.max_steps))
         self.log(step_line(row, self.max_steps, eta, self.unit))
+        self._told = self.throughput.clock()
+
+    def between(self, state: TrainState, result: StepResult) -> None:
+        """Print the line of a step that has no row, if none has been printed for QUIET_SECONDS.
+
+        The line has what this rank knows without the others, so that each rank may decide alone.
+        """
+        if self.throughput.clock() - self._told < QUIET_SECONDS:
+            return
+        row = {"step": result.step, "loss": result.loss, "grad_norm": result.grad_norm, "lr": result.lr}
+        row |= {TRAIN_METRIC + name: mean for name, mean in result.metrics.items()}
+        row["tokens_per_second"] = self.throughput.speed()
+        eta = self.throughput.eta_seconds(state.remaining_batches(self.max_steps))
+        self.log(step_line(row, self.max_steps, eta, self.unit))
+        self._told = self.throughput.clock()
 
     def skipped(self, state: TrainState, result: StepResult) -> None:
         """Log a step that was skipped due to an overflow."""

@@ -37,6 +37,17 @@ def test_a_window_gives_its_own_means():
     )
 
 
+def test_the_speed_so_far_starts_no_new_window():
+    clock = Clock()
+    meter = make(clock)
+    run(meter, clock, 2, 1.0)
+    with meter.excluded():
+        clock.now += 10
+    assert meter.speed() == pytest.approx(1000)
+    run(meter, clock, 2, 4.0)
+    assert meter.speed() == meter.read()["tokens_per_second"] == pytest.approx(400)
+
+
 def test_mfu_counts_every_device_and_is_none_without_a_peak():
     clock = Clock()
     eight, unknown = make(clock, num_devices=8), make(clock, peak_flops=None)

@@ -74,7 +74,7 @@ def test_a_run_of_epochs_goes_on_with_another_data_degree(tmp_path, capsys):
     log = (tmp_path / "train.log").read_text()
     assert "5 steps = 80 samples" in log
     assert ", 2 epochs, " in log
-    assert "| epoch 2.00 | loss" in log
+    assert "  epoch 2.00  loss" in log
     assert "trainer.max_epochs=4" in log  # the command that trains further
     assert read_saved(tmp_path / "config.yaml").trainer.max_steps == 5
     assert [row["epoch"] for row in read_metrics(tmp_path) if "loss" in row] == [0.4, 0.8, 1.2, 1.6, 2.0]

@@ -1,6 +1,7 @@
 """What a run prints for a person: its optimizer, how it ended and how to go on; errors on standard error."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from gptlite.checkpoint.find import candidates
 from gptlite.config import load
 from gptlite.errors import ConfigError
 from gptlite.trainer import eval as evaluation
+from gptlite.trainer import report
 
 
 @pytest.mark.slow
@@ -30,6 +32,18 @@ def test_a_run_ends_early_on_the_schedule_of_the_whole_and_goes_on(run, tmp_path
     assert "nvidia-ml-py" not in capsys.readouterr().out
     run("parts", *common, "trainer.stop_step=null")
     assert differing(tmp_path / "whole", tmp_path / "parts", 4) == []
+
+
+@pytest.mark.parametrize(("quiet", "steps"), [(0.0, [1, 2, 3, 4, 5]), (1e9, [1, 5])])
+def test_slow_steps_have_a_line_each_and_no_row(
+    run, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch, quiet: float, steps: list[int]
+) -> None:
+    monkeypatch.setattr(report, "QUIET_SECONDS", quiet)
+    run("a", "trainer.max_steps=5", "trainer.log_interval=1000", "trainer.eval_interval=0")
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
+    assert [int(line.split()[1].split("/")[0]) for line in lines] == steps
+    assert all(re.search(r"loss +\d.*norm +\d.*[0-9.k]+ tok/s.*ETA \d", line) for line in lines)
+    assert [row["step"] for row in read_metrics(tmp_path / "a") if "loss" in row] == [1, 5]
 
 
 def test_a_finished_run_is_left_as_it_is(run, begun: Path, capsys) -> None:
