@@ -110,7 +110,7 @@ def _adapter_for(model: ModelConfig, step: Path) -> Adapter:
     if not adapters:
         raise ConfigError(f"{step}: the {spec.name} model has no Hugging Face adapter; add `huggingface` to its spec")
     found = [(adapter.differences(model), adapter) for adapter in adapters]
-    reasons, nearest = min(found, key=lambda each: len(each[0]))
+    reasons, nearest = min(found, key=lambda each: (bool(each[0]) and not each[1].related(model), len(each[0])))
     if reasons:
         raise ConfigError(
             f"{step}: no model of transformers matches this one; {nearest.title} has no {', '.join(reasons)}; "

@@ -62,6 +62,11 @@ class Adapter(Generic[C]):
         """Yield every parameter of the transformers model, in the order of an exported file."""
         raise NotImplementedError(f"{type(self).__name__} does not define `weights`")
 
+    def related(self, config: C) -> bool:
+        """Return True if the transformers class has the same kinds of layers. Errors name the differences from such a
+        class."""
+        return True
+
     def differences(self, config: C) -> list[str]:
         """Return the configuration values, as `model.key=value`, that the transformers class does not support."""
         return []

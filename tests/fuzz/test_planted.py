@@ -23,7 +23,7 @@ FAULTS = {
         "read_json(folder / RESULT)",
     ),
     "types of RoPE": ("huggingface_config", "models/gpt/huggingface_llama.py", "not isinstance(found, dict)", "False"),
-    "numbers": ("huggingface_config", "models/gpt/huggingface.py", "type(value) not in (int, float) or", ""),
+    "numbers": ("huggingface_config", "models/gpt/huggingface_json.py", "type(value) not in (int, float) or", ""),
     "types of a heartbeat": (
         "heartbeat",
         "parallelism/verdict.py",

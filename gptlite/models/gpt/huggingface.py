@@ -11,13 +11,12 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from math import isfinite
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from gptlite.documents import shown
 from gptlite.errors import ConfigError, did_you_mean
-from gptlite.limits import LAYERS, SIZE, VOCABULARY
 from gptlite.models.gpt.config import GPTConfig, MLPKind, Norm, Position
+from gptlite.models.gpt.huggingface_json import Keys, flag, number, whole
 from gptlite.models.huggingface import Adapter, Weight, unchanged
 
 if TYPE_CHECKING:
@@ -34,18 +33,6 @@ ACTIVATIONS = {
     "gelu": MLPKind.gelu_erf,
     "relu": MLPKind.relu,
 }
-# Keys of config.json that change the meaning of the weights, each with its only supported value.
-FIXED = {
-    "scale_attn_weights": True,
-    "scale_attn_by_inverse_layer_idx": False,
-    "add_cross_attention": False,
-    "pruned_heads": {},
-    "quantization_config": None,
-}
-
-
-# Largest values of keys with another limit than SIZE.
-MOST = {"n_layer": LAYERS, "n_layers": LAYERS, "num_hidden_layers": LAYERS, "vocab_size": VOCABULARY}
 # Values that these keys of GPTConfig must have in a GPT-2.
 OF_GPT2 = {
     **{"kv_heads": None, "head_dim": None, "position": Position.learned, "norm": Norm.layer_norm},
@@ -69,12 +56,30 @@ def unlike(config: GPTConfig, values: Mapping[str, Any], mlp: set[MLPKind], moe:
     return [f"model.{key}={getattr(value, 'value', value)}" for key, value in found.items()]
 
 
-class GPT2(Adapter[GPTConfig]):
+class GPT2(Adapter[GPTConfig], Keys):
     """Hugging Face's GPT-2."""
 
     model_type = "gpt2"
     model_class = "GPT2LMHeadModel"
     title = "GPT-2"
+    defaults: ClassVar[dict[str, Any]] = {
+        **{"vocab_size": 50257, "n_positions": 1024, "n_embd": 768, "n_layer": 12, "n_head": 12, "n_inner": None},
+        **{"activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "initializer_range": 0.02},
+        **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.1),
+        "tie_word_embeddings": True,
+    }
+    fixed: ClassVar[dict[str, Any]] = {
+        **{"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False},
+        **{"pruned_heads": {}, "quantization_config": None, "is_encoder_decoder": False},
+    }
+    aliases: ClassVar[dict[str, str]] = {
+        **{"hidden_size": "n_embd", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head"},
+        "max_position_embeddings": "n_positions",
+    }
+    ignored = (
+        *("summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels", "summary_first_dropout"),
+        *("reorder_and_upcast_attn", "n_ctx"),
+    )
 
     def weights(self, config: GPTConfig) -> Iterator[Weight]:
         """Yield every parameter, including the biases, which GPT-2 always has. A tied head is not a separate
@@ -103,6 +108,9 @@ class GPT2(Adapter[GPTConfig]):
         yield Weight(f"{PREFIX}ln_f.bias", (width,), "final_norm.bias" if config.bias else None, (width,))
         if not config.tied_embeddings:
             yield Weight("lm_head.weight", table[0], "head.weight", table[1], unpadded)
+
+    def related(self, config: GPTConfig) -> bool:
+        return not config.moe.experts
 
     def differences(self, config: GPTConfig) -> list[str]:
         return unlike(config, OF_GPT2, mlp=set(ACTIVATIONS.values()))
@@ -140,11 +148,10 @@ class GPT2(Adapter[GPTConfig]):
         """Return the configuration that a config.json describes. Raises ConfigError, naming the key, for unsupported
         values.
 
-        Missing keys get GPT-2's defaults, except sizes, which are required. GPT-2's three dropout probabilities become
-        one: the largest.
+        GPT-2's three dropout probabilities become one: the largest.
         """
-        refuse_other_values(content, FIXED)
-        activation = content.get("activation_function", "gelu_new")
+        content = self.read(content, self.title)
+        activation = content["activation_function"]
         if activation not in [*ACTIVATIONS]:
             hint = did_you_mean(str(activation), ACTIVATIONS)
             names = ", ".join(ACTIVATIONS)
@@ -152,37 +159,21 @@ class GPT2(Adapter[GPTConfig]):
         width, heads = whole(content, "n_embd"), whole(content, "n_head")
         if width % heads:
             raise ConfigError(f"config.json: n_embd={width} is not divisible by n_head={heads}")
-        dropouts = [number(content, key, 0.1, below=1) for key in ("resid_pdrop", "embd_pdrop", "attn_pdrop")]
+        dropouts = [number(content, key, below=1) for key in ("resid_pdrop", "embd_pdrop", "attn_pdrop")]
         return GPTConfig(
             name=name,
             num_layers=whole(content, "n_layer"),
             num_heads=heads,
             d_model=width,
-            d_ff=None if content.get("n_inner") is None else whole(content, "n_inner"),
+            d_ff=None if content["n_inner"] is None else whole(content, "n_inner"),
             vocab_size=whole(content, "vocab_size"),
             sequence_length=whole(content, "n_positions"),
             mlp=ACTIVATIONS[activation],
             dropout=max(dropouts),
-            tied_embeddings=flag(content, "tie_word_embeddings", True),
-            norm_eps=number(content, "layer_norm_epsilon", 1e-5),
-            init_std=number(content, "initializer_range", 0.02),
+            tied_embeddings=flag(content, "tie_word_embeddings"),
+            norm_eps=number(content, "layer_norm_epsilon"),
+            init_std=number(content, "initializer_range"),
         )
-
-
-def refuse_other_values(content: Mapping[str, Any], fixed: Mapping[str, Any]) -> None:
-    """Raise ConfigError if config.json has a different value for a key of `fixed`."""
-    for key, value in fixed.items():
-        found = content.get(key, value)
-        if found != value and (found or value):  # null, {} and false all turn the key off
-            raise ConfigError(f"config.json: {key}={shown(found)}: only {key}={shown(value)} can be imported")
-
-
-def flag(content: Mapping[str, Any], key: str, default: bool) -> bool:
-    """Return a bool of config.json. Raises ConfigError, naming the key, for another value."""
-    found = content.get(key, default)
-    if not isinstance(found, bool):
-        raise ConfigError(f"config.json: {key}={shown(found)} must be true or false")
-    return found
 
 
 def rows(ours: Tensor, count: int) -> Tensor:
@@ -198,24 +189,3 @@ def _qkv(ours: Tensor, num_heads: int) -> Tensor:
     """Return rows grouped by head (q, k, v of D rows each) as columns: q of all heads, then k, then v."""
     grouped = ours.unflatten(0, (num_heads, 3, -1))  # [H, 3, D, d], or [H, 3, D]
     return grouped.permute(3, 1, 0, 2) if ours.dim() == 2 else grouped.permute(1, 0, 2)
-
-
-def whole(content: Mapping[str, Any], key: str, file: str = "config.json") -> int:
-    """Return a positive integer from config.json, or another file. Raises ConfigError, naming the key, for any other
-    value."""
-    value, most = content.get(key), MOST.get(key, SIZE)
-    if type(value) is not int or not 1 <= value <= most:  # a bool is an int too
-        raise ConfigError(f"{file}: {key}={shown(value)} must be a whole number from 1 to {most:,}")
-    return value
-
-
-def number(
-    content: Mapping[str, Any], key: str, default: float, below: float = float("inf"), file: str = "config.json"
-) -> float:
-    """Return a number from config.json, or another file: at least 0 and less than `below`. Raises ConfigError, naming
-    the key, for any other value."""
-    value = content.get(key, default)
-    if type(value) not in (int, float) or abs(value) > 1e300 or not 0 <= value < below:
-        limit = f" and below {below:g}" if isfinite(below) else ""
-        raise ConfigError(f"{file}: {key}={shown(value)} must be a finite number of at least 0{limit}")
-    return float(value)

@@ -9,22 +9,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from gptlite.documents import shown
-from gptlite.errors import ConfigError
+from gptlite.errors import ConfigError, did_you_mean
 from gptlite.models.gpt.config import GPTConfig, MLPKind, Norm, Position
-from gptlite.models.gpt.huggingface import flag, number, refuse_other_values, rows, unlike, whole
+from gptlite.models.gpt.huggingface import rows, unlike
+from gptlite.models.gpt.huggingface_json import Keys, flag, number, whole
 from gptlite.models.huggingface import Adapter, Piece, Weight
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Keys of config.json that change the meaning of the weights, each with its only supported value.
+# Keys of config.json that change the model, each with its only supported value.
 FIXED = {
-    **{"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "use_sliding_window": False},
-    **{"attention_dropout": 0.0, "pretraining_tp": 1, "quantization_config": None},
+    **{"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "attention_dropout": 0.0},
+    **{"use_sliding_window": False, "rope_interleaved": False, "quantization_config": None},
+    **{"add_cross_attention": False, "is_encoder_decoder": False},
 }
+ROPE = {"rope_theta": 10000.0, "rope_parameters": None, "rope_scaling": None, "original_max_position_embeddings": None}
 # Values that these keys of GPTConfig must have in a Llama.
 OF_LLAMA = {
     **{"position": Position.rope, "norm": Norm.rms_norm, "norm_gain": True, "bias": False, "dropout": 0.0},
@@ -38,13 +41,21 @@ SCALING = {
 }
 
 
-class Llama(Adapter[GPTConfig]):
+class Llama(Adapter[GPTConfig], Keys):
     """Hugging Face's Llama, versions 1 to 3."""
 
     model_type = "llama"
     model_class = "LlamaForCausalLM"
     title = "Llama"
     qk_norm = False
+    defaults: ClassVar[dict[str, Any]] = {
+        **{"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32},
+        **{"num_attention_heads": 32, "num_key_value_heads": None, "head_dim": None, "max_position_embeddings": 2048},
+        **{"initializer_range": 0.02, "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "layer_types": None},
+        **{"partial_rotary_factor": None, **ROPE},
+    }
+    fixed: ClassVar[dict[str, Any]] = FIXED
+    ignored: Sequence[str] = ("pretraining_tp", "max_sequence_length")
 
     def weights(self, config: GPTConfig) -> Iterator[Weight]:
         assert config.vocab_size is not None
@@ -77,6 +88,9 @@ class Llama(Adapter[GPTConfig]):
             view = partial(of_pairs, place=place)
             yield Weight(f"{theirs}mlp.{name}_proj.weight", (inner, width), f"{ours}mlp.up.weight", up, view)
         yield Weight(f"{theirs}mlp.down_proj.weight", (width, inner), f"{ours}mlp.down.weight", (width, inner))
+
+    def related(self, config: GPTConfig) -> bool:
+        return not config.moe.experts
 
     def differences(self, config: GPTConfig) -> list[str]:
         return unlike(config, OF_LLAMA | {"qk_norm": self.qk_norm}, mlp={MLPKind.swiglu})
@@ -125,10 +139,11 @@ class Llama(Adapter[GPTConfig]):
     def from_json(self, content: Mapping[str, Any], name: str) -> GPTConfig:
         """Return the configuration that a config.json describes. Raises ConfigError, naming the key, for unsupported
         values."""
-        refuse_other_values(content, FIXED)
+        content = self.read(content, self.title)
+        _refuse_mixed_layers(content)
         heads, width = whole(content, "num_attention_heads"), whole(content, "hidden_size")
-        kv_heads = heads if content.get("num_key_value_heads") is None else whole(content, "num_key_value_heads")
-        head = width // heads if content.get("head_dim") is None else whole(content, "head_dim")
+        kv_heads = heads if content["num_key_value_heads"] is None else whole(content, "num_key_value_heads")
+        head = width // heads if content["head_dim"] is None else whole(content, "head_dim")
         if heads % kv_heads:
             raise ConfigError(
                 f"config.json: num_attention_heads={heads} is not divisible by num_key_value_heads={kv_heads}"
@@ -145,12 +160,12 @@ class Llama(Adapter[GPTConfig]):
             sequence_length=whole(content, "max_position_embeddings"),
             position=Position.rope,
             norm=Norm.rms_norm,
-            norm_eps=number(content, "rms_norm_eps", 1e-6),
+            norm_eps=number(content, "rms_norm_eps"),
             qk_norm=self.qk_norm,
             mlp=MLPKind.swiglu,
             bias=False,
-            tied_embeddings=flag(content, "tie_word_embeddings", False),
-            init_std=number(content, "initializer_range", 0.02),
+            tied_embeddings=flag(content, "tie_word_embeddings"),
+            init_std=number(content, "initializer_range"),
             **_rope(content),
         )
 
@@ -162,22 +177,62 @@ class Qwen3(Llama):
     model_class = "Qwen3ForCausalLM"
     title = "Qwen3"
     qk_norm = True
+    defaults: ClassVar[dict[str, Any]] = Llama.defaults | {
+        **{"vocab_size": 151936, "intermediate_size": 22016, "num_key_value_heads": 32, "head_dim": 128},
+        "max_position_embeddings": 32768,
+    }
+    ignored = ("sliding_window", "max_window_layers")  # without use_sliding_window
+
+
+def _refuse_mixed_layers(content: Mapping[str, Any]) -> None:
+    kinds = content["layer_types"]
+    if kinds is not None and (not isinstance(kinds, list) or any(each != "full_attention" for each in kinds)):
+        raise ConfigError(f'config.json: layer_types={shown(kinds)}: only "full_attention" can be imported')
 
 
 def _rope(content: Mapping[str, Any]) -> dict[str, Any]:
     """Return the configuration keys of RoPE, from `rope_theta` and `rope_scaling`, or from `rope_parameters` in files
-    of transformers 5."""
-    found = content.get("rope_parameters") or content.get("rope_scaling") or {}
+    of transformers 5, where `rope_scaling` takes precedence."""
+    place = "rope_scaling" if content["rope_scaling"] else "rope_parameters"
+    found = content[place] or {}
     if not isinstance(found, dict):
-        raise ConfigError(f"config.json: rope_scaling={shown(found)} must be an object or null")
-    base = number({"rope_theta": 10000.0} | dict(content) | found, "rope_theta", 10000.0)
+        raise ConfigError(f"config.json: {place}={shown(found)} must be an object or null")
     kind = found.get("rope_type", found.get("type", "default"))
-    if kind == "default":
-        return {"rope_base": base}
-    if kind != "llama3":
+    if kind not in ("default", "llama3"):
         raise ConfigError(f'config.json: rope_type={shown(kind)}: only "default" and "llama3" can be imported')
-    scaling = {ours: number(found, theirs, 0) for ours, theirs in SCALING.items()}
-    return scaling | {"rope_base": base, "rope_original_length": int(scaling["rope_original_length"])}
+    found = {**content, **found}
+    if found["partial_rotary_factor"] not in (None, 1):
+        words = shown(found["partial_rotary_factor"])
+        raise ConfigError(f"config.json: partial_rotary_factor={words}: only partial_rotary_factor=1 can be imported")
+    _refuse_other_keys(content[place] or {}, kind, place)
+    base = {"rope_base": number(found, "rope_theta")}
+    return base if kind == "default" else base | _scaled(content, found, place)
+
+
+def _refuse_other_keys(found: Mapping[str, Any], kind: str, place: str) -> None:
+    known = ["rope_type", "type", "rope_theta", "partial_rotary_factor"]
+    known += SCALING.values() if kind == "llama3" else ()
+    for key, value in found.items():
+        if key not in known and value is not None:
+            fix = did_you_mean(key, known) or "; remove it"
+            words = f"{place}.{key}={shown(value)} is not a key of rope_type={shown(kind)}"
+            raise ConfigError(f"config.json: {words}{fix}")
+
+
+def _scaled(content: Mapping[str, Any], found: Mapping[str, Any], place: str) -> dict[str, Any]:
+    """Return the configuration keys of Llama 3's scaling. Without an original length, it is the whole length."""
+    *keys, last = SCALING.values()
+    for key in keys:
+        if found.get(key) is None:
+            raise ConfigError(f'config.json: {place} has no {key}, which rope_type="llama3" needs; add it')
+    factor, low, high = (number(found, key) for key in keys)
+    if not factor or not low < high:
+        words = f"{place} has factor={factor:g}, low_freq_factor={low:g} and high_freq_factor={high:g}"
+        raise ConfigError(f"config.json: {words}; the first must be above 0, and the last above the second")
+    # As in transformers, the key beside the object takes precedence.
+    lengths = content[last], (content[place] or {}).get(last), content["max_position_embeddings"]
+    length = whole({last: next((each for each in lengths if each is not None), None)}, last)
+    return dict(zip(SCALING, (factor, low, high, length), strict=True))
 
 
 def _of_heads(ours: Tensor, kv_heads: int, width: int, place: int | slice) -> Tensor:

@@ -7,17 +7,17 @@ imported models have `bias_rate=0`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from gptlite.documents import shown
 from gptlite.errors import ConfigError
 from gptlite.limits import EXPERTS
 from gptlite.models.gpt.config import GPTConfig, MLPKind, MoEConfig, Score
-from gptlite.models.gpt.huggingface import flag, unlike, whole
-from gptlite.models.gpt.huggingface_llama import OF_LLAMA, Llama, of_pairs
+from gptlite.models.gpt.huggingface import unlike
+from gptlite.models.gpt.huggingface_json import flag, whole
+from gptlite.models.gpt.huggingface_llama import FIXED, OF_LLAMA, Llama, of_pairs
 from gptlite.models.huggingface import Weight
 
 if TYPE_CHECKING:
@@ -28,14 +28,16 @@ class WithExperts(Llama):
     """A Llama with experts.
 
     `block`: name of the module with a layer's experts. `matrices`: names of an expert's gate, up and down projections.
+    `count`, `width`: the keys of config.json with the number of experts, and with the width of an expert.
     """
 
     qk_norm_heads = True
     block: str
     matrices: tuple[str, str, str]
-    width = "intermediate_size"  # the config.json key of an expert's width
-    renormalizes = False  # the default of norm_topk_prob in config.json
-    unsupported: tuple[str, str]  # a key that gptlite does not support, and its only accepted value
+    count = "num_experts"
+    width = "intermediate_size"
+    aliases: ClassVar[dict[str, str]] = {"num_local_experts": "num_experts"}
+    ignored: Sequence[str] = ()
 
     def _mlp(self, config: GPTConfig, layer: int, theirs: str, ours: str) -> Iterator[Weight]:
         if not config.has_experts(layer):
@@ -52,6 +54,9 @@ class WithExperts(Llama):
                 yield Weight(f"{prefix}{name}.weight", (inner, width), f"{ours}mlp.experts.up", up, view)
             view = partial(_of_expert, expert=expert)
             yield Weight(f"{prefix}{last}.weight", (width, inner), f"{ours}mlp.experts.down", down, view)
+
+    def related(self, config: GPTConfig) -> bool:
+        return config.moe.experts > 0
 
     def differences(self, config: GPTConfig) -> list[str]:
         moe = config.moe
@@ -70,15 +75,13 @@ class WithExperts(Llama):
     def from_json(self, content: Mapping[str, Any], name: str) -> GPTConfig:
         """Return the configuration that a config.json describes. Raises ConfigError, naming the key, for unsupported
         values."""
-        key, only = self.unsupported
-        if content.get(key) not in (None, []):
-            raise ConfigError(f"config.json: {key}={shown(content[key])}: only {only} can be imported")
+        read = self.read(content, self.title)
         moe = MoEConfig(
-            experts=whole(content, "num_experts" if "num_experts" in content else "num_local_experts"),
-            top_k=whole(content, "num_experts_per_tok"),
-            d_ff=whole(content, self.width),
-            every=whole({"decoder_sparse_step": 1} | dict(content), "decoder_sparse_step"),
-            renormalize=flag(content, "norm_topk_prob", self.renormalizes),
+            experts=whole(read, self.count),
+            top_k=whole(read, "num_experts_per_tok"),
+            d_ff=whole(read, self.width),
+            every=whole({"decoder_sparse_step": 1} | read, "decoder_sparse_step"),
+            renormalize=flag({"norm_topk_prob": True} | read, "norm_topk_prob"),
             bias_rate=0.0,
         )
         config = replace(super().from_json(content, name), moe=moe, qk_norm_heads=self.qk_norm_heads)
@@ -96,8 +99,16 @@ class Mixtral(WithExperts):
     title = "Mixtral"
     block = "block_sparse_moe"
     matrices = ("w1", "w3", "w2")
-    renormalizes = True
-    unsupported = "sliding_window", "null"
+    count = "num_local_experts"
+    defaults: ClassVar[dict[str, Any]] = Llama.defaults | {
+        **{"intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 131072},
+        **{"rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_experts_per_tok": 2, "num_local_experts": 8},
+    }
+    fixed: ClassVar[dict[str, Any]] = FIXED | {
+        **{"sliding_window": None, "router_jitter_noise": 0.0},
+        "norm_topk_prob": True,  # the class always renormalizes
+    }
+    aliases: ClassVar[dict[str, str]] = {"num_experts": "num_local_experts"}
 
     def of_moe(self) -> dict[str, Any]:
         return {"every": 1, "renormalize": True}
@@ -118,7 +129,13 @@ class Qwen3MoE(WithExperts):
     block = "mlp"
     matrices = ("gate_proj", "up_proj", "down_proj")
     width = "moe_intermediate_size"
-    unsupported = "mlp_only_layers", "[]"
+    defaults: ClassVar[dict[str, Any]] = Llama.defaults | {
+        **{"vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 24},
+        **{"num_key_value_heads": 4, "max_position_embeddings": 32768, "moe_intermediate_size": 768},
+        **{"num_experts_per_tok": 8, "num_experts": 128, "norm_topk_prob": False, "decoder_sparse_step": 1},
+    }
+    fixed: ClassVar[dict[str, Any]] = FIXED | {"mlp_only_layers": []}
+    ignored = ("sliding_window", "max_window_layers")  # without use_sliding_window
 
     def to_json(self, config: GPTConfig, torch_dtype: str, eod: int | None) -> dict[str, Any]:
         moe = {"num_experts": config.moe.experts, "num_experts_per_tok": config.moe.top_k, "mlp_only_layers": []}
@@ -135,7 +152,12 @@ class OLMoE(WithExperts):
     qk_norm, qk_norm_heads = True, False
     block = "mlp"
     matrices = ("gate_proj", "up_proj", "down_proj")
-    unsupported = "clip_qkv", "null"
+    defaults: ClassVar[dict[str, Any]] = Llama.defaults | {
+        **{"vocab_size": 50304, "hidden_size": 2048, "intermediate_size": 2048, "num_hidden_layers": 16},
+        **{"num_attention_heads": 16, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
+        **{"num_experts_per_tok": 8, "num_experts": 64, "norm_topk_prob": False},
+    }
+    fixed: ClassVar[dict[str, Any]] = FIXED | {"clip_qkv": None}
 
     def of_moe(self) -> dict[str, Any]:
         return {"every": 1}

@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from gptlite.errors import ConfigError, did_you_mean
-from gptlite.models.gpt.huggingface import number, whole
+from gptlite.models.gpt.huggingface_json import number, whole
 from gptlite.models.huggingface import Piece
 
 if TYPE_CHECKING:
@@ -102,14 +102,15 @@ def _config(params: Mapping[str, Any], heads: int, kv_heads: int, rows: int, tie
     width, multiple = whole(params, "dim", FILE), whole(params, "multiple_of", FILE)
     inner = int(2 * 4 * width / 3)
     if params.get("ffn_dim_multiplier") is not None:
-        inner = int(number(params, "ffn_dim_multiplier", 1.0, file=FILE) * inner)
+        inner = int(number(params, "ffn_dim_multiplier", file=FILE) * inner)
     vocab_size = params.get("vocab_size", -1)  # -1: the tokenizer's
-    base, scaled = number(params, "rope_theta", 10000.0, file=FILE), params.get("use_scaled_rope", False)
+    base = number({"rope_theta": 10000.0, **params}, "rope_theta", file=FILE)
+    scaled = params.get("use_scaled_rope", False)
     length = 131072 if scaled else 8192 if base > 10000 else 4096
     scaling = {
         "rope_type": "llama3",
         # 32 for Llama 3.2's small models, which have tied embeddings; 8 for Llama 3.1.
-        "factor": number(params, "rope_scaling_factor", 32.0 if tied else 8.0, file=FILE),
+        "factor": number({"rope_scaling_factor": 32.0 if tied else 8.0, **params}, "rope_scaling_factor", file=FILE),
         "low_freq_factor": 1.0,
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
@@ -125,7 +126,7 @@ def _config(params: Mapping[str, Any], heads: int, kv_heads: int, rows: int, tie
         "num_key_value_heads": kv_heads,
         "hidden_act": "silu",
         "max_position_embeddings": whole(params, "max_seq_len", FILE) if params.get("max_seq_len") else length,
-        "rms_norm_eps": number(params, "norm_eps", 1e-5, file=FILE),
+        "rms_norm_eps": number({"norm_eps": 1e-5, **params}, "norm_eps", file=FILE),
         "rope_theta": base,
         "rope_scaling": scaling if scaled else None,
         "attention_bias": False,
