@@ -77,7 +77,7 @@ def command() -> int:
         import_plugins(named_in(overrides))
         overrides = with_whole_numbers(overrides)
         if {"-h", "--help"} & set(flags):
-            print(help_text(overrides))
+            print(help_of(flags, overrides))
             return 0
         check_flags(flags)
         presets = any(re.match(r"\+?sweep=", each) for each in overrides) and not SHOWING & set(flags)
@@ -94,6 +94,16 @@ def command() -> int:
             print_once(printable(line))
         sys.argv[1:] = [*flags, *with_model(resumed(overrides), print_once)]
         return completions() if COMPLETION & set(flags) else jobs()
+
+
+def help_of(flags: list[str], overrides: list[str]) -> str:
+    """Return the text of --help: on training, on sweeps, or on the groups and keys among the flags."""
+    names, sweeps = [each for each in flags if not each.startswith("-")], {"-m", "--multirun"} & set(flags)
+    if not names and not sweeps:
+        return help_text(overrides)
+    from gptlite.config.help_keys import group_help, sweep_help  # only if needed: --help alone is to be quick
+
+    return "\n\n".join(group_help(name, overrides) for name in names) or sweep_help()
 
 
 def sweep(flags: list[str], overrides: list[str]) -> int:

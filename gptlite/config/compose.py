@@ -121,6 +121,7 @@ gptlite train GROUP=PRESET KEY=VALUE ...    change presets and values
 gptlite train run.dir=outputs/...           resume a run
 gptlite train deepspeed=ds_config.json      train with a DeepSpeed JSON
 gptlite train --hostfile FILE ...           train on several machines: run this on each
+gptlite train --help GROUP                  describe the keys of a group, e.g. --help trainer
 gptlite train --cfg job                     print the configuration and stop
 gptlite train --hydra-help                  Hydra's own options
 
