@@ -125,8 +125,11 @@ def _compare(path: Path, manifest: Manifest, wanted: Entries, strict: bool) -> N
     if not keys:
         return
     there, here = in_words(stored.get(keys[0])), in_words(wanted.get(keys[0]))
+    fix = "set model.* and optimizer as in its config.yaml, or start anew in another run.dir"
+    if any(key.endswith(".exp_avg") and f"{key.removesuffix('exp_avg')}momentum_buffer" in stored for key in missing):
+        # Muon updated every matrix, embeddings included, before AdamW's parameters could be named.
+        fix = "set optimizer.adamw_names as in its config.yaml, or to null if it has no such key"
     more = f" (and {counted(len(keys) - 1, 'other mismatch')})" if len(keys) > 1 else ""
     raise ConfigError(
-        f"checkpoint {path} does not match this run: {keys[0]} is {there} there, {here} here{more}; "
-        "set model.* and optimizer as in its config.yaml, or start anew in another run.dir"
+        f"checkpoint {path} does not match this run: {keys[0]} is {there} there, {here} here{more}; {fix}"
     )

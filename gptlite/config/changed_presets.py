@@ -18,9 +18,11 @@ def changed_presets(saved: Config, overrides: list[str], compose: Callable[[list
     """Return overrides that restore a saved run's values where the current presets have different ones.
 
     `overrides` are those of the saved run, followed by those of the resuming command. Keys that they set are left
-    alone, and so are keys that are null in a preset because the run computes their values.
+    alone, and so are keys that are null in a preset because the run computes their values. Of a preset that both the
+    saved run and `overrides` choose, only nulls are restored: a key that is newer than the run is null in it.
     """
     given = set(map(key_of, overrides))
+    repeated = {key_of(each) for each in overrides if each in saved.run.overrides}
     then, schemas, now = to_dict(saved), schema_names(saved), compose(overrides)
     chosen = []
     for group in SECTIONS:
@@ -36,11 +38,13 @@ def changed_presets(saved: Config, overrides: list[str], compose: Callable[[list
     values = OmegaConf.to_container(compose([*chosen, *overrides]) if chosen else now, resolve=True, enum_to_str=True)
     assert isinstance(values, dict)
     trainer = ["eval_interval", *(["max_steps"] if given.isdisjoint(LENGTHS) else [])]
-    kept = {section: then[section] for section in SECTIONS if section not in given}
+    kept = {section: flatten(then[section]) for section in SECTIONS if section in repeated or section not in given}
+    for section in repeated & kept.keys():
+        kept[section] = {key: was for key, was in kept[section].items() if was is None}
     kept["trainer"] = {key: then["trainer"][key] for key in trainer}
     return chosen + [
         f"{section}.{key}={override_value(was)}"
         for section, settings in kept.items()
-        for key, was in flatten(settings).items()
+        for key, was in settings.items()
         if f"{section}.{key}" not in given and flatten(values[section]).get(key) not in (None, was)
     ]

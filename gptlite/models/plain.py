@@ -71,6 +71,14 @@ def count_blocks(spec: ModelSpec, config: Any) -> int | None:
     return _COUNTS[key]
 
 
+def embeddings(spec: ModelSpec, config: Any) -> tuple[str, ...]:
+    """Return the names of the parameters of a model's embedding modules. A tied parameter has its first name."""
+    whole = build_whole(spec, spec.with_vocabulary(config, 1), Ops(), 0)
+    modules = (each for each in whole.modules() if isinstance(each, nn.Embedding | nn.EmbeddingBag))
+    held = {id(each.weight) for each in modules}
+    return tuple(name for name, parameter in whole.named_parameters() if id(parameter) in held)
+
+
 def shared_parameters(spec: ModelSpec, config: Any) -> dict[str, str]:
     """Return `{other name: first name}` of the parameters that several modules of a model share."""
     named = build_whole(spec, spec.with_vocabulary(config, 1), Ops(), 0).named_parameters(remove_duplicate=False)

@@ -70,12 +70,14 @@ class Matrices:
 
     `edges`: name suffixes of matrices that AdamW updates instead (embeddings, the head). `fused`: `{name suffix:
     (number of groups, relative rows of each matrix in a group)}` of parameters that consist of several matrices.
-    `batched`: name suffixes of parameters [E, rows, columns] with one matrix per expert.
+    `batched`: name suffixes of parameters [E, rows, columns] with one matrix per expert. `embeddings`: names of
+    embeddings found by the type of their module, which AdamW updates unless `optimizer.adamw_names` is null.
     """
 
     edges: tuple[str, ...] = ()
     fused: Mapping[str, tuple[int, tuple[int, ...]]] | None = None
     batched: tuple[str, ...] = ()
+    embeddings: tuple[str, ...] = ()
 
 
 class ModelSpec(Generic[C]):
@@ -328,8 +330,11 @@ class ModelSpec(Generic[C]):
         raise NotImplementedError(f"{type(self).__name__} does not generate text")
 
     def matrices(self, config: C) -> Matrices:
-        """Return the matrix structure of the parameters, for Muon."""
-        return Matrices()
+        """Return the matrix structure of the parameters, for Muon. By default, Muon updates every matrix separately,
+        except those of torch's embedding modules."""
+        from gptlite.models.plain import embeddings
+
+        return Matrices(embeddings=embeddings(self, config))
 
 
 def spec_of(config: Any) -> ModelSpec:

@@ -1,6 +1,6 @@
 """Construction of a torch optimizer from a configuration and named parameters."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -24,6 +24,7 @@ def build_optimizer(
     stacked: Mapping[str, tuple[int, tuple[int, ...]]] | None = None,
     dtype: torch.dtype = torch.float32,
     batched: Sequence[str] = (),
+    others: Collection[str] = (),
 ) -> torch.optim.Optimizer:
     """Return the optimizer of `config` for those named parameters (`model.named_parameters()`) that are not frozen.
 
@@ -33,18 +34,31 @@ def build_optimizer(
 
     The module `config.rule` builds the optimizer. If the rule has `group_keys(edges, batched, name, parameter)`, groups
     are split further by the returned values. `fused_adam` selects our kernel for Adam and AdamW; it must be loaded.
-    Muon leaves matrices whose names end in one of `edges` to AdamW, since they are not linear maps between hidden
-    activations. `stacked` maps name endings of fused parameters to (groups, relative rows of each matrix in a group),
-    by which Muon splits them; `batched` are name endings of parameters [experts, rows, columns] with one matrix per
-    expert. `dtype` is the dtype of the model's GEMMs; with `newton_schulz_dtype: auto`, Muon's GEMMs are in bf16 if the
-    model's are. Raises ValueError if nothing is trainable.
+    Muon leaves matrices whose names end in one of `edges` or are in `others` to AdamW, since they are not linear maps
+    between hidden activations. `stacked` maps name endings of fused parameters to (groups, relative rows of each matrix
+    in a group), by which Muon splits them; `batched` are name endings of parameters [experts, rows, columns] with one
+    matrix per expert. `dtype` is the dtype of the model's GEMMs; with `newton_schulz_dtype: auto`, Muon's GEMMs are in
+    bf16 if the model's are. Raises ValueError if nothing is trainable.
     """
     rule = import_module(config.rule)
     keys = getattr(rule, "group_keys", None)
-    groups = _parameter_groups(parameters, config.weight_decay, keys and partial(keys, tuple(edges), tuple(batched)))
+    more = None if keys is None else partial(_keys, keys, tuple(edges), tuple(batched), others)
+    groups = _parameter_groups(parameters, config.weight_decay, more)
     fused = all(parameter.device.type in FUSED_DEVICES for group in groups for parameter in group["params"])
     kernels: dict[str, Any] = {"fused": True} if fused else {"foreach": True}
     return rule.build(config, BuildContext(groups, fused_adam, kernels, stacked or {}, dtype))
+
+
+def _keys(
+    keys: Callable[..., dict[str, Any]],
+    edges: tuple[str, ...],
+    batched: tuple[str, ...],
+    others: Collection[str],
+    name: str,
+    parameter: nn.Parameter,
+) -> dict[str, Any]:
+    """Call a rule's `group_keys` for a parameter; a name in `others` is an edge by itself."""
+    return keys((name,), (), name, parameter) if name in others else keys(edges, batched, name, parameter)
 
 
 def _parameter_groups(

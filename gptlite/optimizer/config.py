@@ -1,7 +1,7 @@
 """Configuration of optimizers. Each class also describes the state and the cost of its optimizer."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import ClassVar, NamedTuple
@@ -92,6 +92,10 @@ class OptimizerConfig:
         """Raise ConfigError for values out of range."""
         for name, (legal, fix) in self.ranges.items():
             require(legal(getattr(self, name)), f"optimizer.{name}", getattr(self, name), fix)
+
+    def left_to_adamw(self, names: Iterable[str], embeddings: Collection[str]) -> set[str]:
+        """Return those of the parameter names that AdamW updates instead of this optimizer, besides vectors."""
+        return set()
 
     def state_elements(self) -> int:
         """Return the number of fp32 state values per parameter element."""
@@ -295,6 +299,22 @@ class MuonConfig(OptimizerConfig):
     beta1: float = 0.9
     beta2: float = 0.95
     eps: float = 1e-8
+    # AdamW also updates embeddings, and parameters whose names contain one of these words; null: neither, except those
+    # that the model declares, as before this key existed.
+    adamw_names: list[str] | None = None
+
+    def check(self) -> None:
+        """Raise ConfigError for values out of range."""
+        super().check()
+        names = self.adamw_names
+        require(names is None or all(names), "optimizer.adamw_names", names, "has an empty word; remove it")
+
+    def left_to_adamw(self, names: Iterable[str], embeddings: Collection[str]) -> set[str]:
+        """Return those of the parameter names that AdamW updates by `adamw_names`. `embeddings` are such names, too."""
+        if self.adamw_names is None:
+            return set()
+        words = [word.lower() for word in self.adamw_names]
+        return {name for name in names if name in embeddings or any(word in name.lower() for word in words)}
 
     def products(self, rows: int, columns: int) -> list[tuple[int, int, int]]:
         """Return the GEMMs of the Newton-Schulz iteration."""

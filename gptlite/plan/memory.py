@@ -119,7 +119,11 @@ def _optimizer(work: Workload, held: list[Stage]) -> int:
     kinds = [(stage.others, False, 1) for stage in held]
     kinds += [(stage.kinds[kind], True, count) for stage in held for kind, count in stage.runs]
     return work.optimizer.state_bytes(
-        [Shard(each.shard_shape(shards), inside, count) for group, inside, count in kinds for each in group]
+        [
+            Shard(each.shard_shape(shards), inside and not each.embedding, count)
+            for group, inside, count in kinds
+            for each in group
+        ]
     )
 
 

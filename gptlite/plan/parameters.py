@@ -35,12 +35,14 @@ class Parameter(NamedTuple):
 
     `cut`: sharded over the tensor axis, else replicated. `tied`: shared with another parameter of the whole model.
     `among`: the expert degree for parameters of experts, else 1. FSDP2 shards them over that many times fewer ranks.
+    `embedding`: of an embedding module.
     """
 
     shape: tuple[int, ...]
     cut: bool
     tied: bool = False
     among: int = 1
+    embedding: bool = False
 
     @property
     def elements(self) -> int:
@@ -216,6 +218,7 @@ def inventory(model: ModelConfig, tensor: int, tp_rank: int = 0, expert: int = 1
     dims = {f"{name}.{each}": dim for name, cut in layers for each, dim in cut.dims.items()}
     experts = {id(each) for module in whole.modules() if isinstance(module, Experts) for each in module.parameters()}
     tied = {*spec.tied(config), *spec.tied(config).values()}
+    structure = spec.matrices(config)
 
     def local(name: str, parameter: Tensor) -> Parameter:
         shape, dim = list(parameter.shape), dims.get(name)
@@ -225,7 +228,7 @@ def inventory(model: ModelConfig, tensor: int, tp_rank: int = 0, expert: int = 1
         among = 1
         if id(parameter) in experts:
             among, shape[0] = expert, shape[0] // expert
-        return Parameter(tuple(shape), dim is not None, name in tied, among)
+        return Parameter(tuple(shape), dim is not None, name in tied, among, name in structure.embeddings)
 
     def listed(part: nn.Module, blocks: Iterable[nn.Module], inside: bool = True) -> tuple[Parameter, ...]:
         """Return the parameters of a part that are `inside` the given blocks, or those outside them."""
@@ -242,7 +245,7 @@ def inventory(model: ModelConfig, tensor: int, tp_rank: int = 0, expert: int = 1
     of_kinds = blocks[-1:] if repeats(model) else blocks
     kinds = [listed(whole, [block]) for block in of_kinds]
     names = {id(each): name for name, each in whole.named_parameters()}
-    matrices = [_matrices(spec.matrices(config), {names[id(p)]: p for p in block.parameters()}) for block in of_kinds]
+    matrices = [_matrices(structure, {names[id(p)]: p for p in block.parameters()}) for block in of_kinds]
     loads = [sum(len(each.load) + 1 for each in routers(block)) for block in of_kinds]
     return Inventory(tuple(kinds), others, tuple(matrices), tuple(loads))
 
@@ -251,6 +254,8 @@ def _matrices(structure: Matrices, block: Mapping[str, Tensor]) -> tuple[tuple[i
     """Return (rows, columns, number) of a block's matrices that map hidden activations to hidden activations."""
     found: list[tuple[int, int, int]] = []
     for name, each in block.items():
+        if name in structure.embeddings:
+            continue
         if (each.ndim == 2 and not name.endswith(structure.edges)) or (
             each.ndim == 3 and name.endswith(structure.batched)
         ):

@@ -48,7 +48,8 @@ def build_updates(
     weights = [named for part in parts for named in model.named_weights(part)]
     matrices = model.spec.matrices(model.config)  # which parameters Muon splits, and which it leaves to AdamW
     structure = matrices.edges, matrices.fused
-    optimizer = build_optimizer(config, weights, ops.adamw, *structure, policy.compute_dtype, matrices.batched)
+    others = config.left_to_adamw((name for name, _ in weights), matrices.embeddings)
+    optimizer = build_optimizer(config, weights, ops.adamw, *structure, policy.compute_dtype, matrices.batched, others)
     if not policy.master_weights:
         optimizer = round_steps(optimizer, seed)
     return offload_state(optimizer, parallelism, mesh)

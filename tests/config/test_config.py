@@ -246,6 +246,19 @@ def test_a_resumed_run_keeps_its_settings_though_the_presets_have_changed(tmp_pa
     assert load([folder, "model=gpt2"]).model.name == "gpt2"
 
 
+def test_a_resumed_run_of_muon_from_before_a_key_updates_the_same_matrices(tmp_path: Path) -> None:
+    folder = f"run.dir={tmp_path}"
+    then = load(["optimizer=muon", folder])
+    assert then.optimizer.adamw_names == ["lm_head"]
+    then.run.overrides = ["optimizer=muon", folder]
+    text, line = to_yaml(then), "  adamw_names:\n  - lm_head\n"
+    assert line in text
+    (tmp_path / "config.yaml").write_text(text.replace(line, ""))
+    for again in ([folder], ["optimizer=muon", folder]):
+        assert load(again).optimizer.adamw_names is None
+    assert load([folder, "optimizer.adamw_names=[head]"]).optimizer.adamw_names == ["head"]
+
+
 def test_former_keys_of_a_saved_run_are_read(tmp_path: Path) -> None:
     config = load(["ops.activation=reference", "model.mlp=relu", f"run.dir={tmp_path}"])
     config.run.overrides = ["ops.bias_gelu=reference", "model.activation=relu"]

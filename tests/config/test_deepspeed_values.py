@@ -125,6 +125,15 @@ def test_a_row_names_the_fault_of_deepspeed_without_zero(precision: str):
     assert not any(row.key.startswith("zero") for row in translate({"bf16": {"enabled": False}}))
 
 
+def test_muon_leaves_deepspeeds_names_to_adamw_and_names_the_difference_in_clipping():
+    muon = {"optimizer": {"type": "Muon"}}
+    assert composed(muon).optimizer.adamw_names == ["embed", "lm_head"]
+    for stage, clips in ((0, False), (1, True), (2, True), (3, False)):
+        content = muon | {"zero_optimization": {"stage": stage}}
+        assert ("stages 1 and 2 clip" in said(content, "optimizer.type")) is clips
+        assert said(content | {"gradient_clipping": 0}, "optimizer.type") == ""
+
+
 def test_keys_of_this_version_are_known():
     content: dict[str, Any] = {
         "disable_python_gc": True,

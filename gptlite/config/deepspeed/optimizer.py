@@ -32,7 +32,8 @@ def optimizer(root: Section, peak: float | None) -> None:
     decoupled = params.value("adam_w_mode", Kind.flag) if name in ("adam", "adamw") else None
     if decoupled is False and name == "adam":
         preset = "adam"
-    section.take("type", "adam_w_mode is on" if (name, preset) == ("adam", "adamw") else "", optimizer=preset)
+    reason = "adam_w_mode is on" if (name, preset) == ("adam", "adamw") else ""
+    section.take("type", _muon_clipping(root) if name == "muon" else reason, optimizer=preset)
     if decoupled is not None:
         params.no_op("adam_w_mode", f"optimizer={preset}")
     params.apply(keys.PARAMS[name])
@@ -44,6 +45,13 @@ def optimizer(root: Section, peak: float | None) -> None:
         overrides = {f"optimizer__{key}": value for key, value in left.items()}
         section.take("other params", "DeepSpeed's defaults", **overrides)
     section.close()
+
+
+def _muon_clipping(root: Section) -> str:
+    """Return the difference of Muon's clipping, if the file has it."""
+    zero, norm = root.content.get("zero_optimization"), root.content.get("gradient_clipping")
+    clips = isinstance(zero, dict) and zero.get("stage") in (1, 2) and norm != 0
+    return "clips gradients; DeepSpeed's stages 1 and 2 clip the orthogonalized update" if clips else ""
 
 
 def _torch_adam(params: Section, preset: str, defaults: dict[str, float]) -> dict[str, float]:
@@ -80,7 +88,7 @@ def _muon_rates(params: Section, peak: float | None) -> dict[str, Any]:
     that make gptlite's Muon match DeepSpeed's."""
     rate, matrices, others = (params.value(name, Kind.number) for name in ("lr", "muon_lr", "adam_lr"))
     ours, theirs = matrices or rate or 0.02, others or rate or 3e-4
-    same: dict[str, Any] = {"scale": "original", "newton_schulz": "quintic"}  # as in DeepSpeed's Muon
+    same: dict[str, Any] = {"scale": "original", "newton_schulz": "quintic", "adamw_names": ["embed", "lm_head"]}
     ratio = same | {"adamw_lr_ratio": 1.0}
     if peak is not None or AUTO in (params.content.get(name) for name in ("lr", "muon_lr", "adam_lr")):
         for name in ("lr", "muon_lr", "adam_lr"):
