@@ -98,7 +98,9 @@ ROOMS = {
     "run": Room(
         "checkpoint config data metrics models ops optimizer parallelism plan precision trainer", packages="torch"
     ),
-    "checkpoint_tool": Room("config checkpoint data metrics models", packages="torch omegaconf"),
+    "checkpoint_tool": Room(
+        "config checkpoint data metrics models ops", packages="torch omegaconf", lazy="transformers"
+    ),
     "data_tool": Room("config data metrics", packages="numpy", lazy="matplotlib"),
     "harness": Room("data models ops parallelism", packages="lm_eval torch"),
     "parity": Room("config launch parallelism precision run trainer", packages="torch"),

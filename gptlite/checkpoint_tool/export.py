@@ -1,8 +1,11 @@
 """Write the weights as a Hugging Face folder: export RUN_OR_STEP TARGET [dtype=fp32] [max_shard_bytes=5000000000]
+    [check=true|false]
 
 TARGET becomes a folder that transformers loads with from_pretrained (for a GPT, GPT2LMHeadModel): safetensors,
 config.json and, if it can be converted, the tokenizer. Every byte of the checkpoint is verified; for a run, the newest
-intact checkpoint is exported. plugins=[MODULE,...] imports the modules that register the model.
+intact checkpoint is exported. check=true loads the folder with transformers before it appears, and compares log
+probabilities and token ids; by default, this is done for up to 2 GB where transformers is installed.
+plugins=[MODULE,...] imports the modules that register the model.
 """
 
 from dataclasses import dataclass, field
@@ -20,6 +23,7 @@ class Options:
 
     dtype: str = "fp32"
     max_shard_bytes: int = 5_000_000_000
+    check: bool | None = None
     plugins: list[str] = field(default_factory=list)
 
 
@@ -34,6 +38,7 @@ def run(paths: list[str], options: Options) -> int:
         Path(target).expanduser(),
         dtype=options.dtype,
         max_shard_bytes=options.max_shard_bytes,
+        check=options.check,
         log=log,
     )
     print(printable(target))

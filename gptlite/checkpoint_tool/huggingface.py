@@ -22,13 +22,14 @@ from gptlite.checkpoint.find import find_checkpoint
 from gptlite.checkpoint.huggingface import INDEX, PICKLE, Stored, open_weights, read_json, write_weights
 from gptlite.checkpoint.load import load_tensors, not_finite, read_config
 from gptlite.checkpoint.manifest import read_file, read_manifest
+from gptlite.checkpoint_tool.check_export import MOST_BYTES, can_load, check_export, transformers_version
 from gptlite.checkpoint_tool.meta import PARAMS, is_meta, open_meta
 from gptlite.config import Config, from_yaml, hydra_value, leaves, load, override_value, to_yaml
 from gptlite.config.plugins import as_override, import_plugins
 from gptlite.data.config import DataConfig, TextConfig
 from gptlite.data.export_tokenizer import tokenizer_files
-from gptlite.data.sentence_piece import SentencePieceTokenizer
-from gptlite.data.tokenizer import load_tokenizer
+from gptlite.data.find_tokenizer import EXPORTED
+from gptlite.data.tokenizer import DEFINITION, Tokenizer, load_tokenizer
 from gptlite.documents import shown
 from gptlite.errors import ConfigError, did_you_mean, system_error
 from gptlite.files import new_folder, refuse_used, write_synced
@@ -42,7 +43,6 @@ from gptlite.progress import Log
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 CHECKPOINTS = "checkpoints"  # in a run folder
-TOKENIZER = "gptlite_tokenizer"
 KEPT = "huggingface"  # folder in a checkpoint with files that an import stores unread and an export writes back
 KEPT_SUFFIXES = {".json", ".txt", ".model", ".jinja", ".tiktoken"}
 MOST_KEPT_BYTES = 1 << 28
@@ -57,7 +57,6 @@ FIRST_META: dict[str, Any] = {
     "best_val_loss": None,
     "evaluated_step": 0,
     "wandb_id": None,
-    "data_identity": {"tokenizer": None},
 }
 
 
@@ -67,20 +66,24 @@ def export(
     *,
     dtype: str = "fp32",
     max_shard_bytes: int = 5_000_000_000,
+    check: bool | None = None,
     log: Log = print,
 ) -> None:
     """Write a checkpoint's model as the new folder `target`, for `from_pretrained` of transformers.
 
     `checkpoint` is a step folder, or a run folder, whose newest intact checkpoint is exported; it is verified here. One
     tensor is in memory at a time. `dtype` is fp32, bf16 or fp16; weights of more than `max_shard_bytes` bytes are split
-    into several files. `target` appears once all files are on disk. Raises ConfigError for a model without an adapter,
-    a missing or damaged checkpoint, an existing target, a full disk, and values that are not finite or overflow
-    `dtype`.
+    into several files. `check`: load the folder with transformers, and compare log probabilities (`check_export`); None
+    does so if transformers is installed, for up to 2 GB. `target` appears once all files are on disk and compared.
+    Raises ConfigError for a model without an adapter, a missing or damaged checkpoint, an existing target, a full disk,
+    values that are not finite or overflow `dtype`, and an export that differs.
     """
     if dtype not in DTYPES:
         raise ConfigError(f"dtype={dtype} is not one of {', '.join(DTYPES)}{did_you_mean(dtype, DTYPES)}")
     if max_shard_bytes < 1:
         raise ConfigError(f"max_shard_bytes={max_shard_bytes} must be at least 1")
+    if check and not transformers_version():
+        raise ConfigError("check=true needs transformers; install it (pip install transformers), or leave out check")
     target = Path(target).expanduser()
     refuse_used("target", target)
     if store.step_folders(target.parent):
@@ -97,7 +100,10 @@ def export(
             for weight in adapter.weights(model)
         ]
         write_weights(folder, weights, max_shard_bytes, log)
-    size = sum(weight.num_bytes for weight in weights)
+        size = sum(weight.num_bytes for weight in weights)
+        if check or (check is None and size <= MOST_BYTES and can_load(adapter.model_class)):
+            ours = load_tokenizer(step / "tokenizer") if (step / "tokenizer").is_dir() else None
+            check_export(folder, step, model, adapter.model_class, DTYPES[dtype], ours, log)
     log(f"exported {step} to {target}: {size / 1e6:,.1f} MB of {dtype}, for {adapter.model_class}.from_pretrained")
 
 
@@ -122,8 +128,9 @@ def _adapter_for(model: ModelConfig, step: Path) -> Adapter:
 def _files(step: Path, adapter: Adapter, model: ModelConfig, dtype: str, log: Log) -> Mapping[str, str | bytes]:
     """Return `{path: content}` of config.json, generation_config.json, and the tokenizer for gptlite and AutoTokenizer.
 
-    AutoTokenizer's files are left out if the tokenizer cannot be converted. For an imported checkpoint, the files are
-    those that the import stored, with the exported dtype and class in config.json.
+    If the tokenizer cannot be converted, a class that does not exist is named for AutoTokenizer, which would otherwise
+    make an empty tokenizer for some models (transformers 5.24). For an imported checkpoint, the files are those that
+    the import stored, with the exported dtype and class in config.json.
     """
     dtype_name, held = str(DTYPES[dtype]).removeprefix("torch."), read_manifest(step).files
     kept = {name.removeprefix(f"{KEPT}/"): read_file(step, name) for name in held if name.startswith(f"{KEPT}/")}
@@ -138,12 +145,13 @@ def _files(step: Path, adapter: Adapter, model: ModelConfig, dtype: str, log: Lo
     files: dict[str, str | bytes] = {"config.json": _json(adapter.to_json(model, dtype_name, eod))}
     if eod is not None:
         files["generation_config.json"] = _json({"bos_token_id": eod, "eos_token_id": eod})
-    if isinstance(tokenizer, SentencePieceTokenizer):
+    files["tokenizer_config.json"] = _json({"tokenizer_class": "NotExported"})
+    if tokenizer is not None:
         try:
             files |= tokenizer_files(tokenizer)
         except ConfigError as error:  # the weights are useful without a tokenizer
             log(f"no tokenizer for AutoTokenizer: {error}")
-    return files | {f"{TOKENIZER}/{name.removeprefix('tokenizer/')}": content for name, content in ours.items()}
+    return files | {f"{EXPORTED}/{name.removeprefix('tokenizer/')}": content for name, content in ours.items()}
 
 
 def _json(content: dict[str, Any]) -> str:
@@ -170,8 +178,8 @@ def import_(source: Path, run_dir: Path, *, plugins: Sequence[str] = (), log: Lo
     pytorch_model.bin; or Meta's params.json and consolidated.NN.pth. The model is the one whose adapter matches
     config.json's model_type, or reads Meta's files; modules in `plugins` may register it. Weights are stored in fp32.
     The small files beside them, including a tokenizer, are stored for `export` but not interpreted: the checkpoint has
-    no tokenizer. The vocabulary is padded with rows of zeros. The model is in memory once (with pytorch_model.bin,
-    twice). The last log line is the command that trains from the checkpoint.
+    no tokenizer, unless gptlite exported the folder. The vocabulary is padded with rows of zeros. The model is in
+    memory once (with pytorch_model.bin, twice). The last log line is the command that trains from the checkpoint.
 
     Raises ConfigError if the model differs from what the adapter supports, naming the key or tensor, and if `run_dir`
     is not empty. In both cases nothing is written.
@@ -185,6 +193,7 @@ def import_(source: Path, run_dir: Path, *, plugins: Sequence[str] = (), log: Lo
         )
     refuse_used("run_dir", run_dir, holding=CHECKPOINTS)
     import_plugins(plugins)
+    tokenizer = load_tokenizer(source / EXPORTED) if (source / EXPORTED / DEFINITION).is_file() else None
     name = ("meta-" if meta else "hf-") + re.sub(r"[^\w.-]", "-", source.resolve().name)
     content, adapter, stored = open_meta(source) if meta else _opened(source)
     model = adapter.from_json(content, name)
@@ -200,10 +209,15 @@ def import_(source: Path, run_dir: Path, *, plugins: Sequence[str] = (), log: Lo
             ours = tensors.setdefault(f"model.{weight.ours}", ours)
         _fill(ours, source, weight, stored[each])
     tensors = {f"model.{name}": value for name, value in Model.of(model).initial_buffers().items()} | tensors
-    step = write_first(run_dir, tensors, to_yaml(config), beside, log)
+    step = write_first(run_dir, tensors, to_yaml(config), beside, log, tokenizer)
     words = ", ".join(sorted(Path(name).name for name in beside))
     log(f"imported {source} to {step}; kept for an export: {words}")
-    log("its tokenizer is not imported: the training data must use the same token ids")
+    if tokenizer is None:
+        log("its tokenizer is not imported: the training data must use the same token ids")
+    else:
+        spec = hydra_value(str(source / EXPORTED))
+        words = f"{tokenizer.kind} tokenizer of {tokenizer.vocab_size:,} ids"
+        log(f"its {words} is imported: prepare data with tokenizer={spec}")
     start = [f"checkpoint.resume={hydra_value(str(run_dir))}", "checkpoint.load=weights"]
     line = f"{command('train')} {shlex.join([*start, *overrides])}"
     log(f"train from it with any data=... whose vocabulary size is at most {spec_of(model).vocab_size(model)}: {line}")
@@ -211,7 +225,12 @@ def import_(source: Path, run_dir: Path, *, plugins: Sequence[str] = (), log: Lo
 
 
 def write_first(
-    run_dir: Path, tensors: dict[str, Tensor], config_yaml: str, beside: Mapping[str, bytes], log: Log
+    run_dir: Path,
+    tensors: dict[str, Tensor],
+    config_yaml: str,
+    beside: Mapping[str, bytes],
+    log: Log,
+    tokenizer: Tokenizer | None = None,
 ) -> Path:
     """Write the checkpoint of step 0 of a new run. Returns its folder, which appears whole. `beside`: further files.
 
@@ -220,7 +239,9 @@ def write_first(
     with _errors_of_the_disk(f"run_dir={run_dir}"), new_folder(run_dir / CHECKPOINTS) as folder:
         checkpointer = Checkpointer(CheckpointConfig(keep=0), run_dir)
         checkpointer.root = folder
-        step = checkpointer.save(tensors, FIRST_META, config_yaml, None, log, beside)
+        known = tokenizer.fingerprint if tokenizer is not None else None
+        meta = FIRST_META | {"data_identity": {"tokenizer": known}}
+        step = checkpointer.save(tensors, meta, config_yaml, tokenizer, log, beside)
     return run_dir / CHECKPOINTS / step.name
 
 
@@ -231,7 +252,7 @@ def _other_files(source: Path) -> dict[str, bytes]:
     """
     indices = (INDEX, f"{PICKLE}.index.json")
     paths = [path for path in sorted(source.iterdir()) if path.suffix in KEPT_SUFFIXES and path.name not in indices]
-    paths = [path for path in (*paths, *sorted((source / TOKENIZER).glob("*"))) if path.is_file()]
+    paths = [path for path in (*paths, *sorted((source / EXPORTED).glob("*"))) if path.is_file()]
     if (size := sum(path.stat().st_size for path in paths)) > MOST_KEPT_BYTES:
         largest = max(paths, key=lambda path: path.stat().st_size).name
         raise ConfigError(

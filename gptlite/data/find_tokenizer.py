@@ -9,14 +9,15 @@ from gptlite.errors import ConfigError, system_error
 from gptlite.invocation import command
 
 TIKTOKEN = "tiktoken:"
+EXPORTED = "gptlite_tokenizer"  # in a folder of Hugging Face that gptlite exported
 _TRAINED = ("sentencepiece", "char")
 
 
 def find_tokenizer(spec: str, eod: str | None = None) -> Tokenizer:
     """Return the tokenizer of `tokenizer=SPEC`: byte, tiktoken:NAME, or a path to
 
-    - a folder saved by gptlite (a tokenizer, or a prepared folder with tokenizer/), or a folder with tokenizer.json
-      or tokenizer.model;
+    - a folder saved by gptlite (a tokenizer, a prepared folder with tokenizer/, or an export), or a folder with
+      tokenizer.json, tokenizer.model or tekken.json;
     - a Hugging Face *.json, Mistral's tekken.json, or a *.tiktoken file of ranks;
     - a *.model of SentencePiece, also *.model.v3 as Mistral names it, or of Llama 3 or 4.
 
@@ -43,7 +44,7 @@ def find_tokenizer(spec: str, eod: str | None = None) -> Tokenizer:
 
 
 def _of_folder(folder: Path, eod: str | None) -> Tokenizer:
-    for ours in (folder, folder / "tokenizer"):
+    for ours in (folder, folder / "tokenizer", folder / EXPORTED):
         if (ours / DEFINITION).is_file():
             _refuse_end(str(folder), eod)
             return load_tokenizer(ours)

@@ -82,7 +82,8 @@ class HuggingFaceTokenizer(Tokenizer):
     def __init__(self, content: bytes, eod: int):
         definition = _definition(content)
         used = _with_special(_plain(definition), eod)
-        self._tokenizer = _read(content if used == definition else json.dumps(used).encode())
+        self.used = content if used == definition else json.dumps(used, ensure_ascii=False).encode()
+        self._tokenizer = _read(self.used)
         self._tokenizer.encode_special_tokens = True  # text that spells out a special token is plain text
         super().__init__(_pieces(self._tokenizer, definition, eod), eod, {"eod": eod}, content)
         self.changes = ", ".join(_types(definition.get("normalizer")))
@@ -98,6 +99,10 @@ class HuggingFaceTokenizer(Tokenizer):
     def encode(self, text: str) -> list[int]:
         with reading(FILE, "fails on a text"):
             return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def name_of(self, token: int) -> str:
+        """Return the text by which tokenizer.json names a token."""
+        return str(self._tokenizer.id_to_token(token))
 
     @classmethod
     def of_file(cls, path: Path, eod: str | None) -> "HuggingFaceTokenizer":

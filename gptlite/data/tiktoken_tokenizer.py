@@ -66,6 +66,7 @@ class TiktokenTokenizer(Tokenizer):
         if eod not in special:
             named = [name for name in special if "reserved" not in name and "SPECIAL" not in name]
             raise ConfigError(f"no special token {eod}; the special tokens are {', '.join(named) or 'none'}")
+        self.ranks, self.pattern, self.special = ranks, pattern, special
         make = partial(_tiktoken().Encoding, "gptlite", pat_str=pattern)
         with reading("the tiktoken encoding"):
             self._encoding = make(mergeable_ranks=ranks, special_tokens=special)
