@@ -9,6 +9,7 @@ from gptlite.config import Config, require_config
 from gptlite.errors import without_exit
 from gptlite.parallelism.mesh import build_mesh
 from gptlite.parallelism.watchdog import Watch
+from gptlite.progress import working
 from gptlite.run.banner import announce
 from gptlite.run.build import build_run
 from gptlite.run.folder import RunFolder
@@ -38,7 +39,8 @@ def pretrain(
     mesh = build_mesh(config.parallelism)
     watch = Watch(mesh, config.parallelism.timeout_seconds)
     folder = RunFolder(config, mesh)
-    run = build_run(config, mesh, folder.log)
+    with working("building the model and opening the data", folder.log if mesh.is_main else lambda _: None):
+        run = build_run(config, mesh, folder.log)
     folder.config = config = run.config  # now with the vocabulary size and the number of steps
     state = run.state
     folder.restore(state)

@@ -4,7 +4,9 @@ import math
 import re
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import Event, Thread
 
 from gptlite.errors import printable
 
@@ -31,6 +33,29 @@ def format_duration(seconds: float) -> str:
         if whole >= large:
             return f"{whole // large}{name}{whole % large // small:02d}{second}"
     return f"{whole}s"
+
+
+@contextmanager
+def working(label: str, log: Log, patience: float = 5.0, interval: float = 10.0) -> Iterator[None]:
+    """Context manager for work whose amount is not known: a line after `patience` seconds, and then every `interval`.
+
+    `log` is called in another thread.
+    """
+    over, started = Event(), time.monotonic()
+
+    def tell() -> None:
+        pause = patience
+        while not over.wait(pause):
+            log(f"{label}: {format_duration(time.monotonic() - started)} so far")
+            pause = interval
+
+    thread = Thread(target=tell, daemon=True, name=label)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()  # so that no line follows those of the next work
 
 
 class Console:

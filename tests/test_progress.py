@@ -1,5 +1,7 @@
 """Lines on long work, and none on short."""
 
+from threading import Event
+
 import pytest
 
 from gptlite import progress
@@ -46,6 +48,24 @@ def test_more_than_was_announced_does_no_harm(clock):
     progress.add(5_000_000)
     (line,) = lines
     assert line.endswith("ETA 0s")
+
+
+def test_work_of_unknown_amount_tells_how_long_it_takes():
+    lines: list[str] = []
+    told = Event()
+
+    def log(line: str) -> None:
+        lines.append(line)
+        if len(lines) == 2:
+            told.set()
+
+    with progress.working("starting", log, patience=0.01, interval=0.01):
+        assert told.wait(10)
+    assert lines[0] == "starting: 0s so far"
+    count = len(lines)
+    with progress.working("quick", log):
+        pass
+    assert len(lines) == count
 
 
 LINES = ["begin", "step 1/9  loss 1  ETA 1m10s", "step 2/9  ETA 9s", "eval 2/9", "loading: 1%, ETA 30s", "end"]

@@ -20,6 +20,7 @@ from gptlite.launch.host_memory import lift, limit, limit_words, out_of_memory
 from gptlite.launch.offload_space import check_offload_space
 from gptlite.launch.starter import Starter, is_main, starter
 from gptlite.parallelism.layout import wanted_world
+from gptlite.progress import working
 
 if TYPE_CHECKING:
     from gptlite.launch.elastic import Ended
@@ -40,7 +41,8 @@ def launch(config: Config, started: float) -> int:
     """
     keep_freed_memory()  # before parallelism=auto creates tensors; ranks started here inherit the environment variable
     outer = starter()
-    config, world = planned(config, outer)
+    with working("starting", print if is_main() else lambda _: None):  # imports torch, and checks the memory
+        config, world = planned(config, outer)
     if world == 1:
         from gptlite.trainer.signals import StopSignal
 

@@ -20,6 +20,7 @@ from gptlite.invocation import prepare_process
 from gptlite.launch.host_memory import lift, limit, limit_words, note_use, out_of_memory, prefer_oom_kill
 from gptlite.launch.rank_log import RankLog
 from gptlite.launch.starter import UNNAMED, Starter
+from gptlite.progress import working
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 T = TypeVar("T")
@@ -143,7 +144,8 @@ def train_rank(
         if os.environ["RANK"] == "0":
             from gptlite.run.memory import profile_ahead
 
-            profile_ahead(config, world)
+            with working("predicting the memory of a rank", print):
+                profile_ahead(config, world)
         _meet(config.parallelism.timeout_seconds, log, node, names)
     limit(config.trainer.host_memory_limit)
     if node:

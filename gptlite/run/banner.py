@@ -30,7 +30,7 @@ from gptlite.parallelism.layout import splits_backward, stages_per_rank
 from gptlite.parallelism.mesh import Mesh
 from gptlite.parallelism.rank_sync import from_main
 from gptlite.precision import Policy
-from gptlite.progress import counted
+from gptlite.progress import counted, working
 from gptlite.run.build import Run
 from gptlite.run.folder import RunFolder
 from gptlite.run.memory import predicted
@@ -43,6 +43,8 @@ def announce(run: Run, folder: RunFolder) -> Reporter:
     """Print the banner and open the trackers on rank 0. Return the reporter. Collective, as it gathers values."""
     config, mesh, state, policy, ops = run.config, run.mesh, run.state, run.policy, run.ops
     batch, model, length = config.data, config.model, config.data.sequence_length
+    with working("predicting the memory", folder.log if mesh.is_main else lambda _: None):
+        memory = predicted(run) if mesh.is_main else []
     spec, accumulation = state.model.spec, state.loader.num_micro_batches
     peak = device_peak_flops(mesh.device, policy.compute_dtype)
     per_token, uncounted = _flops(state.model, length, peak, run.data)
@@ -64,7 +66,7 @@ def announce(run: Run, folder: RunFolder) -> Reporter:
         *[("ops", used)] * bool(used),
         ("optimizer", _optimizer(config)),
         *_attention(config, mesh, policy, ops),
-        *(predicted(run) if mesh.is_main else []),
+        *memory,
         *offload_words(state, config.parallelism),
         ("data", run.data.describe()),
         *_tokenizer_warning(run.data),

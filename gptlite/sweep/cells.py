@@ -24,6 +24,7 @@ from gptlite.config import CONF_DIR, typed
 from gptlite.config.messages import refusals
 from gptlite.config.overrides import key_of
 from gptlite.errors import ConfigError
+from gptlite.progress import Progress
 from gptlite.sweep.folder import PRUNED, Record
 
 OURS = "."  # default of hydra.sweep.subdir, for which a cell's folder is `<number>-<differing overrides>`
@@ -61,6 +62,7 @@ def checked_cells(loader: ConfigLoader, config: DictConfig, overrides: list[Over
         with refusals():
             _refuse_many(overrides)
             (combinations,) = BasicSweeper.split_arguments(overrides, max_batch_size=None)
+        progress = Progress("checking", len(combinations), print, unit="cells")
         for number, each in enumerate(combinations):
             with refusals():
                 raw = loader.load_sweep_config(config, each)
@@ -72,6 +74,7 @@ def checked_cells(loader: ConfigLoader, config: DictConfig, overrides: list[Over
                     del task["hydra"]  # as Hydra does before it calls the job
                 cell = this_cell(raw.hydra, task, swept_keys(overrides))
             cells.append(_checked(task, cell, world))
+            progress.add(1)
     finally:
         singleton.cfg = before
     owners: dict[str, int] = {}

@@ -9,8 +9,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import FrameType
@@ -22,9 +22,10 @@ from gptlite.config import Config, typed
 from gptlite.config.plugins import import_plugins
 from gptlite.documents import checked
 from gptlite.errors import ConfigError, one_line, printable
-from gptlite.files import open_inside
+from gptlite.files import open_inside, open_regular
 from gptlite.launch.rank_stop import EXIT_TERMINATED, SIGNALS
 from gptlite.parallelism.layout import Layout
+from gptlite.progress import counted, format_duration
 from gptlite.run.result import read_result
 from gptlite.sweep.begin import HERE
 from gptlite.sweep.cells import alone, prepare, this_cell
@@ -33,6 +34,8 @@ from gptlite.sweep.report import publish
 
 LONGEST_REASON = 400
 LOOK_SECONDS = 0.2
+TELL_SECONDS = 30.0  # between two lines on the progress of a cell
+LOG_END = 4096  # bytes of a cell's log that are searched for the last step
 
 
 def run_cell(raw: DictConfig) -> float | None:
@@ -58,6 +61,9 @@ def run_cell(raw: DictConfig) -> float | None:
             position = f"{cell.title} of {header.get('cells') or '?'}"  # some sweepers have no fixed number of cells
             print("", printable(f"{position}: {cell.name}"), sep="\n")
             print(printable(f"  to watch it: tail -f {shlex.quote(str(log))}"), flush=True)
+            with folder.updating() as records:
+                left = time_left(records, header.get("cells"))
+            print(f"  {left}\n" * bool(left), end="", flush=True)
             with nullcontext() if here else passing_on_stops(folder):
                 record = attempt(raw, cell, log, before or 0.0)
             folder.keep(record)
@@ -68,6 +74,15 @@ def run_cell(raw: DictConfig) -> float | None:
     if here and record.status == INTERRUPTED and record.exit_code:
         sys.exit(record.exit_code)
     return record.result.get("val_loss") or record.result.get("loss")
+
+
+def time_left(records: Sequence[Record], cells: int | None) -> str:
+    """Return how long the rest of a sweep of `cells` cells will take, from the cells that have run; "" if none has."""
+    took = [each.wall_seconds for each in records if each.finished and each.wall_seconds]
+    left = (cells or 0) - sum(each.finished for each in records)
+    if not took or left < 1:
+        return ""
+    return f"{counted(left, 'cell')} left, ETA {format_duration(left * sum(took) / len(took))}"
 
 
 def attempt(raw: DictConfig, cell: Record, log: Path, before: float) -> Record:
@@ -91,7 +106,7 @@ def attempt(raw: DictConfig, cell: Record, log: Path, before: float) -> Record:
     result = Path(cell.run_dir, "result.json")
     result.unlink(missing_ok=True)  # may be left from an earlier attempt
     try:
-        with output_in(log):
+        with output_in(log), told(log):
             ended = start_ranks(config, world, started)
     except ConfigError as error:
         ended = Ended(2, str(error))
@@ -160,6 +175,30 @@ def output_in(path: Path) -> Iterator[None]:
         sys.stdout.flush()
         os.dup2(terminal, 1)
         os.close(terminal)
+
+
+@contextmanager
+def told(log: Path, seconds: float = TELL_SECONDS) -> Iterator[None]:
+    """Print the last step line in a cell's log to standard error, every `seconds` in which there is a new one."""
+    over, last = threading.Event(), b""
+
+    def tell() -> None:
+        nonlocal last
+        while not over.wait(seconds):
+            with suppress(OSError), open_regular(log) as file:
+                file.seek(max(0, log.stat().st_size - LOG_END))
+                steps = [line for line in file.read().splitlines() if line.startswith(b"step ")]
+                if steps and steps[-1] != last:
+                    last = steps[-1]
+                    os.write(2, f"  {printable(last.decode(errors='replace'))}\n".encode())
+
+    thread = threading.Thread(target=tell, daemon=True, name="progress of a cell")
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 @contextmanager

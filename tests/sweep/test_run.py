@@ -3,6 +3,7 @@
 import json
 import shlex
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ from distributed.launch_command import TRAIN, Start, losses
 
 from gptlite.commands import train
 from gptlite.config import read_saved
+from gptlite.sweep import job
+from gptlite.sweep.folder import Record
 from sweep.sweeps import SMALL, begun, records, statuses
 
 
@@ -19,6 +22,22 @@ def test_the_command_of_a_cell_starts_no_sweep(more: list[str], sweeps: bool, mo
     monkeypatch.setattr(train, "sweep", lambda *_: 3)
     monkeypatch.setattr(train, "jobs", lambda: 4)
     assert train.command() == (3 if sweeps else 4)
+
+
+def test_a_sweep_tells_the_time_that_is_left() -> None:
+    cells = [Record(number, "", [], status, wall_seconds=60.0) for number, status in enumerate(("ok", "ok", "failed"))]
+    assert job.time_left(cells, 12) == "10 cells left, ETA 10m00s"  # the failed one runs again
+    assert job.time_left(cells[:2], 2) == job.time_left([], 3) == job.time_left(cells, None) == ""
+
+
+def test_a_running_cell_tells_its_last_step(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    log = tmp_path / "0.log"
+    with job.told(log, seconds=0.01):
+        for text in ("banner\n", "step 1/9  loss 3\n", "step 2/9  loss\x1b 2\nsaved\n"):
+            with log.open("a") as file:
+                file.write(text)
+            time.sleep(0.1)
+    assert capfd.readouterr().err == "  step 1/9  loss 3\n  step 2/9  loss\\x1b 2\n"
 
 
 @pytest.mark.slow
