@@ -1,11 +1,13 @@
 """Evaluate a trained model: on held-out text in bits per byte, or on tasks of lm-eval.
 
-gptlite eval checkpoint=outputs/RUN [data=FILE_FOLDER_OR_PRESET] [samples=N]
-gptlite eval checkpoint=outputs/RUN tasks=hellaswag,arc_easy [limit=N] [num_fewshot=N] [include_path=FOLDER] \\
+gptlite eval [checkpoint=outputs/RUN] [data=FILE_FOLDER_OR_PRESET] [samples=N]
+gptlite eval [checkpoint=outputs/RUN] tasks=hellaswag,arc_easy [limit=N] [num_fewshot=N] [include_path=FOLDER] \\
     [output=FILE]
 
-Both forms take [micro_batch_size=16] [precision=auto] [tokenizer=TOKENIZER] [plugins=[MODULE,...]] and the parallelism
-keys of train, e.g. parallelism=tp2_pp2 parallelism.zero=3.
+checkpoint is a run folder (its newest checkpoint is used) or a step folder in one; by default, the run below outputs/
+that wrote a checkpoint last (checkpoint=latest). Both forms take [micro_batch_size=16] [precision=auto]
+[tokenizer=TOKENIZER] [plugins=[MODULE,...]] and the parallelism keys of train, e.g. parallelism=tp2_pp2
+parallelism.zero=3.
 
 Text: without data, the run's own validation set is used. data is a text file or a folder of *.txt files, which are
 tokenized with the run's tokenizer and evaluated completely; or a prepared folder or a data preset of train (data=mine
@@ -44,7 +46,7 @@ LAYOUT = re.compile(r"\+?parallelism[.=]")
 class Arguments:
     """Command-line arguments except those of the layout."""
 
-    checkpoint: str = "???"
+    checkpoint: str = "latest"
     data: str | None = None
     samples: int | None = None
     tasks: str | None = None
@@ -74,6 +76,9 @@ def run(words: list[str]) -> int:
     layout = [each for each in words if LAYOUT.match(each)]
     arguments = parse_arguments(Arguments, [each for each in words if each not in layout])
     check(arguments)
+    from gptlite.checkpoint.find import newest_run  # imports torch, so only after the values are checked
+
+    arguments.checkpoint = newest_run(arguments.checkpoint, "checkpoint")
     from gptlite.launch.starter import starter
 
     outer = starter()

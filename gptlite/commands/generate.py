@@ -1,10 +1,11 @@
 """Continue a text with a trained model. The text is printed as it is generated.
 
-gptlite generate checkpoint=outputs/RUN prompt="ROMEO:" \\
+gptlite generate [checkpoint=outputs/RUN] prompt="ROMEO:" \\
     [max_tokens=300] [temperature=0.8] [top_k=0] [top_p=0.95] [seed=0] [num_samples=1] [cache=true] [precision=fp32] \\
     [tokenizer=TOKENIZER] [plugins=[MODULE,...]]
 
-checkpoint is a run folder (its newest checkpoint is used) or a step folder in one. tokenizer is for an imported
+checkpoint is a run folder (its newest checkpoint is used) or a step folder in one; by default, the run below outputs/
+that wrote a checkpoint last (checkpoint=latest). tokenizer is for an imported
 checkpoint without one; it takes the same values as in preprocess. temperature=0 always selects the most likely token;
 top_k=0 and top_p=1 turn these filters off. The same seed gives the same text.
 """
@@ -23,7 +24,7 @@ from gptlite.models.sampling import Sampling
 class Arguments:
     """Command-line arguments."""
 
-    checkpoint: str = "???"
+    checkpoint: str = "latest"
     prompt: str = field(default="\n", metadata=LITERAL)
     max_tokens: int = 300
     temperature: float = 0.8
@@ -51,9 +52,11 @@ def write_samples(arguments: Arguments) -> None:
         sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.seed)
     except ValueError as error:
         raise ConfigError(str(error)) from None
+    from gptlite.checkpoint.find import newest_run
     from gptlite.data.tokenizer import StreamDecoder
     from gptlite.run.restore import restore  # imports torch, so only after the values are checked
 
+    arguments.checkpoint = newest_run(arguments.checkpoint, "checkpoint")
     model, runner, tokenizer, *_ = restore(
         arguments.checkpoint, arguments.precision, arguments.plugins, tokenizer=arguments.tokenizer
     )

@@ -1,11 +1,14 @@
 """Which checkpoint a run starts from, whatever happened to the others; and how many stay."""
 
+import os
+import shutil
+
 import pytest
 from checkpoint.destruction.wounds import flip
 
 from gptlite.checkpoint.checkpointer import Checkpointer
 from gptlite.checkpoint.config import CheckpointConfig
-from gptlite.checkpoint.find import find_checkpoint
+from gptlite.checkpoint.find import find_checkpoint, newest_run
 from gptlite.checkpoint.manifest import DamagedCheckpoint, read_manifest
 from gptlite.checkpoint.store import step_folders
 from gptlite.errors import ConfigError
@@ -125,3 +128,27 @@ def test_retention_never_removes_what_was_just_saved(checkpointer, save):
     checkpointer.config.keep = 1
     assert save(200).exists()
     assert newest.exists()
+
+
+def test_latest_is_the_run_that_wrote_a_checkpoint_last(save, checkpointer, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(
+        ConfigError, match="checkpoint=latest: no run below outputs/ has a checkpoint; give checkpoint=RUN"
+    ):
+        newest_run("latest", "checkpoint")
+    step = save(100)
+    for age, name in enumerate(["a", "sweeps/20261128-1/0-lr=1", "b", "unfinished"]):
+        folder = tmp_path / "outputs" / name / "checkpoints"
+        shutil.copytree(step, folder / step.name)
+        time = 2_000_000_000 - age if name != "b" else 2_000_000_100
+        os.utime(folder / step.name / "MANIFEST.json", (time, time))
+    (tmp_path / "outputs" / "unfinished" / "checkpoints" / step.name / "MANIFEST.json").unlink()
+    assert newest_run("latest", "checkpoint") == "outputs/b"
+    assert capsys.readouterr().err == "checkpoint=outputs/b is the newest run\n"
+    shutil.rmtree(tmp_path / "outputs" / "b")
+    assert newest_run("latest", "checkpoint") == "outputs/a"
+    shutil.rmtree(tmp_path / "outputs" / "a")
+    assert newest_run("latest", "checkpoint") == "outputs/sweeps/20261128-1/0-lr=1"
+    assert newest_run("outputs/a", "checkpoint") == "outputs/a"
+    (tmp_path / "latest").mkdir()  # a folder of that name is meant
+    assert newest_run("latest", "checkpoint") == "latest"

@@ -82,7 +82,6 @@ def test_eval_takes_a_prepared_folder_and_its_name(trained: Path, text: Path, tm
 
 REFUSED = [
     ("generate", ["checkpoint=nowhere"], "checkpoint=nowhere does not exist"),
-    ("generate", [], "checkpoint is not set"),
     ("generate", ["checkpoint=.", "temperature=nan"], "temperature=nan"),
     ("generate", ["checkpoint=.", "top_p=0"], "top_p=0"),
     ("generate", ["checkpoint=.", "max_tokens=0"], "max_tokens=0 must be at least 1"),
