@@ -148,12 +148,19 @@ def test_other_files_are_refused_in_one_line(made, tmp_path, what, words):
     assert not (tmp_path / "run").exists()
 
 
-def test_llama_3_s_tokenizer_is_read(tmp_path):
-    """Bytes and a few merges as ranks, with 256 special tokens after them; numbers are split after three digits."""
-    pieces = [bytes([byte]) for byte in range(256)] + [b"th", b"the", b" the", b"12", b"123", b"1234"]
+@pytest.mark.parametrize(
+    ("ranks", "size", "cut"),
+    [(128_000, 128_256, [257, 258, 260, ord("4")]), (200_000, 202_048, [257, 258, 260, ord("4")])],
+)
+def test_the_tokenizers_of_llama_3_and_4_are_read(tmp_path, ranks, size, cut):
+    """Bytes, a few merges and words of no text as ranks, with special tokens after them; numbers are split after three
+    digits. Only Llama 4's pattern cuts before a capital letter."""
+    pieces = [bytes([byte]) for byte in range(256)] + [b"th", b"the", b" the", b"12", b"123", b"1234", b"eT"]
+    pieces += [b"\xff\xfe%d" % number for number in range(ranks - len(pieces))]
     lines = [base64.b64encode(piece) + b" %d" % rank for rank, piece in enumerate(pieces)]
     (tmp_path / "tokenizer.model").write_bytes(b"\n".join(lines) + b"\n")
     found = find_tokenizer(str(tmp_path))
-    assert (found.vocab_size, found.eod) == (262 + 256, 262 + 1)
-    assert found.encode("the the1234") == [257, 258, 260, ord("4")]
+    assert (found.vocab_size, found.eod, found.bos) == (size, ranks + 1, ranks)
+    assert found.encode("the the1234") == cut
+    assert (262 in found.encode("seTs")) == (ranks == 128_000)
     assert found.decode(found.encode("the the<|eot_id|>")) == "the the<|eot_id|>"
