@@ -67,7 +67,7 @@ class PrecisionConfig:
     reduce: Reduce = Reduce.fp32
     master_weights: bool = True  # false: parameters are bf16, updated with stochastic rounding
     loss_scale: float = 0.0  # 0: dynamic, controlled by the keys below; otherwise a fixed loss scale
-    loss_scale_rule: LossScaleRule = LossScaleRule.megatron  # deepspeed=FILE sets deepspeed
+    loss_scale_rule: LossScaleRule = LossScaleRule.megatron  # deepspeed: a skipped step does not advance the schedule
     initial_scale_power: int = 16  # the initial scale is 2 to this power
     loss_scale_window: int = 1000  # steps without overflow before the scale grows
     hysteresis: int = 2  # overflows before the scale shrinks; the count restarts when the scale grows

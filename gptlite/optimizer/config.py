@@ -299,9 +299,8 @@ class MuonConfig(OptimizerConfig):
     beta1: float = 0.9
     beta2: float = 0.95
     eps: float = 1e-8
-    # AdamW also updates embeddings, and parameters whose names contain one of these words; null: neither, except those
-    # that the model declares, as before this key existed.
-    adamw_names: list[str] | None = None
+    # null is the former rule, to which runs saved before this key resume; the preset has a list.
+    adamw_names: list[str] | None = None  # AdamW updates embeddings and names with one of these words; null: neither
 
     def check(self) -> None:
         """Raise ConfigError for values out of range."""

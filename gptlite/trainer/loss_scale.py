@@ -52,7 +52,7 @@ class LossScaler:
                 self.scale = max(self.scale / self.factor, self.minimum)
             return
         self.good_steps += 1
-        if self.good_steps == self.window + self.deepspeed:
+        if self.good_steps >= self.window + self.deepspeed:  # above it if the window or the rule has changed
             self.good_steps, self.overflows = int(self.deepspeed), 0
             self.scale *= self.factor
 
@@ -71,7 +71,7 @@ class LossScaler:
         """
         scale, good, overflows, skipped = values.unbind()
         none, shrinks = torch.zeros_like(scale), overflows + 1 >= self.hysteresis
-        grows = good + 1 == self.window + self.deepspeed
+        grows = good + 1 >= self.window + self.deepspeed
         lower = torch.where(shrinks, (scale / self.factor).clamp(min=self.minimum), scale)
         bad = torch.stack([lower, none, overflows + 1, skipped + 1])
         same = torch.stack([scale, good + 1, overflows, skipped])

@@ -76,6 +76,12 @@ def test_the_weight_decay_that_a_file_leaves_out_is_its_optimizers(kind: str, pa
     assert composed({"optimizer": {"type": kind, "params": params}}).optimizer.weight_decay == decay
 
 
+def test_rows_name_what_deepspeed_does_otherwise():
+    given = {"bf16": {"enabled": True}, "optimizer": {"type": "AdamW", "params": {"weight_decay": 0.1}}}
+    assert said(given, "optimizer.params.weight_decay") == "matrices only"
+    assert "DeepSpeed skips the step" in said(given, "bf16.enabled")
+
+
 @pytest.mark.parametrize("given", [{}, {"gradient_clipping": None}])
 def test_without_gradient_clipping_the_norm_is_1_and_a_row_says_so(given: dict[str, Any]):
     # `engine.gradient_clipping()` without the key is 1.0 since DeepSpeed's pull request 8068.

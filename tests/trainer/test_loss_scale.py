@@ -126,6 +126,14 @@ def test_with_deepspeed_the_rule_is_deepspeeds(window, hysteresis):
     assert scales(scaler, events) == deepspeed(events, 1024.0, window, hysteresis, 2.0)
 
 
+def test_a_resumed_scale_grows_under_another_rule_or_a_shorter_window():
+    for window, by_deepspeed in ((3, False), (2, True), (1, False)):
+        scaler = LossScaler(8.0, window, 1, minimum=1.0, factor=2.0, deepspeed=by_deepspeed)
+        scaler.load_meta({"scale": 8.0, "good_steps": 3, "overflows": 0, "skipped": 0})
+        values, _ = scaler.advanced(scaler.on_device(CPU), torch.tensor(False))
+        assert (scales(scaler, "."), values[0].item()) == ([16.0], 16.0)
+
+
 def test_without_hysteresis_the_rule_is_torchs():
     weight = torch.nn.Parameter(torch.zeros(1))
     theirs = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=4)

@@ -13,7 +13,7 @@ OWN_METRICS = "metrics.jsonl has times and memory"
 FASTER = "affects only speed"
 OTHER_CODE = "affects only DeepSpeed's own code"
 RECOMPUTE = "does not turn checkpointing on; see parallelism.activation_checkpointing"
-NON_FINITE = "a non-finite gradient ends the run; DeepSpeed skips the step, or applies it"
+NON_FINITE = "a non-finite gradient ends the run; DeepSpeed skips the step"
 SAME_MEAN = "the mean of the gradients is the same up to rounding"
 
 ROOT: Rules = {

@@ -10,7 +10,7 @@ from gptlite.config.deepspeed.rows import AUTO, Kind, Only, Section
 from gptlite.errors import did_you_mean
 
 BEGINS = Only(
-    (-1,), "starts the schedule later, after an update at the optimizer's lr; remove it: a resumed run keeps its step"
+    (-1,), "begins the schedule there, after an update at the optimizer's lr, which gptlite does not; remove it"
 )
 
 
@@ -68,7 +68,7 @@ def _rates(params: Section, preset: str, defaults: dict[str, float], peak: float
     single = ("eps", "weight_decay") if "eps" in defaults else ("weight_decay",)
     for name in single:
         if (value := params.value(name, Kind.number)) is not None:
-            params.take(name, **{f"optimizer__{name}": value})
+            params.take(name, "matrices only" if value and name != "eps" else "", **{f"optimizer__{name}": value})
     if "beta1" in defaults and (betas := params.value("betas", Kind.pair)):
         params.take("betas", optimizer__beta1=betas[0], optimizer__beta2=betas[1])
     if preset == "muon":
@@ -122,7 +122,7 @@ def default_clipping(root: Section) -> None:
     """Add the row of gradient_clipping if no key sets it."""
     old = any(row.key == "optimizer.params.max_grad_norm" and row.value is not None for row in root.rows)
     if root.content.get("gradient_clipping") is None and not old:
-        reason = "DeepSpeed's default since June 2026, before none: 0"
+        reason = "DeepSpeed's default since June 2026; the former one is 0, no clipping"
         root.take("gradient_clipping", reason, optimizer__clip_norm=1.0)
 
 

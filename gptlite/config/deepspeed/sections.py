@@ -67,7 +67,7 @@ def _bf16(section: Section, state: Any) -> str:
     section.apply(keys.BF16)
     section.close()
     if state is True:
-        section.take("enabled", precision="bf16")
+        section.take("enabled", keys.NON_FINITE, precision="bf16")
     return "bf16" if state is True else ""
 
 
