@@ -118,6 +118,8 @@ def held_out(source: str | None, config: Config, tokenizer: Tokenizer) -> Prepar
             tokens += [ids for ids, _ in encoded(tokenizer, Span(path, 0, path.stat().st_size))]
             tokens.append(np.array([tokenizer.eod], dtype=np.int32))
         array, size = np.concatenate(tokens), sum(path.stat().st_size for path in files)
+        if len(array) < 2:
+            raise ConfigError(f"data={source} has one token, before which there is none to predict it; give more text")
         return PreparedData(source, None, tokenizer, (TokenSet(source, source, array, array, 1.0, size),), {})
     section = config.data
     if source is not None:

@@ -1,6 +1,7 @@
 """Conversion of Hydra's and OmegaConf's errors to one line that names the key, the value and the fix."""
 
 import re
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -48,7 +49,10 @@ def explain(error: BaseException) -> str:
     if isinstance(error, OverrideParseException):
         if "=" not in error.override:
             return f"{error.override} is not KEY=VALUE; --help lists the keys"
-        return f"{error.override} cannot be parsed; quote special characters for Hydra and the shell: \"KEY='VALUE'\""
+        key, _, value = error.override.partition("=")
+        word = f"{key}={hydra_value(value)}"
+        quoted = f'"{word}"' if re.fullmatch(r"[^\"$`\\!]*", word) else shlex.quote(word)
+        return f"{error.override} cannot be parsed; quote special characters for Hydra and the shell: {quoted}"
     if "Ambiguous value" in text:
         return f"{str(error).splitlines()[0]}: use --multirun (-m) for several values, or quote a single one"
     return str(error).splitlines()[0]

@@ -39,6 +39,12 @@ def _digits(text: str) -> str:
     return text
 
 
+def command_value(text: str) -> str:
+    """Format a string as the value of an argument of a command other than train, which reads it literally, except for a
+    value in quotes."""
+    return hydra_value(text) if text[:1] in ("'", '"') else text
+
+
 def escaped(text: str) -> str:
     """Return the string that OmegaConf resolves to `text`, even if the text has the form of an interpolation."""
     return INTERPOLATION.sub(r"\1\1\\${", text)

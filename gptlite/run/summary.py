@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from gptlite.config import Config, hydra_value
+from gptlite.config.overrides import command_value
 from gptlite.config.plugins import as_override
 from gptlite.data.tokenizer import StreamDecoder
 from gptlite.errors import one_line, printable, text_of
@@ -216,7 +217,7 @@ def _close(
         run.log(f"           {rise}")
     if state.model.spec.writes_text:
         prompt = config.trainer.sample_prompt.strip()
-        words = [f"checkpoint={run.path}", *[f"prompt={prompt}"] * bool(prompt)]
+        words = [f"checkpoint={command_value(str(run.path))}", *[f"prompt={prompt}"] * bool(prompt)]
         words += [as_override(config.plugins)] * bool(config.plugins)
         run.log(f"generate:  {command('generate')} {shlex.join(words)}")
 

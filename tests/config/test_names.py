@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 
 from gptlite.config import CONF_DIR, hydra_value, load, register
 from gptlite.config.command_line import LITERAL, parse_arguments
-from gptlite.config.overrides import unquoted, values_of
+from gptlite.config.overrides import command_value, unquoted, values_of
 from gptlite.config.plugins import as_override, named_in
 from gptlite.config.saved import not_resumed, saved_file
 from gptlite.config.warm_start import model_overrides
@@ -65,6 +65,8 @@ def test_a_command_reads_a_value_as_train_does(text: str) -> None:
     value = hydra_value(text)
     read = parse_arguments(Options, [f"path={value}", f"prompt={value}"])
     assert (read.path, read.prompt) == (text, value)
+    assert parse_arguments(Options, [f"path={command_value(text)}"]).path == text
+    assert parse_arguments(Options, [f"path={command_value(value)}"]).path == value
 
 
 @pytest.mark.parametrize("text", [each for each in NAMES if each and "${" not in each])

@@ -55,6 +55,15 @@ def test_a_folders_name_may_have_any_letters():
     assert held_out("données", config, prepare(config.data, seed=1).tokenizer).sets[0].name == "data/données"
 
 
+def test_a_text_without_a_token_cannot_be_evaluated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "a.txt").write_text("a")
+    config = load(["data=web"])
+    tokenizer = prepare(config.data, seed=1).tokenizer
+    monkeypatch.setattr("gptlite.data.cuts.encoded", lambda *_: [])  # of a tokenizer that does not know any character
+    with pytest.raises(ConfigError, match="has one token, before which there is none to predict it; give more text"):
+        held_out(str(tmp_path / "a.txt"), config, tokenizer)
+
+
 def test_a_blend_is_read_as_the_shell_gives_it():
     for config in (tokens(MIX), load(["data=web", MIX]).data):
         data = prepare(config, seed=1)
