@@ -117,9 +117,8 @@ def _missing_preset(error: MissingConfigException) -> str:
     group, _, name = file.partition("/") if file.partition("/")[0] in SCHEMAS else file.rpartition("/")
     options = [option for option in error.options or () if not option.endswith("_schema")]  # schemas are not presets
     longer = [option for option in options if name and option.startswith(name)]
-    same = [option for option in options if option.lower().replace("_", "-") == name.lower().replace("_", "-")]
     # A lower cutoff would match tp3 with tp8.
-    close = same or longer[:3] or get_close_matches(name.lower(), options, n=1, cutoff=0.75)
+    close = longer[:3] or get_close_matches(name.lower(), options, n=1, cutoff=0.75)
     hint = f"did you mean {' or '.join(close)}? " if close else ""
     if not options:
         return str(error).splitlines()[0]
