@@ -98,6 +98,7 @@ def flag_refusal(flag: str, value: str | None = None) -> str | None:
     if the flag is unknown."""
     word, equals, own = flag.lstrip("-").partition("=")
     word, value = word.replace("-", "_"), own if equals else value
+    word = {"-cp": "config_path", "-cn": "config_name"}.get(flag, word)  # Hydra's
     leaves = [key for key in known_keys() if key.split(".")[-1] == word]
     if word in (*SCHEMAS, "experiment"):
         given = f"give {word}={value or 'PRESET'}"

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
@@ -55,14 +56,15 @@ def main(arguments: list[str], pretrain: Callable[..., int] = exit_code) -> NoRe
 
     config = None
     try:
-        from gptlite.launch.launcher import keep_freed_memory, share_cores
+        with nullcontext() if log else working(f"starting {world} ranks", print):
+            from gptlite.launch.launcher import keep_freed_memory, share_cores
 
-        keep_freed_memory()  # before the imports below create tensors: torch reads its huge page setting only once
-        from gptlite.launch.rank_stop import LauncherStop
-        from gptlite.parallelism.process_group import leave
+            keep_freed_memory()  # before the imports below create tensors: torch reads its huge page setting only once
+            from gptlite.launch.rank_stop import LauncherStop
+            from gptlite.parallelism.process_group import leave
 
-        stop = LauncherStop(folder.parent / "stop", launcher, lambda code: conclude(exit_code=code))
-        share_cores(world)
+            stop = LauncherStop(folder.parent / "stop", launcher, lambda code: conclude(exit_code=code))
+            share_cores(world)
         config = from_yaml((folder / "config.yaml").read_text(encoding="utf-8"), imports=True)
         if config.trainer.host_memory_limit is not None:
             note_use(folder / f"memory-{rank}")

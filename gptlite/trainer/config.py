@@ -30,8 +30,8 @@ class TrainerConfig:
     max_time: float | None = None  # minutes
     eval_interval: int = 250  # 0: only at the end
     eval_samples: int | None = None  # maximum number of sequences per validation set; null: all
-    log_interval: int = 10
-    compile: bool = False
+    log_interval: int = 10  # steps between two rows of metrics.jsonl; slow steps have further lines on the terminal
+    compile: bool = False  # compile the model's blocks with torch.compile
     host_memory_limit: float | None = None  # GiB of host memory per rank; allocations beyond it fail
     max_restarts: int = 0  # maximum number of restarts from the last checkpoint after a rank fails
     replica_check_interval: int = 0  # steps between checks that parameter copies are equal on all ranks; 0: never

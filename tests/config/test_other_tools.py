@@ -37,6 +37,7 @@ def test_a_flag_of_another_tool_gets_the_key_here(words: str, given: str) -> Non
         ("--local-rank=0", "a launcher other than torchrun added it"),
         ("--config-name", "there is one root configuration; choose presets"),
         ("--bf16", "choose precision=bf16"),
+        ("-cp", "give the folder of your own presets as --config-dir"),
     ],
 )
 def test_a_flag_without_a_key_gets_another_way(flag: str, way: str) -> None:
