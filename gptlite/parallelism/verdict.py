@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 
 from gptlite.documents import DocumentError, parse_json
 from gptlite.parallelism.stack_sampling import Place
+from gptlite.progress import format_duration
 
 SHOWN = 4  # maximum number of ranks described individually
 
@@ -63,9 +64,9 @@ def judge(before: Sequence[Heartbeat | None], beats: Sequence[Heartbeat | None],
     stalled = silent or [beat for beat in known if not beat.place.waits]
     missing = [rank for rank, beat in enumerate(beats) if beat is None]
     parts = [
-        f"{beat.who} has sent no heartbeat for {max(now - beat.time, 0):.0f} s; last position: {beat.where}"
+        f"{beat.who} has sent no heartbeat for {format_duration(max(now - beat.time, 0))}; last position: {beat.where}"
         if silent
-        else f"{beat.who} has stalled the others for {beat.stood:.0f} s; position: {beat.where}"
+        else f"{beat.who} has stalled the others for {format_duration(beat.stood)}; position: {beat.where}"
         for beat in stalled[:SHOWN]
     ]
     if len(stalled) > SHOWN:

@@ -32,6 +32,7 @@ from gptlite.parallelism.mesh import Mesh
 from gptlite.parallelism.rank_sync import from_main
 from gptlite.parallelism.stack_sampling import Place, place_of, waits_along
 from gptlite.parallelism.verdict import Heartbeat, judge, silent_ranks
+from gptlite.progress import format_duration
 
 LOOK_SECONDS = 0.05  # interval at which the position of the main thread is sampled
 ANSWER_SECONDS = 2.0  # time limit of a call to the store, which normally takes a millisecond or less
@@ -185,7 +186,7 @@ class Watch:
             # The same test as in torch.distributed: the store is in the launcher's agent or in rank 0.
             agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
             return (
-                f"{'the launcher' if agent else self._store_host} has not answered for {silence:.0f} s; it "
+                f"{'the launcher' if agent else self._store_host} has not answered for {format_duration(silence)}; it "
                 f"hosts the store with the heartbeats; rank {self._mesh.rank} waits in {self._own.place.waiting_for}"
             ), ()
         (read_at, before), (_, beats) = self._readings[0], self._readings[-1]

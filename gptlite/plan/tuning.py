@@ -23,6 +23,7 @@ from gptlite.metrics.console import format_count
 from gptlite.plan.pictures import make_folder
 from gptlite.plan.planning import Plan, overrides, train_overrides
 from gptlite.plan.search import Candidate, distinct
+from gptlite.progress import format_duration
 
 TRIED = 3  # candidates per layout to measure, in case some of them fail
 STOP_SECONDS = 20.0  # from SIGTERM to SIGKILL of a run
@@ -138,7 +139,7 @@ def _line(number: int, trial: Trial) -> str:
     result = (
         trial.reason or f"{format_count(trial.tokens_per_second)} {trial.candidate.work.unit}/s (predicted {predicted})"
     )
-    return f"{number}: {trial.candidate.words}: {result}, {trial.seconds:.0f} s"
+    return f"{number}: {trial.candidate.words}: {result}, {format_duration(trial.seconds)}"
 
 
 def _reason(errors: str, code: int) -> str:

@@ -137,7 +137,7 @@ def old(beats: list[Heartbeat]) -> list[Heartbeat]:
 def test_the_silent_rank_is_to_blame_and_the_others_places_are_said():
     now = [beat(0), beat(1), beat(2, place=IN_PP), beat(3, time=79.0)]
     assert judge([*old(now[:3]), now[3]], now, now=110.0) == (
-        "rank 3 (a, pid 13) has sent no heartbeat for 31 s; last position: step 12, forward, in f (m.py:1); "
+        "rank 3 (a, pid 13) has sent no heartbeat for 31s; last position: step 12, forward, in f (m.py:1); "
         "ranks 0-1 wait in all_reduce over tp, rank 2 waits in send or receive over pp"
     )
 
@@ -145,7 +145,7 @@ def test_the_silent_rank_is_to_blame_and_the_others_places_are_said():
 def test_without_silence_it_is_the_rank_that_waits_for_none():
     now = [beat(0), beat(1, like=WORKING)]
     assert judge(old(now), now, 110.0) == (
-        "rank 1 (a, pid 11) has stalled the others for 21 s; position: step 12, in load (d.py:2); "
+        "rank 1 (a, pid 11) has stalled the others for 21s; position: step 12, in load (d.py:2); "
         "rank 0 waits in all_reduce over tp"
     )
     # One that waits for rank 0's word in the store is none of those.
