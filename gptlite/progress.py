@@ -24,6 +24,17 @@ def counted(number: int, word: str) -> str:
     return f"{number} {word}" if number == 1 else f"{number:,} {word}{'es' if word.endswith('ch') else 's'}"
 
 
+def format_count(number: float) -> str:
+    """Format a count with up to three digits: `87`, `12.3k`, `124M`, `1.50B`, `3.20T`."""
+    return _scaled(number, 1000, ("", "k", "M", "B", "T"))
+
+
+def format_bytes(number: float) -> str:
+    """Format a size in binary units: `512 B`, `1.50 KiB`, `0.98 GiB`. The next unit starts at 1000, to keep three
+    digits."""
+    return _scaled(number, 1024, (" B", " KiB", " MiB", " GiB", " TiB"))
+
+
 def format_duration(seconds: float) -> str:
     """Format a time span in its two largest units: `8s`, `2m31s`, `1h05m`, `3d04h`; `n/a` if it is not finite."""
     if not math.isfinite(seconds):
@@ -121,3 +132,17 @@ class Progress:
         rate = rate or f"{new / (now - self._started) / 1e6:.0f} MB/s"
         done = f"{self._done / scale:.2f} of {self._total / scale:.2f} {unit} ({share:.0%})"
         self._log(f"{self._label}: {done}, {rate}, ETA {eta}")
+
+
+def _scaled(number: float, base: int, units: tuple[str, ...]) -> str:
+    if not math.isfinite(number):
+        return str(number)
+    if number < 0:
+        return "-" + _scaled(-number, base, units)
+    index, scaled = 0, float(number)
+    # 999.5 would be printed with four digits, as 1000.
+    while scaled >= 999.5 and index + 1 < len(units):
+        scaled /= base
+        index += 1
+    digits = 0 if index == 0 or scaled >= 99.95 else 1 if scaled >= 9.995 else 2
+    return f"{scaled:.{digits}f}{units[index]}"

@@ -29,7 +29,7 @@ from typing import NoReturn
 
 from gptlite.config.command_line import run_tool
 from gptlite.errors import ConfigError, printable
-from gptlite.progress import counted, log
+from gptlite.progress import counted, format_count, log
 
 # Errors that persist until another output is given or the permissions of its folder are changed.
 CANNOT_GO_ON = {errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ENOENT}
@@ -103,7 +103,7 @@ def prepare(arguments: Arguments) -> int:
     print(f"split: {counted(done.split[0], 'training document')}, {done.split[1]:,} for validation ({fraction})")
     if arguments.validation_fraction and not all(done.split):
         print(f"warning: {split_advice(*done.split, {source.format for source in settings.sources})}")
-    speed = f" in {done.seconds:.1f} s: {rate / 1e6:.2f}M tokens/s" if done.new.tokens else ""
+    speed = f" in {done.seconds:.1f} s: {format_count(rate)} tokens/s" if done.new.tokens else ""
     print(f"{done.new.tokens:,} tokens written{speed}")
     return 0
 

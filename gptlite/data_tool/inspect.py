@@ -16,7 +16,7 @@ import numpy as np
 from gptlite.data.indexed import IndexedDataset
 from gptlite.data_tool.places import all_prefixes, tokenizer_beside
 from gptlite.errors import ConfigError, printable
-from gptlite.metrics.console import format_bytes, table
+from gptlite.metrics.console import format_bytes, format_count, table
 from gptlite.metrics.plot import STYLE, label_log_ticks
 
 _BAR = 40  # characters
@@ -115,7 +115,7 @@ def plot_lengths(lengths: Mapping[str, np.ndarray], path: Path) -> None:
         for name, each in lengths.items():
             if not each.sum():
                 continue
-            label = f"{name}: {each.size:,} documents, {each.sum() / 1e6:,.2f}M tokens"
+            label = f"{name}: {each.size:,} documents, {format_count(each.sum())} tokens"
             axes.hist(each, edges.tolist(), weights=each / each.sum(), histtype="step", linewidth=1.5, label=label)
         axes.set(xscale="log", xlabel="tokens in a document", ylabel="fraction of all tokens")
         axes.set_title("Document lengths", loc="left", fontsize=15, weight="bold", pad=12)

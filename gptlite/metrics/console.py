@@ -4,33 +4,21 @@ Columns are aligned across lines, nothing is redrawn and no colour is used, so t
 terminal, through `tee` and in a Slurm log.
 """
 
-import math
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from gptlite.errors import printable
-from gptlite.progress import format_duration
+from gptlite.progress import format_bytes, format_count, format_duration
 
 WIDTH = 80  # columns of a terminal
 PART = "val_loss/"  # prefix of the loss of one dataset of a blend
 TRAIN_METRIC, VAL_METRIC = "train_", "val_"  # prefixes of a model's own metrics
 
 
-def format_count(number: float) -> str:
-    """Format a count with up to three digits: `87`, `12.3k`, `124M`, `1.50B`, `3.20T`."""
-    return _scaled(number, 1000, ("", "k", "M", "B", "T"))
-
-
 def format_parameters(count: int, idle: int = 0) -> str:
     """Format a model's size: `10.5M parameters`, or `10.5M parameters, 4.19M active` for a mixture of experts."""
     return f"{format_count(count)} parameters{f', {format_count(count - idle)} active' if idle else ''}"
-
-
-def format_bytes(number: float) -> str:
-    """Format a size in binary units: `512 B`, `1.50 KiB`, `0.98 GiB`. The next unit starts at 1000, to keep three
-    digits."""
-    return _scaled(number, 1024, (" B", " KiB", " MiB", " GiB", " TiB"))
 
 
 def step_line(row: Mapping[str, Any], max_steps: int, eta_seconds: float | None = None, unit: str = "tokens") -> str:
@@ -126,17 +114,3 @@ def _text(value: float | None, form: Any, width: int) -> str:
 
 def _norm(number: float) -> str:
     return f"{number:.2f}" if number < 1000 else f"{number:.0e}"
-
-
-def _scaled(number: float, base: int, units: tuple[str, ...]) -> str:
-    if not math.isfinite(number):
-        return str(number)
-    if number < 0:
-        return "-" + _scaled(-number, base, units)
-    index, scaled = 0, float(number)
-    # 999.5 would be printed with four digits, as 1000.
-    while scaled >= 999.5 and index + 1 < len(units):
-        scaled /= base
-        index += 1
-    digits = 0 if index == 0 or scaled >= 99.95 else 1 if scaled >= 9.995 else 2
-    return f"{scaled:.{digits}f}{units[index]}"

@@ -227,13 +227,18 @@ def _marker(values: list[float]) -> str:
     return "." if len(values) <= SHORT else ""
 
 
+def _seconds(steps: list[int], seconds: list[float]) -> float:
+    """Return the seconds of all steps, from rows with the mean seconds of a step since the row before."""
+    return sum(each * (step - before) for before, step, each in zip([0, *steps], steps, seconds, strict=False))
+
+
 def _summary(rows: list[dict[str, Any]], unit: str) -> str:
     last = max(row["step"] for row in rows)
     parts = [f"{last:,} steps" if last != 1 else "1 step"]
     if tokens := _series(rows, "tokens")[1]:
         parts.append(f"{format_count(tokens[-1])} {unit}s")
-    if seconds := _series(rows, "step_seconds")[1]:
-        parts.append(f"{format_duration(last * sum(seconds) / len(seconds))} of training")
+    if (series := _series(rows, "step_seconds"))[1]:
+        parts.append(f"{format_duration(_seconds(*series))} of training")
     if evaluations := [row for row in rows if type(row.get("val_loss")) in (int, float)]:
         best = min(evaluations, key=lambda row: row["val_loss"])
         measured = best.get("val_bits_per_byte")

@@ -22,8 +22,10 @@ if TYPE_CHECKING:
 
 Parts = Mapping[str, Sequence[float]]  # for each part of the bars, its length in each layout's bar
 BLUE, GREEN, YELLOW, RED, GREY = "#2460a7", "#6f9f58", "#e0b64c", "#d1602a", "#d9dde3"
+PURPLE, TEAL = "#7b5aa6", "#43a3a8"
+# A color means one thing in both charts of a picture: the optimizer, in time and in memory.
 TIME = {"compute": BLUE, "communication": RED, "bubble": GREY, "optimizer": GREEN}
-MEMORY = {"parameters": BLUE, "gradients": GREEN, "optimizer": YELLOW, "activations": RED}
+MEMORY = {"parameters": PURPLE, "gradients": TEAL, "optimizer": GREEN, "activations": YELLOW}
 PASSES = {
     "F": ("forward", BLUE),
     "B": ("backward", GREEN),

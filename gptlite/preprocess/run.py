@@ -19,7 +19,7 @@ from gptlite.preprocess.inputs import STDIN
 from gptlite.preprocess.output import SKIPPED, STATE, WHOLE, Counts, Output
 from gptlite.preprocess.pool import Pool
 from gptlite.preprocess.settings import FILE, Settings, difference, read_settings
-from gptlite.progress import Log, Progress
+from gptlite.progress import Log, Progress, format_count
 
 SAVED_BYTES = 64 << 20  # input bytes between two saves; a kill loses at most the work on these
 _SHOWN = 10  # bad records that are logged; all are in skipped.jsonl
@@ -114,7 +114,7 @@ class _Job:
             for block, encoded in pool.map(read_blocks(settings.sources, settings.cutting, place, self._tokenizer)):
                 self._write(block, encoded)
                 tokens = self.new.tokens
-                rate = f"{tokens / 1e6:,.1f}M tokens, {tokens / max(self.seconds, 1e-9) / 1e6:.2f}M tokens/s"
+                rate = f"{format_count(tokens)} tokens, {format_count(tokens / max(self.seconds, 1e-9))} tokens/s"
                 progress.add(block.read - read, rate)
                 read, unsaved = block.read, unsaved + block.size
                 if unsaved >= SAVED_BYTES and not (block.part and block.part.more):

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 MOST_BARS, MOST_CURVES, MOST_TIMELINES = 40, 12, 8
+DASH = 5  # line widths
 SAME = 1e-9  # smaller differences of losses are drawn at this value, since the axis is logarithmic
 DPI = 150
 BLUE, PALE, GREY, ORANGE = TIME["compute"], "#a9c3e3", "#c3c8d0", TIME["communication"]
@@ -131,7 +132,8 @@ def _speed_words(row: Row) -> str:
         return textwrap.shorten(f"{row['status']}: {row['reason']}".removesuffix(": "), 60, placeholder=" ...")
     words = format_count(row[SPEED])
     if row["predicted_step_seconds"] and row["step_seconds"]:
-        words += f" (predicted {format_count(row[SPEED] * row['step_seconds'] / row['predicted_step_seconds'])})"
+        predicted = format_count(row[SPEED] * row["step_seconds"] / row["predicted_step_seconds"])
+        words = f"measured {words}, predicted {predicted}"  # beside the mark of either
     words += "" if row["mfu"] is None else f", MFU {row['mfu']:.1%}"
     words += "" if row["utilization"] is None else f", utilisation {row['utilization']:.0%}"
     return words + ("" if row["status"] == OK else f" ({row['status']})")
@@ -150,17 +152,18 @@ def _losses(figure: Figure, found: Comparison, folder: Path) -> str:
     for index, (row, curve, held_out) in enumerate(curves):
         style: dict[str, Any] = {
             "color": COLORS[index % len(COLORS)] if index < MOST_CURVES else GREY,
-            "linestyle": ("-", "--", ":")[index // len(COLORS) % 3],
+            "linestyle": _dashes(*_place_among_equals(curve, [each for _, each, _ in curves[:MOST_CURVES]])),
             "marker": "o" if len(curve) == 1 else "",
         }
         label = shorten(row["name"], 30) if index < MOST_CURVES else None
-        # Later curves are drawn on top and thinner, so that identical curves are all visible.
-        loss.plot(*zip(*curve.items(), strict=True), label=label, linewidth=max(1.1, 4.5 - 0.45 * index), **style)
+        loss.plot(*zip(*curve.items(), strict=True), label=label, linewidth=1.6, **style)
         if found.axes and held_out:
             apart.plot(*zip(*held_out.items(), strict=True), **style | {"marker": "o"})
         elif not found.axes and curve is not base:
             common = [step for step in curve if step in base]
-            apart.plot(common, [max(abs(curve[step] - base[step]), SAME) for step in common], **style)
+            apart.plot(
+                common, [max(abs(curve[step] - base[step]), SAME) for step in common], **style | {"linestyle": "-"}
+            )
     loss.set_title("loss, nats per token", loc="left", fontsize=10, weight="bold")
     title = "validation loss, nats per token" if found.axes else f"distance from {shorten(base_row['name'], 30)}"
     apart.set_title(title, loc="left", fontsize=10, weight="bold")
@@ -179,6 +182,23 @@ def _losses(figure: Figure, found: Comparison, folder: Path) -> str:
     if found.losses_apart > ROUNDING:
         same = f"Every cell trains the same model, but losses differ by {found.losses_apart:.1%}."
     return f"{same} Distances below {SAME:g} are drawn at that value."
+
+
+def _place_among_equals(curve: dict[int, float], curves: Sequence[dict[int, float]]) -> tuple[int, int]:
+    """Return a curve's place among those that cannot be told from it in a plot of all, and their number."""
+    heights = [each[step] for each in curves for step in each]
+    least = (max(heights) - min(heights)) / 200  # about the width of a line
+    equal = [
+        each
+        for each in curves
+        if (common := each.keys() & curve.keys()) and all(abs(each[step] - curve[step]) <= least for step in common)
+    ]
+    return next((place for place, each in enumerate(equal) if each is curve), 0), max(1, len(equal))
+
+
+def _dashes(place: int, count: int) -> Any:
+    """Return a line style in which curves that lie on each other take turns, so that each one is visible."""
+    return "-" if count == 1 else (place * DASH, (DASH, DASH * (count - 1)))
 
 
 def _memory(figure: Figure, found: Comparison, folder: Path) -> str:

@@ -19,6 +19,7 @@ from gptlite.sweep.compare import CATEGORIES, SPEED, Comparison, Row
 from gptlite.sweep.folder import OK, PRUNED
 
 NAME_WIDTH, REASON_LENGTH = 24, 400
+NOTHING = (None, "", [])  # a row's values where it has none
 
 
 class Column(NamedTuple):
@@ -37,7 +38,7 @@ class Column(NamedTuple):
     def text(self, row: Row) -> str:
         """Return a cell's value as text; without a value, `n/a` if the cell is ok, else `-`."""
         value = row[self.key]
-        if value in (None, "", []):
+        if value in NOTHING:
             return "n/a" if row["status"] == OK else "-"
         against = row.get(self.measured)
         return self.form(value) + (f" {value / against - 1:+.0%}" if against else "")
@@ -109,9 +110,17 @@ TERMINAL = ("name", "status", SPEED, "step_seconds", "memory_peak_bytes", "val_l
 
 
 def shown(found: Comparison) -> tuple[Column, ...]:
-    """Return the columns that have a title, with throughput in samples if the cells read samples."""
+    """Return the columns that have a title and a value, with throughput in samples if the cells read samples.
+
+    Name, status and the figure by which the best cell is chosen come first, then the others of TERMINAL.
+    """
     rate = Column(SPEED, "samples/s", "Samples per second at the run's median speed.", format_count)
-    return tuple(rate if each.key == SPEED and found.unit == "samples" else each for each in COLUMNS if each.title)
+    filled = {each.key for each in COLUMNS if any(row[each.key] not in NOTHING for row in found.rows)}
+    titled = {each.key: each for each in COLUMNS if each.title and each.key in filled}
+    if found.unit == "samples" and SPEED in titled:
+        titled[SPEED] = rate
+    first = [*TERMINAL[:2], found.measure, *TERMINAL[2:]]
+    return tuple(titled[key] for key in dict.fromkeys([*first, *titled]) if key in titled)
 
 
 def csv_text(found: Comparison) -> str:
@@ -132,7 +141,7 @@ def table(found: Comparison, *, final: bool, bold: bool = False) -> str:
     been printed.
     """
     by_key = {each.key: each for each in shown(found)}
-    columns = [by_key[key] for key in TERMINAL if any(row[key] is not None for row in found.rows)]
+    columns = [by_key[key] for key in TERMINAL if key in by_key]
     while max(map(len, lines := _lines(found, columns))) > WIDTH:
         columns.pop()
     if bold:  # after control characters have been escaped

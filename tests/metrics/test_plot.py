@@ -6,7 +6,7 @@ import pytest
 
 from gptlite.errors import ConfigError
 from gptlite.metrics.jsonl import JsonlSink
-from gptlite.metrics.plot import plot_curves, smooth
+from gptlite.metrics.plot import _summary, plot_curves, smooth
 
 
 def write_run(path, steps, loss):
@@ -91,3 +91,9 @@ def test_matplotlib_keeps_its_settings_and_pyplot_stays_out(tmp_path, monkeypatc
     write_run(tmp_path / "metrics.jsonl", range(1, 30), lambda step: 3.0)
     plot_curves(tmp_path / "metrics.jsonl", tmp_path / "curves.png")
     assert dict(matplotlib.rcParams) == before
+
+
+def test_the_seconds_of_training_weigh_a_row_by_its_steps() -> None:
+    """A first row of one slow step, and two of ten: 30 s, where the rows' mean for all steps is 84 s."""
+    rows = [{"step": step, "loss": 1.0, "step_seconds": each} for step, each in ((1, 10.0), (11, 1.0), (21, 1.0))]
+    assert _summary(rows, "token") == "21 steps   ·   30s of training"

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from gptlite.commands.plan import planned_config
 from gptlite.config import load
 from gptlite.plan.capacity import rank_memory
-from gptlite.plan.pictures import EQUAL
+from gptlite.plan.pictures import EQUAL, MEMORY, TIME
 from gptlite.plan.planning import make_plan, space_of
 from gptlite.plan.report import report, write
 from gptlite.plan.search import ERROR, distinct, equals, workloads
@@ -137,3 +137,9 @@ def test_the_eta_of_a_search_leaves_out_the_time_before_it(monkeypatch):
 def test_a_command_for_several_nodes_can_be_pasted():
     last = report(planned("cluster.nodes=2", "parallelism.tensor=1", "data.micro_batch_size=1"), 3).splitlines()[-1]
     assert last.startswith("torchrun --nnodes=2 --nproc-per-node=4 --rdzv-backend=c10d --rdzv-endpoint=HOST:29400 ")
+
+
+def test_a_color_means_one_thing_in_a_picture():
+    assert {name for name in TIME if name in MEMORY} == {"optimizer"}
+    assert TIME["optimizer"] == MEMORY["optimizer"]
+    assert len({*TIME.values(), *MEMORY.values()}) == len(TIME) + len(MEMORY) - 1

@@ -21,8 +21,9 @@ from gptlite.sweep import pictures, report
 from gptlite.sweep import table as tables
 from gptlite.sweep.compare import compare
 from gptlite.sweep.folder import FAILED, PRUNED, Record, SweepFolder
+from gptlite.sweep.pictures import DASH
 from gptlite.sweep.report import publish
-from gptlite.sweep.table import table
+from gptlite.sweep.table import shown, table
 from sweep.report_records import MIB, pipeline, predicted, record, sweep
 
 NASTY = """</td><script src="http://evil/x.js">alert('1')</script>&amp;<img src='//evil/y.png'> "quoted" $x$"""
@@ -152,9 +153,11 @@ def test_csv_and_page_have_every_figure(tmp_path: Path) -> None:
         **{"layout": "data 2 (zero 0)", "ranks": "2", "tok/s": "4.00k", "per rank": "2.00k", "peak": "301 MiB"},
         **{"average": "201 MiB", "utilisation": "87.5%", "of each rank": "300 MiB, 301 MiB", "compute": "70.0 ms"},
         **{"communication": "30.0 ms", "bubble": "0", "difference": "+2.0e-07", "planned vs step": "110 ms +10%"},
-        **{"planned memory": "27.0 MiB +8%", "wall": "12s", "run folder": "1-ddp", "validation": "n/a"},
+        **{"planned memory": "27.0 MiB +8%", "wall": "12s", "run folder": "1-ddp"},
     }
     assert expected.items() <= cells[1].items()
+    assert list(cells[1])[:5] == ["cell", "status", "tok/s", "step", "peak"]  # the figure that decides comes first
+    assert not {"validation", "bits per byte"} & cells[1].keys()  # no cell has one
     assert cells[0]["difference"] == "baseline"
     assert [cells[2][part] for part in ("compute", "communication", "bubble")] == ["50.0 ms", "43.8 ms", "6.25 ms"]
     assert (cells[5]["status"], cells[5]["reason"]) == ("failed", "RuntimeError: rank 1 <has> crashed & burned")
@@ -163,6 +166,13 @@ def test_csv_and_page_have_every_figure(tmp_path: Path) -> None:
     assert "scroll it sideways" in text
     assert "The sweep is running" in text
     assert "script" not in page.tags
+
+
+def test_the_column_that_decides_comes_first_and_empty_ones_not_at_all() -> None:
+    rates = [record(n, f"lr{n}", overrides=[f"optimizer.lr={n}"], result={"val_loss": 3.0 - n}) for n in (1, 2)]
+    titles = [column.title for column in shown(compare(rates))]
+    assert titles[:4] == ["cell", "status", "validation", "tok/s"]
+    assert not {"reason", "MFU", "bits per byte"} & set(titles)
 
 
 def test_names_and_reasons_are_words_and_never_markup(tmp_path: Path) -> None:
@@ -268,12 +278,12 @@ def drawn(folder: Path, records: list[Record]) -> list[pictures.Picture]:
     return pictures.draw_all(folder, compare(records), lambda _: contextlib.nullcontext())
 
 
-def curves(folder: Path, records: list[Record], steps: int = 20) -> None:
-    """A metrics.jsonl for each cell, whose losses are apart by a thousandth of the cell's number."""
+def curves(folder: Path, records: list[Record], steps: int = 20, apart: tuple[float, ...] = ()) -> None:
+    """A metrics.jsonl for each cell, whose losses are apart by a thousandth of the cell's number, or `apart`."""
     for each in records:
-        run = folder / each.run_dir
+        run, gap = folder / each.run_dir, apart[each.number] if apart else each.number / 1000
         run.mkdir(exist_ok=True)
-        rows = [{"step": step, "loss": 5 / step + each.number / 1000} for step in range(1, steps + 1)]
+        rows = [{"step": step, "loss": 5 / step + gap} for step in range(1, steps + 1)]
         rows.append({"step": steps, "val_loss": 5.0})
         (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 2')
 
@@ -312,6 +322,7 @@ def test_pictures_show_the_figures(tmp_path: Path, figures: dict[str, Figure]) -
     assert (peaks, tensors) == ([301] * 3, [25] * 3)
     words = [text.get_text() for text in speed.texts]
     assert words[0] == "2.50k, MFU 31.2%, utilisation 88%"
+    assert words[1].startswith("measured 4.00k, predicted 3.64k")  # beside the bar or the diamond
     assert words[3] == ("out of memory: rank 1: cannot allocate 134217728 bytes")
     assert speed.lines[0].get_xdata()[1] == pytest.approx(4000 * 0.1 / 0.11)  # the diamond
     (axes,) = figures["memory.png"].axes
@@ -331,6 +342,17 @@ def test_pictures_show_the_figures(tmp_path: Path, figures: dict[str, Figure]) -
     assert len(spans) == 2 * 2 * 8
     assert sum(span.width for span in spans) / 2 == pytest.approx(0.05)  # seconds that a rank computes
     assert figures[TIMELINE].get_suptitle() == "Timeline: 1f1b, 2 ranks, 8 micro-batches, bubble 11.1% of the step"
+
+
+def test_equal_curves_take_turns(tmp_path: Path, figures: dict[str, Figure]) -> None:
+    """Two of three are equal: their dashes lie in each other's gaps."""
+    cells = sweep()[:3]
+    curves(tmp_path, cells, apart=(0, 1e-9, 0.3))
+    drawn(tmp_path, cells)
+    loss, _ = figures["losses.png"].axes
+    (first, one), (second, two), (_, plain) = [line._unscaled_dash_pattern for line in loss.lines]
+    assert (one, two, plain) == ((DASH, DASH), (DASH, DASH), None)
+    assert (first, second) == (0, DASH)
 
 
 def test_one_timeline_a_schedule(tmp_path: Path, figures: dict[str, Figure]) -> None:
