@@ -6,12 +6,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from fuzz.mutations import json_files, octets
 from fuzz.reader import TEXT, Reader, quiet, reader
 from hypothesis import strategies as st
 from token_folders import documents, write_folder
 
 from gptlite.data.find_tokenizer import find_tokenizer
+from gptlite.data.foreign import Found, datatrove_documents, open_datatrove
 from gptlite.data.indexed import IndexedDataset
 from gptlite.data.sentence_piece import train_sentencepiece
 from gptlite.data.tokenizer import load_tokenizer
@@ -21,6 +23,7 @@ from gptlite.preprocess.blocks import Cutting
 from gptlite.preprocess.encode import _document
 from gptlite.preprocess.settings import difference, read_settings
 from gptlite.preprocess.streams import DamagedInput, Stream
+from gptlite.progress import Progress
 
 
 @reader
@@ -107,6 +110,34 @@ def tiktoken_ranks(folder: Path) -> Reader:
     lines = [base64.b64encode(bytes([n])) + b" %d" % n for n in range(256)] + [base64.b64encode(b"th") + b" 256", b""]
     files = [_found(folder / name) for name in ("a.tiktoken", "tokenizer.model")]
     return Reader(octets(b"\n".join(lines)), lambda content: [read(content) for read in files])
+
+
+@reader
+def tekken(folder: Path) -> Reader:
+    """Mistral's tekken.json."""
+    pieces = [*(bytes([byte]) for byte in range(256)), b"th", b"the"]
+    valid = {
+        "config": {"pattern": r"\w+|\s+", "default_vocab_size": 261, "default_num_special_tokens": 3, "version": "v3"},
+        "vocab": [{"rank": n, "token_bytes": base64.b64encode(each).decode()} for n, each in enumerate(pieces)],
+        "special_tokens": [{"rank": n, "token_str": name} for n, name in enumerate(("<unk>", "<s>", "</s>"))],
+    }
+    return Reader(json_files(valid), _found(folder / "tekken.json"))
+
+
+@reader
+def datatrove(folder: Path) -> Reader:
+    """The index of a .ds file of datatrove."""
+    path = folder / "a.ds"
+    path.write_bytes(np.arange(20, dtype="<u2").tobytes())
+
+    def read(content: bytes) -> None:
+        path.with_name("a.ds.index").write_bytes(content)
+        tokens, ends = open_datatrove(path)
+        progress = Progress("importing", tokens.nbytes, quiet)
+        for batch in datatrove_documents(path, tokens, ends, 19, 20, Found(), progress):
+            assert batch.lengths.sum() == len(batch.tokens)
+
+    return Reader(octets(np.array([3, 3, 11, 20], dtype="<u8").tobytes()), read)
 
 
 @reader
