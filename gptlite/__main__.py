@@ -15,7 +15,7 @@ gptlite: GPT pretraining with Hydra configuration.
 
 `gptlite COMMAND --help` shows the help of a command. Without a command, KEY=VALUE arguments and Hydra's flags are
 passed to train.
---version prints the version."""
+--version prints the version. --traceback, beside any arguments, prints the traceback of an error too."""
 
 
 def main() -> NoReturn:

@@ -3,9 +3,11 @@
 import errno
 import io
 import os
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
+TRACEBACK = "--traceback"  # argument of any command
 NO_HOME = "Could not determine home directory."  # message of pathlib's RuntimeError
 
 
@@ -76,6 +78,15 @@ def text_of(error: BaseException) -> str:
 def first_line(error: BaseException) -> str:
     """Return the first line of an exception's message; empty if there is none."""
     return printable((text_of(error).splitlines() or [""])[0])
+
+
+def print_refusal(error: BaseException) -> None:
+    """Print the one line of a refusal to stderr; before it the traceback, if the command line has TRACEBACK."""
+    if TRACEBACK in sys.orig_argv:
+        from traceback import print_exception  # imported only for an error
+
+        print_exception(error)
+    print(f"error: {error}", file=sys.stderr, flush=True)
 
 
 def one_line(error: BaseException) -> str:

@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import gptlite
+from gptlite.errors import TRACEBACK
 
 # For each command: the module whose `main` reads the command line, and the summary in the help.
 COMMANDS = {
@@ -35,9 +36,12 @@ RECIPE = re.compile(r"\bpython data/(\w+)/prepare\.py")
 def prepare_process() -> None:
     """Prepare this process, at the start of a command, for closed standard streams and for a locale that is not UTF-8.
 
-    A file opened in place of a closed stream would receive what is printed. In an ASCII locale, Python is started again
+    TRACEBACK is removed from the arguments: whoever prints an error looks for it in `sys.orig_argv`. A file opened in
+    place of a closed stream would receive what is printed. In an ASCII locale, Python is started again
     in UTF-8 mode, since it cannot decode other names of files. A character that a stream lacks is printed as `\\u6f22`.
     """
+    if TRACEBACK in sys.argv:
+        sys.argv.remove(TRACEBACK)
     for number, mode in enumerate("rww"):
         try:
             os.fstat(number)

@@ -148,3 +148,16 @@ print(ascii(name), name, chr(0xdc80)); print(name, file=sys.stderr)
         ascii_only = "PYTHONIOENCODING" in variables
         assert second == (rb"\xe9\u6f22" if ascii_only else "é漢".encode())
         assert third == rb"\udc80"
+
+
+@pytest.mark.parametrize("place", [2, 4])
+def test_a_switch_of_every_command_shows_the_traceback(place: int) -> None:
+    words = ["-m", "gptlite", "data", "verify", "nowhere"]
+    plain = subprocess.run([sys.executable, *words], capture_output=True, text=True)
+    assert (plain.returncode, plain.stderr.count("\n")) == (2, 1)
+    asked = subprocess.run(
+        [sys.executable, *words[:place], "--traceback", *words[place:]], capture_output=True, text=True
+    )
+    assert asked.returncode == 2
+    assert asked.stderr.startswith("Traceback (most recent call last):\n")
+    assert asked.stderr.endswith(plain.stderr)

@@ -51,6 +51,7 @@ ROOMS = {
     "documents": Room(lazy="yaml"),
     "files": Room("errors"),
     "progress": Room("errors"),
+    "invocation": Room("errors"),
     "ops": Room("kernels", packages="torch", lazy="apex"),
     "parallelism": Room("ops", packages="torch"),
     "precision": Room(lazy="torch"),  # the schema imports it for its dataclass

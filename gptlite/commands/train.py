@@ -24,7 +24,7 @@ from gptlite.config.messages import flag_refusal, refusals
 from gptlite.config.plugins import import_plugins, named_in
 from gptlite.config.saved import not_resumed
 from gptlite.config.warm_start import with_model
-from gptlite.errors import ConfigError, did_you_mean, known_home, printable, system_error
+from gptlite.errors import ConfigError, did_you_mean, known_home, print_refusal, printable, system_error
 from gptlite.invocation import localized, prepare_process
 from gptlite.launch.hostfile import run as run_on_hosts
 from gptlite.launch.hostfile import take_flags
@@ -187,7 +187,7 @@ def guarded(action: Callable[[], int | None]) -> int:
             return action() or 0
     except ConfigError as error:
         if is_main():
-            print(f"error: {error}", file=sys.stderr, flush=True)
+            print_refusal(error)
         else:  # under torchrun every rank is refused; only rank 0 prints the error
             let_main_speak()
         return EXIT_REFUSED

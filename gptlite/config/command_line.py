@@ -19,7 +19,7 @@ from omegaconf import OmegaConf
 
 from gptlite.config.overrides import escaped, unquoted, whole_number
 from gptlite.documents import shown
-from gptlite.errors import ConfigError, did_you_mean, known_home, system_error
+from gptlite.errors import ConfigError, did_you_mean, known_home, print_refusal, system_error
 from gptlite.invocation import localized, prepare_process
 from gptlite.limits import INTEGER
 
@@ -41,7 +41,7 @@ def run_tool(main: Callable[[Any], int | None], schema: type[Any], usage: str | 
         with known_home():
             sys.exit(main(parse_arguments(schema, sys.argv[1:])) or 0)
     except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print_refusal(error)
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
@@ -93,7 +93,7 @@ def run_subcommand(subcommands: Mapping[str, Subcommand], usage: str) -> NoRetur
         paths, options = separate(name, subcommands[name], rest, keys)
         parse_arguments(module.Options, options)  # reports errors before run_tool; the result is not needed here
     except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print_refusal(error)
         sys.exit(2)
     sys.argv[1:] = options  # run_tool reads them
     run_tool(lambda typed: module.run(*[paths] * bool(subcommands[name].paths), typed), module.Options, None)
