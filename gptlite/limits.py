@@ -18,4 +18,5 @@ RANKS = 1 << 20  # of a run: the largest published ones have about 100,000
 CELLS = 10_000  # of a sweep, each of which is composed before the first one starts
 RAMP_SIZES = 10_000  # sizes of the global batch in a ramp-up
 VOCABULARY = 1 << 24  # ids: the largest published vocabulary has about 1 million
+SPECIAL_TOKENS = 1 << 16  # of a tokenizer: Llama 4 has 2,048
 BLOB_BYTES = 1 << 31  # a field of a protobuf message, whose format has this limit

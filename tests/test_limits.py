@@ -25,9 +25,11 @@ ADAPTERS = {each.model_type: each for spec in SPECS for each in spec.huggingface
 
 
 def adapted(path: Path, kind: str, **changes: int) -> None:
-    sizes = {"n_layer": 2, "n_head": 2, "n_embd": 8, "vocab_size": 50, "n_positions": 16}
+    gpt2 = {"n_layer": 2, "n_head": 2, "n_embd": 8, "n_positions": 16}
     llama = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 8, "intermediate_size": 8}
-    path.write_text(json.dumps(sizes | llama | {"max_position_embeddings": 16} | changes))
+    llama["num_key_value_heads"] = 2
+    sizes = gpt2 if kind == "gpt2" else llama | {"max_position_embeddings": 16}
+    path.write_text(json.dumps({"vocab_size": 50} | sizes | changes))
     ADAPTERS[kind].from_json(read_json(path), "name")
 
 
@@ -58,6 +60,12 @@ def ranks(path: Path, number: int) -> None:
     path = path.with_suffix(".tiktoken")
     path.write_text("".join(f"{base64.b64encode(bytes([n])).decode()} {n or number}\n" for n in range(256)))
     find_tokenizer(str(path), None)
+
+
+def tekken(path: Path, **changes: int) -> None:
+    config = {"pattern": ".", "default_vocab_size": 300, "default_num_special_tokens": 9} | changes
+    (path.parent / "tekken.json").write_text(json.dumps({"config": config, "vocab": []}))
+    find_tokenizer(str(path.parent / "tekken.json"), None)
 
 
 def hosts(path: Path) -> None:
@@ -110,6 +118,11 @@ CASES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda path: definition(path, '{"kind": "numbers", "vocab_size": 10000000000}'),
         "definition.json.vocab_size is 10000000000, not 1 to 16,777,216",
     ),
+    "special tokens": (
+        lambda path: tekken(path, default_num_special_tokens=10**9),
+        "default_num_special_tokens is 1000000000, not 0 to 65,536",
+    ),
+    "tekken's vocabulary": (lambda path: tekken(path, default_vocab_size=10**10), "10000000000, not 1 to 16,777,216"),
     "slots": (hosts, "'node1 slots=100000000000' is not HOST slots=RANKS"),
     "varint": (lambda _: list(_fields(b"\x08" + b"\xff" * 10**6)), "byte 1 does not begin a number"),
     "field": (lambda _: list(_fields(b"\x0a\xff\xff\xff\xff\x0f")), "is longer than the file"),

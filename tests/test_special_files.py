@@ -17,7 +17,7 @@ from gptlite.checkpoint_tool import diff, places
 from gptlite.config import load
 from gptlite.config.saved import read_saved
 from gptlite.data.find_tokenizer import find_tokenizer
-from gptlite.data.foreign import open_llmc, open_nanogpt
+from gptlite.data.foreign import open_datatrove, open_llmc, open_nanogpt
 from gptlite.data.image_folder import ImageFolder
 from gptlite.data.indexed import IndexedDataset
 from gptlite.data.order_log import note_spike, read_order
@@ -62,7 +62,9 @@ READERS = [
     named("ranks.tiktoken", lambda path: find_tokenizer(str(path))),
     named("ranks.model", is_ranks),
     named("train.idx", lambda path: IndexedDataset(path.with_suffix(""))),
-    named("train.bin", open_nanogpt),
+    named("train.bin", lambda path: open_nanogpt(path, None, 100)),
+    named("train.ds", open_datatrove),
+    named("tekken.json", lambda path: find_tokenizer(str(path))),
     named("llmc.bin", open_llmc),
     named("text.txt", lambda path: scan([path], print)),
     named("cut.txt", lambda path: split(path, 0.1)),

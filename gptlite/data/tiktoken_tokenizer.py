@@ -13,7 +13,7 @@ from typing import Annotated, Any, NotRequired, TypedDict
 from gptlite import limits
 from gptlite.data.rank_tables import END, GPT2, TABLES
 from gptlite.data.tokenizer import Tokenizer, reading
-from gptlite.documents import Between, Count, Size, read_bytes, read_json
+from gptlite.documents import Between, read_bytes, read_json
 from gptlite.errors import ConfigError, needed_package
 from gptlite.files import open_regular
 
@@ -30,8 +30,8 @@ class _Settings:
 
 class _TekkenConfig(TypedDict):
     pattern: str
-    default_vocab_size: Size
-    default_num_special_tokens: Count
+    default_vocab_size: Annotated[int, Between(1, limits.VOCABULARY)]
+    default_num_special_tokens: Annotated[int, Between(0, limits.SPECIAL_TOKENS)]
 
 
 class _TekkenToken(TypedDict):
