@@ -178,7 +178,9 @@ def checked(value: Any, kind: Any, key: str = "") -> Any:
         (inner,) = get_args(kind)
         return [checked(each, inner, f"{key}[{n}]") for n, each in enumerate(value)]
     if origin is dict:
-        inner = get_args(kind)[1]
+        names, inner = get_args(kind)
+        if names is str and (wrong := [name for name in value if not isinstance(name, str)]):  # YAML has such keys
+            raise DocumentError(f"{key or 'it'} has the key {shown(wrong[0])}, which is not text")
         return {name: checked(each, inner, _below(key, name)) for name, each in value.items()}
     return value
 

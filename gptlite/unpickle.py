@@ -39,7 +39,7 @@ def unpickle(
     except RecursionError:
         raise pickle.UnpicklingError("it is nested too deeply") from None
     except Exception as error:  # a damaged pickle can raise anything
-        raise pickle.UnpicklingError(f"{type(error).__name__}: {error}") from None
+        raise pickle.UnpicklingError(f"{type(error).__name__}: {error!s:.200}") from None
 
 
 class _Unpickler(_Base):

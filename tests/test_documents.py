@@ -141,3 +141,9 @@ def test_a_billion_laughs_take_no_time():
 def test_an_alternative_of_the_values_type_gives_the_reason():
     with pytest.raises(DocumentError, match="it is 11, not 0 to 10"):
         checked(11, str | Annotated[int, Between(0, 10)] | None)
+
+
+@pytest.mark.parametrize(("key", "shown"), [(1.5, "1.5"), (None, "null"), (True, "true")])
+def test_a_key_of_yaml_that_is_not_text_is_refused(key: Any, shown: str):
+    with pytest.raises(DocumentError, match=f"a.b has the key {shown}, which is not text"):
+        checked({key: 1.0}, dict[str, float], "a.b")

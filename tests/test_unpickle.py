@@ -155,3 +155,10 @@ def test_metadata_of_dcp_comes_back() -> None:
     found = unpickle(pickle.dumps(whole), _NAMES, _SETTERS)
     assert found == whole
     assert found.storage_data[MetadataIndex("w", [3, 0])] == 1
+
+
+def test_a_reason_is_short() -> None:
+    """A number in a damaged pickle can be as long as the file, and Python's error has all of it."""
+    with pytest.raises(pickle.UnpicklingError, match="could not convert string to float") as refusal:
+        loaded(b"F" + b"1q" * 10_000 + b"\n.")
+    assert len(str(refusal.value)) < 300

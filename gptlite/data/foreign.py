@@ -86,12 +86,12 @@ def open_datatrove(path: Path) -> tuple[np.ndarray, np.ndarray]:
         )
     if file_size(index) % 8:
         raise damaged(index, f"it has {file_size(index)} bytes, not a whole number of uint64")
-    ends = np.fromfile(index, dtype="<u8").astype(np.int64)
+    ends = np.fromfile(index, dtype="<u8")
     count = int(ends[-1]) if ends.size else 0
     dtype = next((each for each in ("<u2", "<u4") if count * np.dtype(each).itemsize == size), None)
-    if dtype is None or (np.diff(ends, prepend=0) < 0).any():
+    if dtype is None or (ends[1:] < ends[:-1]).any():  # so that all fit in int64
         raise damaged(index, f"its documents end at token {count}, but {path.name} has {size} bytes")
-    return np.memmap(path, dtype=dtype, mode="r") if size else np.empty(0, dtype=dtype), ends
+    return np.memmap(path, dtype=dtype, mode="r") if size else np.empty(0, dtype=dtype), ends.astype(np.int64)
 
 
 def open_llmc(path: Path) -> np.ndarray:

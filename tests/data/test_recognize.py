@@ -69,7 +69,8 @@ def test_dtype_is_refused_elsewhere(imports, tmp_path: Path) -> None:
 def datatrove(path: Path, dtype: str, lengths: list[int]) -> Path:
     """As datatrove 0.10.1 writes it: raw tokens, and the documents' ends in uint64."""
     raw(path, dtype)
-    np.cumsum(lengths).astype("<u8").tofile(f"{path}.index")
+    ends = [sum(lengths[: n + 1]) % 2**64 for n in range(len(lengths))]
+    np.array(ends, dtype="<u8").tofile(f"{path}.index")
     return path
 
 
@@ -89,7 +90,11 @@ def test_a_folder_of_datatrove(imports, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("lengths", "said"),
-    [([3, 4], "its documents end at token 7, but a.ds has 16 bytes"), ([9, -1], "its documents end at token 8")],
+    [
+        ([3, 4], "its documents end at token 7, but a.ds has 16 bytes"),
+        ([9, -1], "its documents end at token 8"),
+        ([2**62, 2**62, 2**63, 8 - 2**64], "its documents end at token 8"),  # beyond int64
+    ],
 )
 def test_a_wrong_index_is_named(imports, tmp_path: Path, lengths: list[int], said: str) -> None:
     path = datatrove(tmp_path / "in" / "a.ds", "uint16", lengths)
