@@ -276,7 +276,7 @@ def _adapter_of(content: Mapping[str, Any]) -> Adapter:
     for adapter in adapters:
         if adapter.model_type == found:
             return adapter
-    known = ", ".join(shown(each.model_type) for each in adapters)
+    known = ", ".join(dict.fromkeys(shown(each.model_type) for each in adapters))  # a plugin may inherit some
     raise ConfigError(
         f"config.json: model_type={shown(found)}: only model_type={known} can be imported; see plugins=[MODULE]"
     )

@@ -1,7 +1,6 @@
 """The figures of result.json that a sweep compares, from real ranks."""
 
 import json
-from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -52,16 +51,17 @@ def test_a_pipeline_tells_of_every_rank(two: Ranks, tiny: list[str], tmp_path: P
 
 @pytest.mark.parametrize("seconds", [(4, 1, 2), (1, 2, 8)], ids=["of the last row", "of another"])
 def test_figures_are_at_the_median_speed(monkeypatch: pytest.MonkeyPatch, seconds: tuple[int, ...]):
-    clock = iter(accumulate((0.0, *seconds)))
+    now = [0.0]
     throughput = Throughput(
-        tokens_per_step=100, samples_per_step=1, flops_per_token=6, peak_flops=3000.0, clock=lambda: next(clock)
+        tokens_per_step=100, samples_per_step=1, flops_per_token=6, peak_flops=3000.0, clock=lambda: now[0]
     )
     reporter = Reporter([], throughput, torch.device("cpu"), 3, lambda _: None)
     monkeypatch.setattr(throughput, "eta_seconds", lambda _: None)
     none = reporter.figures()
     assert none == dict.fromkeys(none, None) | {"comm_seconds": {}, "memory_ranks": [], "spikes": []}
     state: Any = SimpleNamespace(step=1, tokens=100, runner=SimpleNamespace(mesh=ONE), remaining_batches=float)
-    for loss in (3.0, 2.0, 1.0):  # a quarter of each step in tp
+    for loss, taken in zip((3.0, 2.0, 1.0), seconds, strict=True):  # a quarter of each step in tp
+        now[0] += taken
         throughput.step()
         result = StepResult(loss, 1.0, 0.1, step=1, tokens=100)
         reporter.step(state, result, lambda seconds: {"comm_seconds_tp": seconds / 4})

@@ -6,6 +6,7 @@ lm-eval is in the extra `dev`. Without it, test_contract.py still calls the adap
 import io
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 import sentencepiece
 from checkpoint.huggingface_models import committed
 
-from gptlite.checkpoint_tool.huggingface import export, import_
+from gptlite.checkpoint_tool.huggingface import EXPORTED, export, import_
 from gptlite.data.sentence_piece import SentencePieceTokenizer
 from gptlite.errors import ConfigError
 from gptlite.harness.ranks import SharedScorer
@@ -84,6 +85,7 @@ def test_a_text_of_imported_weights_begins_with_their_bos(tmp_path: Path):
     export(step, tmp_path / "hf")
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer(), eos_token=END, bos_token="!")
     fast.save_pretrained(tmp_path / "tokenizer")
+    shutil.rmtree(tmp_path / "hf" / EXPORTED)  # as of weights that others trained
     import_(tmp_path / "hf", tmp_path / "imported", log=lambda _: None)
     found = restore(str(tmp_path / "imported"), "fp32", tokenizer=str(tmp_path / "tokenizer"))
     from gptlite.harness.lm import GptliteLM
