@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from gptlite.config.bounds import BOUNDS, FINITE, LARGEST, SOME
 from gptlite.config.schema import CONF_DIR, SCHEMAS, Config, choices, presets_of
-from gptlite.errors import ConfigError, did_you_mean
+from gptlite.errors import ConfigError, did_you_mean, printable
 from gptlite.invocation import localized
 from gptlite.limits import INTEGER, RANKS, SIZE
 from gptlite.models.registry import SPECS
@@ -95,7 +95,7 @@ def _keys(section: DictConfig, schema: type, prefix: str) -> Iterator[tuple[str,
 
 
 def _plain(value: Any) -> Any:
-    return str(value).lower() if isinstance(value, bool) else value
+    return str(value).lower() if isinstance(value, bool) else printable(value)
 
 
 def _kind(kind: Any) -> str:

@@ -83,3 +83,7 @@ def test_a_class_without_source_has_no_comments(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(help_keys, "inspect", SimpleNamespace(getsource=no_source))
     assert help_keys._comments(Notebook) == {}
+
+
+def test_a_value_with_a_line_end_takes_one_line() -> None:
+    assert group_help("trainer.sample_prompt", []).splitlines()[1] == r"trainer.sample_prompt=\n"
