@@ -63,7 +63,7 @@ ROOMS = {
     ),
     "preprocess": Room("data", packages="numpy", lazy="pyarrow zstandard"),
     "models": Room("ops", packages="torch", lazy="hydra"),
-    "optimizer": Room("ops parallelism", packages="torch", lazy="torchao hydra"),
+    "optimizer": Room("ops parallelism", packages="numpy torch", lazy="torchao hydra"),
     "checkpoint": Room("parallelism", packages="torch"),
     "trainer": Room("ops parallelism precision metrics data models optimizer checkpoint", packages="torch"),
     # Of a room, the configuration knows its dataclasses and what checks them.

@@ -15,6 +15,7 @@ import hashlib
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
@@ -98,30 +99,30 @@ def round_box_(parameter: Tensor, values: Tensor, seed: int, step: int, name: st
     rows_each = max(1, BLOCK * LANES // columns_each)
     for left in range(0, len(columns), columns_each):
         right = left + columns_each
-        lanes, chosen = _lanes(columns[left:right])
-        lanes = lanes.to(values.device)
+        lanes, chosen = _lanes(columns[left:right], values.device)
         for top in range(0, sizes[0], rows_each):
             block = source[top : top + rows_each, left:right]
             draws = _draws(starts[0] + top, len(block), lanes, step, key)
             target[top : top + rows_each, left:right] = rounded(block, draws[:, chosen])
 
 
-def _positions(whole: Sequence[int], sizes: Sequence[int], starts: Sequence[int]) -> Tensor:
-    """Return the positions of a box's elements in a flat tensor of shape `whole`, in order."""
-    found = torch.zeros(1, dtype=torch.int64)
+# With NumPy, as the planner runs optimizers on tensors without values.
+def _positions(whole: Sequence[int], sizes: Sequence[int], starts: Sequence[int]) -> np.ndarray:
+    """Return the positions of a box's elements in a flat tensor of shape `whole`, in order: int64[N]."""
+    found = np.zeros(1, dtype=np.int64)
     for length, size, start in zip(whole, sizes, starts, strict=True):
-        found = (found.unsqueeze(1) * length + torch.arange(start, start + size)).flatten()
+        found = (found[:, None] * length + np.arange(start, start + size)).reshape(-1)
     return found
 
 
-def _lanes(columns: Tensor) -> tuple[Tensor, Tensor | slice]:
+def _lanes(columns: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor | slice]:
     """Return the counters that some columns need, and the indices of these columns in the counters' draws."""
     first, last = int(columns[0]), int(columns[-1])
     if last - first == len(columns) - 1:  # consecutive, as in any matrix: faster
         start = first % LANES
-        return torch.arange(first // LANES, last // LANES + 1), slice(start, start + len(columns))
-    lanes, lane = torch.unique_consecutive(columns // LANES, return_inverse=True)
-    return lanes, lane * LANES + columns % LANES
+        return torch.arange(first // LANES, last // LANES + 1, device=device), slice(start, start + len(columns))
+    lanes, lane = np.unique(columns // LANES, return_inverse=True)
+    return torch.from_numpy(lanes).to(device), torch.from_numpy(lane * LANES + columns % LANES).to(device)
 
 
 def rounded(values: Tensor, draws: Tensor) -> Tensor:

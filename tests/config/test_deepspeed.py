@@ -318,7 +318,7 @@ def test_a_run_is_that_of_the_equivalent_command(tmp_path: Path):
     equal = (
         "data.global_batch_size=8 data.micro_batch_size=2 parallelism=zero2 parallelism.data=2 optimizer.clip_norm=0.5 "
         "trainer.log_interval=1 precision=bf16 optimizer=adamw optimizer.beta2=0.98 optimizer.weight_decay=0.1 "
-        "optimizer.lr=1e-3 schedule=warmup schedule.warmup_steps=2"
+        "optimizer.lr=1e-3 schedule=warmup schedule.warmup_steps=2 schedule.first_ratio=0"
     ).split()
     common = ["model.num_layers=1", "model.d_model=32", "model.num_heads=2", "model.sequence_length=32"]
     common += ["data=synthetic", "data.vocab_size=64", "data.num_tokens=4000", "trainer.max_steps=4"]
