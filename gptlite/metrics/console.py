@@ -45,7 +45,7 @@ def step_line(row: Mapping[str, Any], max_steps: int, eta_seconds: float | None 
         *([("memory", f"mem {format_bytes(memory):>8}")] if memory is not None else []),
         ("", f"ETA {_text(eta_seconds, format_duration, 0):<5}"),  # padded, so that each line has the same columns
     ]
-    for left_out in ("memory", "lr", "scale", "epoch", "mfu", "norm", "own"):
+    for left_out in ("memory", "lr", "scale", "mfu", "norm", "epoch", "own"):
         if len("  ".join(text for _, text in columns)) > WIDTH:
             columns = [each for each in columns if each[0] != left_out]
     return "  ".join(text for _, text in columns).rstrip()
