@@ -8,6 +8,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from itertools import zip_longest
 from typing import NoReturn
 
 import hydra
@@ -145,7 +146,7 @@ def jobs() -> int:
 def sort_arguments(arguments: list[str]) -> tuple[list[str], list[str]]:
     """Separate flags, with their values, from overrides, since Hydra requires overrides to be contiguous."""
     overrides = [each for each in arguments if re.match(r"[+~]*[\w./@:]+=|~\w", each)]
-    for each, after in zip(arguments, [*arguments[1:], "-"], strict=True):
+    for each, after in zip_longest(arguments, arguments[1:], fillvalue="-"):
         option = re.match(r"--?[A-Za-z][\w.-]+", each)
         value = None if after.startswith("-") or "=" in after else after
         if option and option[0] not in FLAGS and (refusal := flag_refusal(each, value)):

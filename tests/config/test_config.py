@@ -292,6 +292,16 @@ def test_flags_may_stand_anywhere() -> None:
         sort_arguments(["optimizer=null"])
 
 
+def test_the_first_command_of_the_readme_has_no_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    from gptlite.commands import train
+
+    started: list[list[str]] = []
+    monkeypatch.setattr(train.sys, "argv", ["train.py"])
+    monkeypatch.setattr(train, "jobs", lambda: started.append(train.sys.argv[1:]) or 0)
+    assert train.command() == 0
+    assert started == [[]]
+
+
 def test_tool_arguments() -> None:
     from dataclasses import dataclass
 
