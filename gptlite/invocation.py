@@ -37,8 +37,8 @@ def prepare_process() -> None:
     """Prepare this process, at the start of a command, for closed standard streams and for a locale that is not UTF-8.
 
     TRACEBACK is removed from the arguments: whoever prints an error looks for it in `sys.orig_argv`. A file opened in
-    place of a closed stream would receive what is printed. In an ASCII locale, Python is started again
-    in UTF-8 mode, since it cannot decode other names of files. A character that a stream lacks is printed as `\\u6f22`.
+    place of a closed stream would receive what is printed. In an ASCII locale, Python is started again in UTF-8 mode,
+    since it cannot decode other names of files. A character that a stream lacks is printed as `\\u6f22`.
     """
     if TRACEBACK in sys.argv:
         sys.argv.remove(TRACEBACK)

@@ -1,19 +1,14 @@
 """Resolution of a user's path to a verified checkpoint."""
 
-import os
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 from gptlite.checkpoint import store
 from gptlite.checkpoint.manifest import FILE_NAME, DamagedCheckpoint, verify
-from gptlite.errors import ConfigError, did_you_mean, printable
+from gptlite.errors import ConfigError, did_you_mean
 from gptlite.invocation import command
 from gptlite.progress import Log, counted
-
-LATEST = "latest"
-RUNS = Path("outputs")  # where runs are by default, see conf/config.yaml
 
 
 def find_checkpoint(path: str, key: str, log: Log = print) -> Path:
@@ -23,26 +18,6 @@ def find_checkpoint(path: str, key: str, log: Log = print) -> Path:
     whose value is `path`.
     """
     return first_intact(candidates(path, key), path, key, log, partial(verify, log=log))
-
-
-def newest_run(path: str, key: str, root: Path = RUNS) -> str:
-    """Return `path`, or for LATEST the run folder below `root` whose checkpoint was written last, which is printed.
-
-    A folder of the name LATEST is a path. Raises ConfigError, naming `key`, if no run has a checkpoint.
-    """
-    if path != LATEST or Path(path).exists():
-        return path
-    newest: tuple[int, Path] | None = None
-    for parent, folders, _ in os.walk(root):
-        if "checkpoints" in folders:
-            folders.clear()  # a run holds no other runs
-            steps = store.step_folders(Path(parent, "checkpoints"))[:1]
-            times = [(step / FILE_NAME).stat().st_mtime_ns for step in steps if (step / FILE_NAME).exists()]
-            newest = max([*([newest] if newest else []), *((each, Path(parent)) for each in times)], default=None)
-    if newest is None:
-        raise ConfigError(f"{key}={LATEST}: no run below {root}/ has a checkpoint; give {key}=RUN, a run folder")
-    print(printable(f"{key}={newest[1]} is the newest run"), file=sys.stderr, flush=True)
-    return str(newest[1])
 
 
 def is_step(folder: Path) -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gptlite.checkpoint.load import load_tensors
 from gptlite.data.tokenizer import Tokenizer
-from gptlite.errors import ConfigError, text_of
+from gptlite.errors import ConfigError, one_line
 from gptlite.models.config import ModelConfig
 from gptlite.models.model import Model
 from gptlite.ops.inputs import Inputs
@@ -61,7 +61,7 @@ def check_export(
         raise
     except Exception as error:  # the library raises many types
         raise ConfigError(
-            f"{which} does not load the export ({type(error).__name__}: {' '.join(text_of(error).split()):.300}); "
+            f"{which} does not load the export ({one_line(error)}); "
             "nothing is written. check=false writes it nevertheless"
         ) from error
     apart = (theirs - _our_scores(step, whole, tokens, dtype)).abs().max().item()

@@ -76,7 +76,7 @@ def run(words: list[str]) -> int:
     layout = [each for each in words if LAYOUT.match(each)]
     arguments = parse_arguments(Arguments, [each for each in words if each not in layout])
     check(arguments)
-    from gptlite.checkpoint.find import newest_run  # imports torch, so only after the values are checked
+    from gptlite.commands.newest_run import newest_run  # imports torch, so only after the values are checked
 
     arguments.checkpoint = newest_run(arguments.checkpoint, "checkpoint")
     from gptlite.launch.starter import starter

@@ -5,9 +5,9 @@ gptlite generate [checkpoint=outputs/RUN] prompt="ROMEO:" \\
     [tokenizer=TOKENIZER] [plugins=[MODULE,...]]
 
 checkpoint is a run folder (its newest checkpoint is used) or a step folder in one; by default, the run below outputs/
-that wrote a checkpoint last (checkpoint=latest). tokenizer is for an imported
-checkpoint without one; it takes the same values as in preprocess. temperature=0 always selects the most likely token;
-top_k=0 and top_p=1 turn these filters off. The same seed gives the same text.
+that wrote a checkpoint last (checkpoint=latest). tokenizer is for an imported checkpoint without one; it takes the same
+values as in preprocess. temperature=0 always selects the most likely token; top_k=0 and top_p=1 turn these filters off.
+The same seed gives the same text.
 """
 
 import sys
@@ -52,7 +52,7 @@ def write_samples(arguments: Arguments) -> None:
         sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.seed)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    from gptlite.checkpoint.find import newest_run
+    from gptlite.commands.newest_run import newest_run
     from gptlite.data.tokenizer import StreamDecoder
     from gptlite.run.restore import restore  # imports torch, so only after the values are checked
 

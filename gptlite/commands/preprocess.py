@@ -33,8 +33,6 @@ from gptlite.progress import counted, format_count, log
 
 # Errors that persist until another output is given or the permissions of its folder are changed.
 CANNOT_GO_ON = {errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ENOENT}
-
-
 FEW_DOCUMENTS = 10  # with fewer, no fraction makes it likely that both splits have one
 
 

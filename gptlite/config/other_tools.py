@@ -1,4 +1,4 @@
-"""What people type from other tools, and the keys here that mean the same."""
+"""Words of other tools, and the keys here that mean the same."""
 
 # {word of another tool: key here, of the section `model`}. Words are in lower case, with _ for -, without a section.
 MODEL = {

@@ -32,7 +32,7 @@ O200K = (
 
 @dataclass(frozen=True)
 class Table:
-    """What a file of ranks lacks: its pattern, its special tokens by id, and the one that ends documents.
+    """Complement of a file of ranks: its pattern, its special tokens by id, and the one that ends documents.
 
     `size`: vocabulary size, if above that of the named tokens; the ids that are left have reserved tokens.
     """

@@ -292,10 +292,8 @@ class RunFolder:
         manifest, load = read_manifest(self.resume_from), self.config.checkpoint.load
         old, new = ({"data_identity": each} for each in (manifest.meta["data_identity"], state.data_identity))
         if refusal := compare_configs(old, new, load).refusal(load):
-            data = self.config.data
-            path, followed = getattr(data, "path", None), ""
-            if isinstance(data, TextConfig):
-                followed = newly_followed(data.path)
+            path = getattr(self.config.data, "path", None)
+            followed = newly_followed(path or "") if isinstance(self.config.data, TextConfig) else ""
             where = f"checkpoint {self.resume_from}{f', data.path={path}' * bool(path)}"
             raise ConfigError(f"{where}: {refusal}{followed}")
         size, was = (spec_of(each).vocab_size(each) for each in (state.model.config, self._saved.model))

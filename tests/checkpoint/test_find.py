@@ -8,9 +8,10 @@ from checkpoint.destruction.wounds import flip
 
 from gptlite.checkpoint.checkpointer import Checkpointer
 from gptlite.checkpoint.config import CheckpointConfig
-from gptlite.checkpoint.find import find_checkpoint, newest_run
+from gptlite.checkpoint.find import find_checkpoint
 from gptlite.checkpoint.manifest import DamagedCheckpoint, read_manifest
 from gptlite.checkpoint.store import step_folders
+from gptlite.commands.newest_run import newest_run
 from gptlite.errors import ConfigError
 
 
