@@ -30,7 +30,7 @@ FAULTS = {
         "parse_json(message, Heartbeat)",
         "Heartbeat(**parse_json(message))",
     ),
-    "lengths of lists": ("sweep_record", "sweep/compare.py", "len(flops) != ranks *", "0 and"),
+    "names of schedules": ("sweep_record", "sweep/compare.py", "schedule not in SCHEDULES or", "False and"),
     "names of files": ("weights_index", "checkpoint/huggingface.py", "not file or ", ""),
     "kinds": ("definition", "data/tokenizer.py", "not in [*_CLASSES]", "not in _CLASSES"),
     "pickles": ("metadata", "unpickle.py", "except Exception as error:", "except EOFError as error:"),

@@ -33,7 +33,7 @@ def test_rows_lines_and_plots_have_them(tmp_path):
     rows = [row for row in read_metrics(tmp_path) if "loss" in row]
     assert all(16 * row["train_accuracy"] == int(16 * row["train_accuracy"]) for row in rows)
     assert rows[-1]["train_accuracy"] > rows[0]["train_accuracy"]
-    assert re.search(r"  loss +\S+  accuracy \d\.\d{4}  (lr|norm) ", (tmp_path / "train.log").read_text())
+    assert re.search(r"  loss +\S+  accuracy \d\.\d{4} +\d+ samples/s  ETA ", (tmp_path / "train.log").read_text())
     assert own_metrics(rows) == ["accuracy"]
     assert plot_curves(tmp_path / "metrics.jsonl", tmp_path / "again.png").stat().st_size > 10_000
 
