@@ -136,10 +136,17 @@ def _setter(**kinds: type | tuple[type, ...]) -> Callable[[Any, Any], None]:
 
 
 def _set_properties(instance: TensorProperties, state: Any) -> None:
-    kinds = torch.dtype, torch.layout, bool, _MEM_FORMAT_ENCODING, bool
-    if type(state) is not tuple or [type(each) for each in state] != list(kinds):
+    kinds = [torch.dtype, torch.layout, bool, _MEM_FORMAT_ENCODING, bool]
+    if type(state) is not tuple or [type(each) for each in state[:5]] != kinds or not _are_strides(state[5:]):
         raise pickle.UnpicklingError("properties of a tensor have a field that they cannot have")
-    instance.__setstate__(state)
+    instance.__setstate__(state[:5])  # without strides, which older versions of torch do not expect
+
+
+def _are_strides(fields: tuple[Any, ...]) -> bool:
+    """Return True if these are the fields that torch 2.15 added: strides, or None."""
+    return fields in ((), (None,)) or (
+        len(fields) == 1 and type(fields[0]) is tuple and all(type(each) is int for each in fields[0])
+    )
 
 
 _NONE = type(None)
