@@ -33,9 +33,9 @@ from gptlite.ops.documents import Documents, joined
 from gptlite.ops.inputs import Inputs
 from gptlite.parallelism.boxes import local_tensor
 from gptlite.parallelism.config import ParallelismConfig
-from gptlite.parallelism.layout import num_stages, stages_of_rank
+from gptlite.parallelism.layout import num_stages, splits_backward, stages_of_rank
 from gptlite.parallelism.mesh import Mesh
-from gptlite.parallelism.torch_private import accumulate_gradients_now, reduce_gradients_now
+from gptlite.parallelism.torch_private import accumulate_gradients_now, reduce_gradients_now, split_backward
 from gptlite.parallelism.zero import before_backward, gather, reshard
 
 Forward = Callable[[nn.Module, Tensor, Inputs], Tensor]
@@ -139,7 +139,7 @@ class Pipeline:
                 input_args=(self._inputs[number],),
                 output_args=(self._inputs[number + 1],),
                 group=mesh.group("pp"),
-            ).over(part, micro_batches, config.zero)
+            ).over(part, micro_batches, config.zero, splits_backward(config))
             for number, part, plain in zip(self._numbers, self.parts, self._plain, strict=True)
         ]
         one = config.schedule in ("gpipe", "1f1b")
@@ -229,9 +229,11 @@ class _Stage(PipelineStage):
     parameters are gathered before the input-gradient and the weight-gradient pass, and freed after each.
     """
 
-    def over(self, part: nn.Module, micro_batches: int, zero: int) -> _Stage:
+    def over(self, part: nn.Module, micro_batches: int, zero: int, splits: bool) -> _Stage:
         """Set the part to run, and return the stage. torch fixes the signature of the constructor."""
         self._part, self._count, self._zero, self._done = part, micro_batches, zero, 0
+        if splits and isinstance(part, FSDPModule):
+            split_backward(part)
         return self
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:

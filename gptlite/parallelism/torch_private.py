@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from copy import copy
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -31,7 +31,9 @@ reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", dist.reduce_
 
 def set_timeout(group: dist.ProcessGroup, seconds: float) -> None:
     """Set a group's time limit for a collective."""
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+    # public since torch 2.14, where the private name warns
+    set_group_timeout: Any = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+    set_group_timeout(timedelta(seconds=seconds), group)
 
 
 def forget_meshes() -> None:
@@ -44,24 +46,44 @@ def forget_meshes() -> None:
     _clear_sharding_prop_cache()
 
 
-def reduce_gradients_now(part: nn.Module) -> None:
+def finalizes(part: FSDPModule) -> bool:
+    """Return True if FSDP2 reduces gradients on request, with `FSDPModule.finalize_backward`: since torch 2.15."""
+    return hasattr(part, "finalize_backward")
+
+
+def split_backward(part: FSDPModule) -> None:
+    """Prepare a part for backward passes that are split into an input-gradient and a weight-gradient pass. Called
+    before the forward pass, as FSDP2 has no hook after the weight-gradient pass: see `reduce_gradients_now`."""
+    if finalizes(part):
+        cast(Any, part).set_manual_backward_finalization(True)
+
+
+def reduce_gradients_now(part: FSDPModule) -> None:
     """Reduce the available gradients, as at the end of a backward pass.
 
-    A backward pass that is split into an input-gradient and a weight-gradient pass needs this, since FSDP2 has no hook
-    after the weight-gradient pass. The calls are the same as in torch's PipelineStage.perform_reduce_grad.
+    From torch 2.15 on, replicas (HSDP) are all-reduced as well, since FSDP2 does not finalize partial sums. Before, the
+    calls are the same as in torch's PipelineStage.perform_reduce_grad.
     """
+    if finalizes(part):
+        part.set_requires_all_reduce(True)
+        for group in _groups([part]):
+            group._post_backward_pending = True  # only FSDP2's hooks set it, which a weight-gradient pass does not call
+        cast(Any, part).finalize_backward()
+        return
     root: Any = fully_shard.state(part)  # type: ignore[attr-defined]
     for group in _groups_of(root._state_ctx.all_states):
         group.post_backward()
     root._root_post_backward_final_callback()
 
 
-def accumulate_gradients_now(part: nn.Module) -> None:
+def accumulate_gradients_now(part: FSDPModule) -> None:
     """Add the available gradients to those of earlier micro-batches, in the reduction's dtype.
 
     FSDP2's hooks do this, except in the weight-gradient pass of a split backward pass, whose gradients would otherwise
-    be accumulated in 16-bit precision.
+    be accumulated in 16-bit precision. From torch 2.15 on, parameters have a gradient dtype, and autograd does it.
     """
+    if finalizes(part):
+        return
     root: Any = fully_shard.state(part)  # type: ignore[attr-defined]
     for group in _groups_of(root._state_ctx.all_states):
         for param in group.fsdp_params:
@@ -72,6 +94,11 @@ def accumulate_gradients_now(part: nn.Module) -> None:
 
 def keep_fp32_gradients(part: nn.Module) -> None:
     """Make FSDP2 keep reduced gradients in fp32. By default, it rounds the gradients of bf16 parameters to bf16."""
+    if isinstance(part, FSDPModule) and finalizes(part):  # from torch 2.15 on, FSDP2 follows `Parameter.grad_dtype`
+        for parameter in part.parameters():
+            if parameter.ndim > 0:  # those without dims are not FSDP2's
+                parameter.grad_dtype = torch.float32
+        return
     for group in _groups([part]):
         _reduce_into_fp32(group)
 
