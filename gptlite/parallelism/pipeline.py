@@ -251,6 +251,8 @@ class _Stage(PipelineStage):
         else:
             with self._held():
                 super().backward_one_chunk(bwd_chunk_id, loss, False, last_backward)
+        if full_backward and isinstance(loss, Tensor):
+            loss.detach_()  # the schedule keeps the losses, whose graph keeps the stage's inputs
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         last = self._is_last_pass()  # the weight-gradient pass is the last of its micro-batch

@@ -9,7 +9,8 @@ Its entries come from the stage's profile, and from FSDP2's gathers and reductio
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import partial
+from functools import cache, partial
+from importlib.metadata import version
 from itertools import accumulate, product
 from typing import NamedTuple
 
@@ -66,8 +67,8 @@ def _walked(work: Workload, held: list[Stage], pp_rank: int, tp_rank: int) -> tu
     rows = []
     for turn in different:
         peak, change = passes[turn.place][turn.kind, turn.first, turn.last]
-        change += _messages(work, turn.kind, held[turn.place].number, numbers)
-        rows.append((peak, change, *states[turn.place].changes(turn), turn.kind != "F"))
+        during, after = _messages(work, turn.kind, held[turn.place].number, numbers)
+        rows.append((peak + during, change + after, *states[turn.place].changes(turn), turn.kind != "F"))
     peaks, changes, gathered, freed, summed, backward = np.array(rows)[order].T
     before, partial, reduced = (np.cumsum(each) - each for each in (changes, gathered - freed, summed))
     unsharded = partial + gathered
@@ -127,21 +128,50 @@ def _optimizer(work: Workload, held: list[Stage]) -> int:
     )
 
 
-def _messages(work: Workload, kind: str, number: int, mine: set[int]) -> int:
-    """Return the bytes to add to those recorded as left after a pass, because its output is sent to another stage.
+def _messages(work: Workload, kind: str, number: int, mine: set[int]) -> tuple[int, int]:
+    """Return the bytes of messages to add to those recorded at the peak of a pass and as left after it.
 
-    Schedules with several stages per rank hold sent tensors to the end of the step, when they wait for their sends. If
-    two consecutive stages are on the same rank, the first one's output is the receive buffer that `_buffers` counts.
+    Up to torch 2.14, schedules with several stages per rank hold sent tensors to the end of the step, when they wait
+    for their sends. If two consecutive stages are on the same rank, the first one's output is the receive buffer that
+    `_buffers` counts.
     """
     if work.layout.size("pp") == 1:
-        return 0
+        return 0, 0
     before, after = message_bytes(work, number), message_bytes(work, number + 1)
+    if frees_messages():
+        sent = before * (number - 1 not in mine), after * (number + 1 not in mine)
+        return _freed_messages(kind, *sent, kept=work.parallelism.schedule != "1f1b")
     if number + 1 in mine:
-        return {"F": -after, "B": after, "W": after}.get(kind, 0)
+        return 0, {"F": -after, "B": after, "W": after}.get(kind, 0)
     if work.parallelism.schedule in ("gpipe", "1f1b") or kind in "FI":
-        return 0
+        return 0, 0
     # `_buffers` counts the input's gradient of a split backward pass, which is always kept.
-    return after + before * (kind == "B" and number - 1 not in mine)
+    return 0, after + before * (kind == "B" and number - 1 not in mine)
+
+
+def _freed_messages(kind: str, before: int, after: int, kept: bool) -> tuple[int, int]:
+    """Return `_messages` for torch 2.15 and later, where a buffer is allocated when its message is awaited, and an input
+    is freed by the pass that computes the weights' gradients.
+
+    `before`, `after`: bytes of the messages that a forward pass receives and sends. `kept`: the gradients that a stage
+    sends are held to the end of the step.
+    """
+    match kind:
+        case "F":
+            return before, before
+        case "I":
+            return after, after + before
+        case "W":
+            return 0, -before - after
+        case _:
+            return after, before * kept - before
+
+
+@cache
+def frees_messages() -> bool:
+    """Return True if the installed torch frees a pipeline's messages during the step, and the buffers of reductions at
+    the end of a split backward pass: 2.15 and later."""
+    return tuple(map(int, version("torch").split(".")[:2])) >= (2, 15)
 
 
 def _buffers(work: Workload, held: list[Stage]) -> int:
@@ -151,6 +181,11 @@ def _buffers(work: Workload, held: list[Stage]) -> int:
     if ranks == 1:
         return 0
     numbers, split = {stage.number for stage in held}, splits_backward(work.parallelism)
+    if frees_messages():
+        ahead = 0  # a gradient that is being sent, or an input received ahead
+        if not split and work.parallelism.schedule != "gpipe":
+            ahead = max(message_bytes(work, number) for number in numbers)
+        return ahead + count * (work.target_bytes + work.input_bytes * (0 in numbers))
     ends = [message_bytes(work, each) for number in numbers for each in (number, number + 1)]
     kept = count * sum(ends)
     if split:  # a stage that receives from another rank keeps its inputs' gradients to the end of the step
@@ -296,9 +331,10 @@ class _Stage:
 
     def remaining(self, before: int) -> tuple[list[int], int]:
         """Return the result of `reduced` for the end of a pass. A split backward pass, which runs no hooks, ends with
-        all reductions."""
+        all reductions. torch 2.15 then frees the last one's input."""
         blocks = [each for bucket in self.buckets for each in bucket.reductions * bucket.times] if self.split else []
-        return self.reduced([self.others, *blocks], before)
+        tape, held = self.reduced([self.others, *blocks], before)
+        return ([*tape, -held], 0) if self.split and frees_messages() else (tape, held)
 
     def forward(self, gathers: bool, added: bool) -> list[int]:
         """Return the tape of a forward pass. `gathers`: the pass gathers buckets, and holds each bucket's buffer until

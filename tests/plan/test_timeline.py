@@ -66,6 +66,7 @@ class Stage(PipelineStage):
     def __init__(self, layout: ParallelismConfig, number: int) -> None:
         self.group_size, self.group_rank, self.stage_index = layout.pipeline, number % layout.pipeline, number
         self.num_stages, self.has_backward = num_stages(layout), True
+        self._forward_chunk_states: dict[int, object] = {}  # of torch 2.15
         self.submod = SimpleNamespace()
         self.stage_index_to_group_rank = {stage: stage % layout.pipeline for stage in range(num_stages(layout))}
         self.ran: list[tuple[str, int, int]] = []
