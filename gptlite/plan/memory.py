@@ -9,8 +9,7 @@ Its entries come from the stage's profile, and from FSDP2's gathers and reductio
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import cache, partial
-from importlib.metadata import version
+from functools import partial
 from itertools import accumulate, product
 from typing import NamedTuple
 
@@ -22,9 +21,9 @@ from gptlite.parallelism.layout import rule, splits_backward
 from gptlite.plan.cache import cached
 from gptlite.plan.parameters import Stage, copies, cut, expert_shards, gathered_elements, shared, stages
 from gptlite.plan.profile import Segment, halves_of, profile_key, profile_of
-from gptlite.plan.traffic import buffers_bytes, message_bytes
+from gptlite.plan.traffic import buffers_bytes, message_bytes, sums_copies_often
 from gptlite.plan.walk import Turn, turns
-from gptlite.plan.workload import MASTER, RankBytes, Workload
+from gptlite.plan.workload import MASTER, RankBytes, Workload, frees_messages
 
 Passes = dict[tuple[str, bool, bool], tuple[int, int]]  # result of `passes_of`
 
@@ -95,7 +94,9 @@ class ModelState:
         self.reduced, self.frees, self.first = self.done, zero == 3, stage.first
         if zero < 2:
             self.reduced = work.reduce_item * stage.sharded(1)
-        elif work.layout.size("dp_replicate") > 1:  # sums over the shard axis only, in the reduction dtype
+        elif work.layout.size("dp_replicate") > 1 and not sums_copies_often(
+            work
+        ):  # sums over the shard axis only, in the reduction dtype
             self.reduced = size * work.reduce_item // MASTER
 
     def changes(self, turn: Turn) -> tuple[int, int, int]:
@@ -165,13 +166,6 @@ def _freed_messages(kind: str, before: int, after: int, kept: bool) -> tuple[int
             return 0, -before - after
         case _:
             return after, before * kept - before
-
-
-@cache
-def frees_messages() -> bool:
-    """Return True if the installed torch frees a pipeline's messages during the step, and the buffers of reductions at
-    the end of a split backward pass: 2.15 and later."""
-    return tuple(map(int, version("torch").split(".")[:2])) >= (2, 15)
 
 
 def _buffers(work: Workload, held: list[Stage]) -> int:

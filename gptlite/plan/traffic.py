@@ -21,7 +21,7 @@ from gptlite.plan.cache import cached
 from gptlite.plan.parameters import Parameter, Stage, all_loads, copies, cut, stages
 from gptlite.plan.profile import halves_of, profile_of
 from gptlite.plan.walk import gathers
-from gptlite.plan.workload import MASTER, Transfer, Workload
+from gptlite.plan.workload import MASTER, Transfer, Workload, frees_messages
 
 PAGE = 4096  # bytes; each parameter in an optimizer state file begins at a multiple of it
 SUM = 8  # bytes of a value in the all-reduces of metrics and expert loads, float64
@@ -60,6 +60,12 @@ def _together(every: Iterable[Transfer]) -> list[Transfer]:
 def reductions(work: Workload) -> int:
     """Return the number of times that a step reduces each gradient."""
     return work.micro_batches if work.parallelism.zero >= 2 else 1
+
+
+def sums_copies_often(work: Workload) -> bool:
+    """Return True if copies of shards (HSDP) are all-reduced whenever gradients are reduced, instead of once per step:
+    see `torch_private.reduce_gradients_now`."""
+    return splits_backward(work.parallelism) and frees_messages()
 
 
 def _outside(work: Workload, held: list[Stage], pp_rank: int, times: int) -> Iterator[Transfer]:
@@ -122,7 +128,8 @@ def _data(work: Workload, stage: Stage, pp_rank: int, reduced: int) -> Iterator[
         for phase, times in gathered(work, pp_rank, stage.number, block).items():
             yield Transfer(cut, "all_gather", ranks, whole, number * times, phase)
         yield Transfer(cut, "reduce_scatter", ranks, ranks * size, number * reduced, "backward")
-        yield Transfer(copy, "all_reduce", work.layout.size(copy), size, number, "backward")
+        summed = reduced if sums_copies_often(work) else 1
+        yield Transfer(copy, "all_reduce", work.layout.size(copy), size, number * summed, "backward")
     in_turn = work.layout.size("pp") == 1 or (stage.last and work.parallelism.schedule == "1f1b")
     if in_turn and count > 1 and not stage.others and sum(each.number for each in groups) > 1:
         # In the first bucket's backward pass, FSDP2 prefetches the bucket whose forward pass ran before that bucket's:

@@ -4,7 +4,8 @@ time."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
+from importlib.metadata import version
 from typing import Any, NamedTuple
 
 from gptlite.models.config import ModelConfig
@@ -23,6 +24,13 @@ INDEX = 8  # bytes of a token id, int64
 # 1.2 with two ranks, 1.6 with four, 2.2 with eight ranks of one expert each; at the end of these steps 1.03 to 1.1
 # (docs/moe.md).
 FULLEST, SETTLED = 1.5, 1.1
+
+
+@cache
+def frees_messages() -> bool:
+    """Return True if the installed torch frees a pipeline's messages during the step, and the buffers of reductions at
+    the end of a split backward pass: 2.15 and later."""
+    return tuple(map(int, version("torch").split(".")[:2])) >= (2, 15)
 
 
 @dataclass(frozen=True)
