@@ -94,9 +94,8 @@ class ModelState:
         self.reduced, self.frees, self.first = self.done, zero == 3, stage.first
         if zero < 2:
             self.reduced = work.reduce_item * stage.sharded(1)
-        elif work.layout.size("dp_replicate") > 1 and not sums_copies_often(
-            work
-        ):  # sums over the shard axis only, in the reduction dtype
+        elif work.layout.size("dp_replicate") > 1 and not sums_copies_often(work):
+            # sums over the shard axis only, in the reduction dtype
             self.reduced = size * work.reduce_item // MASTER
 
     def changes(self, turn: Turn) -> tuple[int, int, int]:
@@ -151,8 +150,8 @@ def _messages(work: Workload, kind: str, number: int, mine: set[int]) -> tuple[i
 
 
 def _freed_messages(kind: str, before: int, after: int, kept: bool) -> tuple[int, int]:
-    """Return `_messages` for torch 2.15 and later, where a buffer is allocated when its message is awaited, and an input
-    is freed by the pass that computes the weights' gradients.
+    """Return `_messages` for torch 2.15 and later, where a buffer is allocated when its message is awaited, and an
+    input is freed by the pass that computes the weights' gradients.
 
     `before`, `after`: bytes of the messages that a forward pass receives and sends. `kept`: the gradients that a stage
     sends are held to the end of the step.

@@ -30,7 +30,7 @@ def test_a_split_backward_pass_reduces_once_or_for_each_micro_batch(monkeypatch,
     monkeypatch.setattr(pipeline._Stage, "_held", lambda _: nullcontext())
     monkeypatch.setattr(pipeline, "accumulate_gradients_now", lambda _: None)
     monkeypatch.setattr(pipeline, "reduce_gradients_now", lambda _: found.append(passes))
-    stage = pipeline._Stage.__new__(pipeline._Stage).over(mock.Mock(spec=FSDPModule), 3, zero)
+    stage = pipeline._Stage.__new__(pipeline._Stage).over(mock.Mock(spec=FSDPModule), 3, zero, splits=True)
     for passes in (1, 2, 3):
         stage.backward_weight_one_chunk(passes - 1)
     assert found == reduced
