@@ -21,7 +21,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
@@ -198,7 +197,8 @@ class _Reader(FileSystemReader):
             raise ValueError(f"the stored shape of {index.fqn} differs from its metadata")
         if stored.dtype != target.dtype:  # copy_ would cast silently
             raise ValueError(f"{index.fqn} is stored as {stored.dtype}, not {target.dtype}")
-        target.copy_(narrow_tensor_by_index(stored, item.storage_offsets, item.lengths))
+        box = zip(item.storage_offsets, item.lengths, strict=True)
+        target.copy_(stored[tuple(slice(start, start + length) for start, length in box)])
         planner.commit_tensor(item, target)
 
 

@@ -93,14 +93,11 @@ def accumulate_gradients_now(part: FSDPModule) -> None:
 
 
 def keep_fp32_gradients(part: nn.Module) -> None:
-    """Make FSDP2 keep reduced gradients in fp32. By default, it rounds the gradients of bf16 parameters to bf16."""
-    if isinstance(part, FSDPModule) and finalizes(part):  # from torch 2.15 on, FSDP2 follows `Parameter.grad_dtype`
-        for parameter in part.parameters():
-            if parameter.ndim > 0:  # those without dims are not FSDP2's
-                parameter.grad_dtype = torch.float32
-        return
-    for group in _groups([part]):
-        _reduce_into_fp32(group)
+    """Make FSDP2 keep reduced gradients in fp32, the `grad_dtype` of all parameters. Up to torch 2.14, it rounds those
+    of bf16 parameters to bf16."""
+    if isinstance(part, FSDPModule) and not finalizes(part):
+        for group in _groups([part]):
+            _reduce_into_fp32(group)
 
 
 def _reduce_into_fp32(group: Any) -> None:
