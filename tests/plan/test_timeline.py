@@ -4,13 +4,14 @@ import logging
 import time
 from itertools import accumulate
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from marking import marked
 from torch.distributed.pipelining import PipelineStage, schedules
 
 from gptlite.parallelism.config import ParallelismConfig
-from gptlite.parallelism.layout import SCHEDULES, num_stages, schedule_refuses, stages_per_rank
+from gptlite.parallelism.layout import SCHEDULES, num_stages, schedule_refuses, stages_of_rank, stages_per_rank
 from gptlite.parallelism.pipeline import SCHEDULES as TORCH_SCHEDULES
 from gptlite.plan.capacity import least_in_flight
 from gptlite.plan.timeline import Timeline, order, timeline
@@ -94,6 +95,28 @@ def test_every_order_is_torchs(cases):
         layout = config(schedule, ranks, virtual)
         ours = {rank: order(layout, rank, count) for rank in range(ranks)}
         assert ours == torch_order(layout, count), (schedule, ranks, virtual, count)
+
+
+ANALYZE: Any = getattr(schedules, "analyze_pipeline_activation_liveness", None)
+
+
+@pytest.mark.skipif(ANALYZE is None, reason="of torch 2.15 and later")
+def test_as_many_micro_batches_are_in_flight_as_torch_says():
+    """Slots for the activations of each rank's stages, from a forward pass to the pass for the weights' gradients."""
+    for schedule, ranks, virtual, count in CASES:
+        if schedule in ("gpipe", "1f1b"):  # of one stage a rank, which torch does not analyze
+            continue
+        layout = config(schedule, ranks, virtual)
+        made = TORCH_SCHEDULES[schedule]
+        torchs = made([Stage(layout, number) for number in range(0, num_stages(layout), ranks)], count)
+        for rank in range(ranks):
+            found = ANALYZE(
+                torchs, pp_rank=rank, stage_indices=stages_of_rank(layout, rank), granularity="stage_microbatch"
+            )
+            kinds = [kind for kind, *_ in order(layout, rank, count)]
+            level = accumulate((kind == "F") - (kind in "BW") for kind in kinds)
+            slots = len(set(found.slot_by_stage_and_microbatch.values()))
+            assert slots == max(level), (schedule, ranks, virtual, count)
 
 
 @SETS
