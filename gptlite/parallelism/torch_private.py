@@ -64,11 +64,12 @@ def reduce_gradients_now(part: FSDPModule) -> None:
     From torch 2.15 on, replicas (HSDP) are all-reduced as well, since FSDP2 does not finalize partial sums. Before, the
     calls are the same as in torch's PipelineStage.perform_reduce_grad.
     """
+    module: Any = part
     if finalizes(part):
         part.set_requires_all_reduce(True)
-        for group in _groups([part]):
+        for group in _groups([module]):
             group._post_backward_pending = True  # only FSDP2's hooks set it, which a weight-gradient pass does not call
-        cast(Any, part).finalize_backward()
+        module.finalize_backward()
         return
     root: Any = fully_shard.state(part)  # type: ignore[attr-defined]
     for group in _groups_of(root._state_ctx.all_states):
