@@ -22,7 +22,7 @@ from gptlite.optimizer.build import build_optimizer
 from gptlite.optimizer.config import AdamWConfig, ApexAdamConfig, ApexLambConfig, LambConfig, OptimizerConfig
 from gptlite.optimizer.state import optimizer_state
 from gptlite.parallelism.boxes import local_tensor
-from gptlite.parallelism.torch_private import imagined_world
+from gptlite.plan.torch_private import imagined_world
 
 Install = Callable[..., Path]
 # As apex/optimizers/fused_adam.py and fused_lamb.py are called, with the state that they keep, and steps taken by torch

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from gptlite.parallelism.torch_private import profiler_runs, real_tensors, recorded_allocations
+from gptlite.parallelism.torch_private import profiler_runs, recorded_allocations
 from gptlite.plan.cache import cached
+from gptlite.plan.torch_private import real_tensors
 
 FILTERS = {"convolution": 1, "convolution_backward": 2}  # convolutions: index of the weight
 # Products, which are measured in 16 bits or fewer; in fp32 they allocate only results. As in ALONG: indices of the

@@ -24,7 +24,7 @@ from gptlite.parallelism.comm_time import summary
 from gptlite.parallelism.config import ParallelismConfig
 from gptlite.parallelism.layout import Layout, resolve
 from gptlite.parallelism.mesh import Mesh, build_mesh
-from gptlite.parallelism.torch_private import imagined_world
+from gptlite.plan.torch_private import imagined_world
 
 CPU = torch.device("cpu")
 TWELVE = ParallelismConfig(tensor=2, pipeline=2, zero=1, expert=3)  # on 24 ranks: pipeline 2 x data 6 x tensor 2

@@ -19,10 +19,9 @@ from gptlite.parallelism.torch_private import (
     reduce_gradients_now,
     set_timeout,
     split_backward,
-    stage_backward_input,
-    stage_backward_weight,
 )
 from gptlite.parallelism.zero import before_backward
+from gptlite.plan.torch_private import stage_backward_input, stage_backward_weight
 
 
 @pytest.fixture

@@ -14,9 +14,9 @@ from gptlite.config import Config, load
 from gptlite.models.gpt.flops import matmul_parameters
 from gptlite.ops.config import Attention
 from gptlite.parallelism.layout import resolve
-from gptlite.parallelism.torch_private import imagined_world
 from gptlite.plan.simulate import Simulation, enough, peak, simulate
 from gptlite.plan.simulate import counted as counted_of
+from gptlite.plan.torch_private import imagined_world
 from gptlite.plan.watch import Change
 from plan.truth import BASE, Counted, counted, workload
 
