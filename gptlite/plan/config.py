@@ -35,7 +35,8 @@ class ClusterConfig:
     `straggle` log2(n) of their computing time for the slowest one.
 
     `measured` says when and on what gptlite was measured to give these values, and is empty for values from data
-    sheets. Published runs of other code on such devices took `published[0]` to `published[1]` times their planned time.
+    sheets. Nine of ten published runs of other code on such devices took `published[0]` to `published[1]` times their
+    planned time (docs/planner_published.md).
 
     On a CPU, `devices_per_node` is the number of cores of a node, and peak, bandwidth and memory are those of the
     whole node. The node's ranks divide its cores equally, so two ranks together are no faster than one. A rank with
@@ -63,6 +64,8 @@ class ClusterConfig:
     attention_tflops: dict[str, float] = field(default_factory=dict)
     memory_gb_per_second: float = 2000.0
     memory_efficiency: float = 0.8
+    unfused: float = 1.0  # times the bytes of our fused ops that the ops between products move
+    quantised_bytes: float = 7.0  # moved to quantise an element to fp8: amax 2, rounding 3, transpose 2 (ops/fp8.py)
     kernel_seconds: float = 5e-6  # launch overhead of an op
     power_watts: float | None = None  # limit of a device; null: none below full_power_watts
     full_power_watts: float | None = None
@@ -70,7 +73,8 @@ class ClusterConfig:
     intra: LinkConfig = field(default_factory=LinkConfig)  # between devices of a node
     inter: LinkConfig = field(default_factory=LinkConfig)  # between nodes
     overlap: float = 0.8  # share of the data axes' communication that can overlap with compute
-    # The same for the tensor axis, in the backward pass of column-parallel layers; null: `overlap`.
+    # Share of the tensor axis's communication that overlaps, in both passes; null: `overlap` in the backward pass of
+    # column-parallel layers, as in gptlite.
     tensor_overlap: float | None = None
     host_link_gb_per_second: float = 25.0  # device to host memory, both directions together; used by offload
     host_memory_gb_per_second: float = 200.0  # of a node, shared by the optimizer updates of its ranks

@@ -220,9 +220,12 @@ class Costs:
         # input. This is all of the backward traffic without sequence parallelism, and two thirds of it with sequence
         # parallelism.
         share = 0.0 if splits_backward(work.parallelism) else 2 / 3 if work.parallelism.sequence else 1.0
-        overlap = self.cluster.overlap if self.cluster.tensor_overlap is None else self.cluster.tensor_overlap
-        hidden = overlap * min(sent_back * share, forward / 2) if share else 0.0
-        return _Inside(layers, shares, passes, Passes(sent + waits, sent_back + waits_back - hidden))
+        hidden = Passes(0.0, self.cluster.overlap * min(sent_back * share, forward / 2) if share else 0.0)
+        if (overlap := self.cluster.tensor_overlap) is not None:  # of another code base
+            hidden = Passes(overlap * min(sent, forward), overlap * min(sent_back, backward))
+        return _Inside(
+            layers, shares, passes, Passes(sent + waits - hidden.forward, sent_back + waits_back - hidden.backward)
+        )
 
     def _rank(self, work: Workload, device: Device, rank: int, inside: _Inside, outside: _Outside) -> _Rank:
         passes, more, zero = inside.passes, reductions(work) - 1, work.parallelism.zero

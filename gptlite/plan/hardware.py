@@ -15,14 +15,12 @@ from gptlite.errors import ConfigError
 from gptlite.parallelism.axes import WORLD
 from gptlite.parallelism.layout import Layout
 from gptlite.plan.config import ClusterConfig, LinkConfig
-from gptlite.plan.profile import ATTENTION, MATMUL, Op
+from gptlite.plan.profile import ATTENTION, MATMUL, MOVE, Op
 from gptlite.plan.workload import TURNS, Transfer
 
 EFFICIENCY = 0.7  # of large matrix products, if the cluster has no value for the dtype
 FP8 = "fp8"
-# Bytes that quantising an element of a product's operand moves: 2 for the largest absolute value, 3 for rounding to
-# fp8, 2 for the transpose (see gptlite.ops.fp8). Each operand enters two of a layer's three products.
-QUANTISED = (2 + 3 + 2) / 2
+USES = 2  # of a layer's three products, those that an operand enters, which is quantised once
 # Speed grows with the limit to this power. Dynamic power grows with the cube of the clock, as voltage follows it, but
 # a third of an H100's power at full speed does not depend on the clock.
 POWER = 0.5
@@ -48,6 +46,8 @@ class Device:
     unaligned: float = 1.0
     half_width: float = 0.0
     half_length: float = 0.0
+    unfused: float = 1.0
+    quantised: float = 0.0
     fp8: Device | None = None
 
     def seconds(self, op: Op) -> float:
@@ -57,7 +57,8 @@ class Device:
             arithmetic = op.flops / self.rate(op.rows, op.inner, op.columns)
         elif op.kind == ATTENTION:
             arithmetic = op.flops / self.attention_rate(op.inner, op.columns)
-        return max(arithmetic, op.moved / self.bandwidth) + self.kernel
+        moved = op.moved * self.unfused if op.kind == MOVE else op.moved
+        return max(arithmetic, moved / self.bandwidth) + self.kernel
 
     def block_seconds(self, op: Op) -> float:
         """Return the seconds of one op of a block, in which linear layers may run in fp8."""
@@ -65,7 +66,7 @@ class Device:
         if self.fp8 is None or op.kind != MATMUL or op.flops > 1.01 * products:  # products of heads are not in fp8
             return self.seconds(op)
         operands = op.rows * op.inner + op.inner * op.columns
-        return self.fp8.seconds(op._replace(moved=op.moved - operands)) + self.move(QUANTISED * operands, 2)
+        return self.fp8.seconds(op._replace(moved=op.moved - operands)) + self.move(self.quantised * operands / USES, 2)
 
     def attention_rate(self, width: float, keys: float) -> float:
         """Return the FLOP/s of fused attention; 0 for an unknown width or number of keys."""
@@ -99,7 +100,9 @@ def device_of(cluster: ClusterConfig, dtype: str, world: int, fp8: bool = False)
     peak = cluster.peak_tflops[dtype] * 1e12 * part * clock
     measured = cluster.attention_tflops.get(dtype)
     attention = peak * cluster.attention_efficiency if measured is None else measured * 1e12 * part * clock
-    fastest = max(tflops for name, tflops in cluster.peak_tflops.items() if name != FP8 or len(cluster.peak_tflops) == 1)
+    fastest = max(
+        tflops for name, tflops in cluster.peak_tflops.items() if name != FP8 or len(cluster.peak_tflops) == 1
+    )
     return Device(
         peak=peak,
         efficiency=cluster.matmul_efficiency.get(dtype, EFFICIENCY),
@@ -113,6 +116,8 @@ def device_of(cluster: ClusterConfig, dtype: str, world: int, fp8: bool = False)
         unaligned=cluster.unaligned_share,
         half_width=cluster.attention_half_width,
         half_length=cluster.attention_half_length,
+        unfused=cluster.unfused,
+        quantised=cluster.quantised_bytes,
         fp8=device_of(cluster, FP8, world) if fp8 and FP8 in cluster.peak_tflops else None,
     )
 

@@ -11,9 +11,10 @@ from gptlite.parallelism.config import ActivationCheckpointing
 from gptlite.plan.cost import predict
 from gptlite.plan.search import ERROR
 from plan.published.baseline import BASELINE
-from plan.published.fit import cross_validation, fit, value_of
-from plan.published.report import DEEPSPEED, MEGATRON, report
-from plan.published.row import preset, recomputed_flops
+from plan.published.fit import cross_validation, fit
+from plan.published.report import report
+from plan.published.row import preset, recomputed_flops, value_of
+from plan.published.tables import DEEPSPEED, MEGATRON
 from plan.published.unseen import unseen_rows
 
 PAGE = Path(__file__).parents[2] / "docs" / "planner_published.md"

@@ -36,7 +36,7 @@ class Constant:
     high: float
     why: str
     times: bool = False
-    stack: str = ""
+    stack: str | tuple[str, ...] = ""
 
     def at(self, place: float) -> float:
         """From 0 to 1 across the range, in equal ratios."""

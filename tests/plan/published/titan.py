@@ -1,8 +1,9 @@
-"""torchtitan's Llama 3.1 on H100s of 96 GiB, 2,400 GB/s and 500 W: its benchmarks of December 2024 and June 2025.
+"""torchtitan's Llama 3.1 on H100s of 96 GiB, 2,400 GB/s and 500 W: its benchmarks of December 2024 and June 2025, and
+Trainy's on H200s.
 
 torchtitan's selective checkpointing keeps
-every other product. What its rows have and gptlite has not: asynchronous tensor parallelism, of which only the overlap in
-the backward pass is modelled, and gathers of weights in fp8.
+every other product. What its rows have and gptlite has not: asynchronous tensor parallelism, and gathers
+of weights in fp8, which are not modelled. Its context parallelism passes keys around a ring, and ours gathers them.
 """
 
 from __future__ import annotations
@@ -15,17 +16,29 @@ from gptlite.optimizer.config import AdamWConfig
 from gptlite.parallelism.config import ActivationCheckpointing, ParallelismConfig
 from gptlite.parallelism.layout import resolve
 from gptlite.plan.workload import Workload
-from plan.published.row import TOKENS, Row
+from plan.published.row import FLASH_2_ON_H100, TOKENS, Row
 
 EAGER, COMPILED = "torchtitan, eager", "torchtitan, compiled"
 GRAND_TETON: dict[str, Any] = {
+    **FLASH_2_ON_H100,
     "memory_gib": 96,
     "memory_gb_per_second": 2400,
     "power_watts": 500,
+    "quantised_bytes": 4,  # compiled code finds the largest value where the tensor is made
 }
-# Of our ten transfers of a block's recomputation and backward pass under sequence parallelism, DTensor makes six: it
-# neither gathers inputs again nor reduces outputs that are not needed. This share of two thirds of the ten is left out.
-NOT_MADE = 0.6
+# gptlite's attention and pointwise kernels were measured on an H200; these are the values of dgx-h100.
+H200: dict[str, Any] = FLASH_2_ON_H100 | {
+    "attention_half_width": 13,
+    "memory_efficiency": 0.58,
+    "matmul_efficiency.bf16": 0.7,
+    "matmul_efficiency.fp8": 0.6,
+    "matmul_half_size": 192,
+    "quantised_bytes": 4,
+}
+# Of our 14 transfers of a block in all passes under sequence parallelism and recomputation, DTensor makes ten: it neither
+# gathers inputs again nor reduces outputs that are not needed. In fp8, half of the bytes of its six gathers are sent.
+NOT_SENT, NOT_SENT_FP8 = 4 / 14, 7 / 14
+HIDDEN = 0.8  # of the others, with asynchronous tensor parallelism
 SHAPES = {"8B": (32, 32, 4096, 14336), "70B": (80, 64, 8192, 28672), "405B": (126, 128, 16384, 53248)}
 
 
@@ -47,13 +60,15 @@ def unfitted_rows() -> list[Row]:
         titan("8B", 128, 2, 1, 6514),
         titan("8B, fp8", 128, 2, 1, 8380, fp8=True),
         titan("8B, TP 8, fp8", 64, 12, 1, 5078.1, tensor=8, fp8=True),
-        titan("8B, asynchronous TP 8", 64, 12, 1, 4809.4, tensor=8, hidden=1.0),
-        titan("8B, asynchronous TP 8, fp8", 64, 12, 1, 5570.1, tensor=8, hidden=1.0, fp8=True),
+        titan("8B, asynchronous TP 8", 64, 12, 1, 4809.4, tensor=8, hidden=True),
+        titan("8B, asynchronous TP 8, fp8", 64, 12, 1, 5570.1, tensor=8, hidden=True, fp8=True),
         titan("70B, TP 8", 256, 16, 1, 597.3, tensor=8, **full),
         titan("70B, TP 8, fp8", 256, 16, 1, 809.8, tensor=8, fp8=True, **full),
         titan("70B, TP 8, fp8, 2024", 256, 16, 1, 829, tensor=8, fp8=True, **full),
-        titan("70B, asynchronous TP 8", 256, 16, 1, 652.4, tensor=8, hidden=1.0, **full),
-        titan("70B, asynchronous TP 8, fp8", 256, 16, 1, 942.4, tensor=8, hidden=1.0, fp8=True, **full),
+        titan("70B, asynchronous TP 8", 256, 16, 1, 652.4, tensor=8, hidden=True, **full),
+        titan("70B, asynchronous TP 8, fp8", 256, 16, 1, 942.4, tensor=8, hidden=True, fp8=True, **full),
+        titan("8B, fp8", 32, 2, 1, 10938, fp8=True, cluster="h200"),
+        titan("8B, fp8", 64, 2, 1, 10753, fp8=True, cluster="h200"),
         titan("8B, fp8, 32768 tokens", 8, 1, 1, 3890, length=32768, fp8=True, **full),
     ]
     for context, speed in ((2, 2540), (4, 1071), (8, 548)):
@@ -63,7 +78,7 @@ def unfitted_rows() -> list[Row]:
     for schedule, speed in (("1f1b", 100), ("interleaved_1f1b", 128)):
         stages = {"virtual_stages": 2} if schedule != "1f1b" else {}
         layout: dict[str, Any] = {"tensor": 8, "pipeline": 8, "schedule": schedule, **stages}
-        rows.append(titan(f"405B, fp8, {schedule}", 512, 1, 32, speed, hidden=1.0, fp8=True, **layout, **full))
+        rows.append(titan(f"405B, fp8, {schedule}", 512, 1, 32, speed, hidden=True, fp8=True, **layout, **full))
     return rows
 
 
@@ -76,12 +91,13 @@ def titan(
     length: int = 8192,
     stack: str = COMPILED,
     fp8: bool = False,
-    hidden: float = NOT_MADE,
+    hidden: bool = False,
+    cluster: str = "dgx-h100",
     recomputed: ActivationCheckpointing = ActivationCheckpointing.selective,
     **layout: Any,
 ) -> Row:
-    """A run of Llama 3.1 with ZeRO 3, or with ZeRO 1 in a pipeline. `hidden`: the share of tensor parallelism's traffic
-    of the backward pass that is not waited for."""
+    """A run of Llama 3.1 with ZeRO 3, or with ZeRO 2 in a pipeline. `hidden`: tensor parallelism is asynchronous."""
+    unsent = NOT_SENT_FP8 if fp8 else NOT_SENT
     size = name.partition(",")[0]
     layers, heads, width, inner = SHAPES[size]
     model = GPTConfig(
@@ -118,12 +134,12 @@ def titan(
         fp8=fp8,
     )
     return Row(
-        f"Llama-3.1 {name}, {world} H100",
-        "dgx-h100",
+        f"Llama-3.1 {name}, {world} {'H200' if cluster == 'h200' else 'H100'}",
+        cluster,
         work,
         speed,
         TOKENS,
-        keys=GRAND_TETON | {"tensor_overlap": hidden},
+        keys=(H200 if cluster == "h200" else GRAND_TETON) | {"tensor_overlap": unsent + hidden * HIDDEN * (1 - unsent)},
         stack=stack,
         half_kept=recomputed is ActivationCheckpointing.selective,
     )
