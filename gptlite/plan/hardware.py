@@ -106,7 +106,7 @@ def device_of(cluster: ClusterConfig, dtype: str, world: int, fp8: bool = False)
     return Device(
         peak=peak,
         efficiency=cluster.matmul_efficiency.get(dtype, EFFICIENCY),
-        # The cluster's value is for the fastest dtype but fp8; slower units saturate at proportionally smaller products.
+        # The cluster's value is for the fastest dtype but fp8; a unit saturates at products in proportion to its peak.
         half_size=cluster.matmul_half_size * cluster.peak_tflops[dtype] / fastest,
         attention=attention,
         bandwidth=cluster.memory_gb_per_second * 1e9 * cluster.memory_efficiency * part,

@@ -1,4 +1,5 @@
-"""Each row's error as first measured: by data sheets, at commit 30bb643 on 2026-11-24, of MPT and Llama on 2026-11-28."""
+"""Each row's error as first measured: by data sheets, at commit 30bb643 on 2026-11-24, those of MPT and Llama on
+2026-11-28."""
 
 BASELINE = {
     "1.7B": +0.039,

@@ -1,8 +1,8 @@
 """MosaicML's MPT on A100s and H100s: llm-foundry's benchmarking README, read on 2026-11-28, in mpt.csv.
 
-PyTorch's first FSDP with flat parameters, eager, FlashAttention-2, AdamW written in torch ops, no biases, tied embeddings, ALiBi (modelled as
-learned positions). In its `bf16` runs, gradients are summed in 16 bits; in its `amp_fp8` runs, linear layers are
-Transformer Engine's. Its A100 nodes have 1,600 Gbit/s of network for 8 GPUs.
+PyTorch's first FSDP with flat parameters, without compilation, FlashAttention, AdamW of separate torch ops, no biases,
+tied embeddings, ALiBi (modelled as learned positions). In its `bf16` runs, gradients are summed in 16 bits; in its
+`amp_fp8` runs, linear layers are Transformer Engine's. Its A100 nodes have 1,600 Gbit/s of network for 8 GPUs.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ SHAPES = {  # layers, heads, width
 }
 CLUSTERS = {"h100-80gb": "dgx-h100", "a100-80gb": "a100-80gb", "a100-40gb": "a100-40gb"}
 ON_H100 = FLASH_2_ON_H100 | {"quantised_bytes": 4}  # Transformer Engine scales by the largest values of earlier steps
-# The rows to which constants may be fitted: model, GPUs, device, length, micro-batch, accumulation, precision. They were
-# chosen before any row of the table had been predicted; all others are kept to check the fit.
+# The rows to which constants may be fitted: model, GPUs, device, length, micro-batch, accumulation, precision. They
+# were chosen before constants were fitted to any; all others are kept to check the fit.
 FITTED = """
 1b    8 h100-80gb 2048 14  1 amp_bf16
 1b  512 h100-80gb 2048 12  1 amp_bf16

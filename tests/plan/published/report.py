@@ -60,7 +60,9 @@ The error is the ratio of predicted to published throughput, minus one: `+5%` me
 Throughput is in the unit of the source. Megatron-LM's TFLOP/s include recomputation (arXiv:2104.04473, section 5.1).
 
 - *Error, data sheets*: predicted with the hardware constants of `conf/cluster/`, which were fixed before the first
-  comparison. The exception is `memory_efficiency`, whose value 0.58 is based on the A100 rows.
+  comparison. The exceptions are `memory_efficiency`, whose value 0.58 is based on the A100 rows, and the dependence of
+  fused attention on the width of heads and the number of keys, which is that of FlashAttention-2's paper since
+  2026-11-28.
 - *Error, fitted*: predicted after a least-squares fit of a few constants to the rows of the table. Each constant stays
   within the range given below the table. A penalty of {PRICE} d² per constant is added to the sum of squared errors,
   where d is the distance from the middle of the range, as a fraction of the range, on a logarithmic scale.
@@ -159,8 +161,8 @@ def _figure(value: float) -> str:
 
 
 def draw(out: Path) -> None:
-    """Bars of published, predicted and fitted throughput, one panel a table, and dots of the rows kept for the check, into
-    the PNG `out`."""
+    """Bars of published, predicted and fitted throughput, one panel a table, and dots of the rows kept for the check,
+    into the PNG `out`."""
     figure = Figure(figsize=(11, 11), dpi=130, facecolor="white")
     FigureCanvasAgg(figure)
     *panels, last = figure.subplots(3, 1)
@@ -182,7 +184,7 @@ def _dots(axes: Axes) -> None:
             found = sorted(1 + of(row) for row in rows)
             spots = [place + shift + 0.2 * ((each * 0.618) % 1 - 0.5) for each in range(len(found))]  # side by side
             axes.plot(spots, found, ".", color=color, markersize=4, alpha=0.7, label=None if place else name)
-    axes.axhline(1, color=GREY)
+    axes.axhline(1, color=GREY, zorder=0)
     axes.set_xticks(range(len(names)), [_broken(name) for name in names], fontsize=8)
     axes.set_title("Rows kept for the check: throughput over the published", loc="left", fontsize=10, weight="bold")
     axes.spines[["top", "right"]].set_visible(False)

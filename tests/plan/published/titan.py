@@ -35,8 +35,8 @@ H200: dict[str, Any] = FLASH_2_ON_H100 | {
     "matmul_half_size": 192,
     "quantised_bytes": 4,
 }
-# Of our 14 transfers of a block in all passes under sequence parallelism and recomputation, DTensor makes ten: it neither
-# gathers inputs again nor reduces outputs that are not needed. In fp8, half of the bytes of its six gathers are sent.
+# Of our 14 transfers of a block in all passes under sequence parallelism and recomputation, DTensor makes ten: it does
+# not gather inputs again, nor reduce outputs that are not needed. In fp8, its six gathers send half of the bytes.
 NOT_SENT, NOT_SENT_FP8 = 4 / 14, 7 / 14
 HIDDEN = 0.8  # of the others, with asynchronous tensor parallelism
 SHAPES = {"8B": (32, 32, 4096, 14336), "70B": (80, 64, 8192, 28672), "405B": (126, 128, 16384, 53248)}

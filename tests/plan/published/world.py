@@ -1,4 +1,4 @@
-"""Errors of the stacks that have factors of their own, of rows kept for the check, and the spread of a preset's runs."""
+"""Errors of stacks with factors of their own and of rows kept for the check, and the spread of a preset's runs."""
 
 from __future__ import annotations
 
@@ -88,5 +88,5 @@ def rank_correlation(rows: Sequence[Row]) -> float:
     """Spearman's correlation of the published with the predicted order of some rows, by data sheets."""
     published = np.array([row.published for row in rows])
     predicted = np.array([row.published * (1 + sheet_error(row)) for row in rows])
-    order = [np.argsort(np.argsort(each)) for each in (published, predicted)]
-    return float(np.corrcoef(*order)[0, 1])
+    first, second = (np.argsort(np.argsort(each)) for each in (published, predicted))
+    return float(np.corrcoef(first, second)[0, 1])

@@ -15,16 +15,16 @@ def world() -> str:
 
 
 def _fitted() -> str:
-    rows = fitted_rows()
+    rows, number = fitted_rows(), len(FACTORS)
     sheets, fitted = (Errors.of([of(row) for row in rows]) for of in (sheet_error, fitted_error))
     lines = [
         f"""## Other stacks
 
-A stack is a code base with its settings. llm-foundry trained MPT, and torchtitan Llama 3.1, on kernels that are not
-gptlite's. {len(FACTORS)} factors describe these stacks; none is of a single run. They were fitted to the {len(rows)} rows of the next table,
-with the same penalty as above. Here, *data sheets* are the presets and what a source says of its machine and code:
-a limit of 500 W, 2,400 GB/s, a network card per GPU, FlashAttention-2 on H100s, flat parameters, products that are
-computed again (`tests/plan/published/mpt.py`, `titan.py`, `megatron.py`).
+A stack is a code base with its settings. llm-foundry trained MPT, and torchtitan Llama 3.1, with other kernels than
+gptlite's. {number} factors describe these stacks; none is of a single run. They were fitted to the {len(rows)} rows of
+the next table, with the same penalty as above. Here, *data sheets* are the presets and what a source says of its
+machine and code: a limit of 500 W, 2,400 GB/s, a network card per GPU, FlashAttention-2 on H100s, flat parameters,
+products that are computed again (`tests/plan/published/mpt.py`, `titan.py`, `megatron.py`).
 
 | run | published, tokens/s per GPU | error, data sheets | error, fitted |
 |---|--:|--:|--:|""",
@@ -36,9 +36,7 @@ computed again (`tests/plan/published/mpt.py`, `titan.py`, `megatron.py`).
 
 
 def _line(row: Row, unit: bool = False) -> str:
-    published = f"{row.published:g}" if row.published < 1e4 or not unit else f"{row.published:.0f}"
-    if unit:
-        published = f"{float(f'{row.published:.5g}'):g} {row.unit}"
+    published = f"{float(f'{row.published:.5g}'):g}{f' {row.unit}' * unit}"
     return f"| {row.name} | {published} | {sheet_error(row):+.1%} | {fitted_error(row):+.1%} |"
 
 
@@ -56,10 +54,11 @@ def _checked() -> str:
     lines = [
         """## Rows kept for the check
 
-Nothing was fitted to these rows. Their errors were computed three times before the model was final. After the first
-time, separate ops got a factor of their bytes instead of a lower bandwidth, and casts to fp8 the bytes of fused ones.
-After the second, the rate of FlashAttention-2 on H100s and the transfers that DTensor does not make were added from
-their sources, and attention got a factor per device. No value was chosen by these rows.
+Nothing was fitted to these rows, but their errors were computed before the model was final: those of MPT and torchtitan
+three times, the others twice. After the first time, separate ops got a factor of their bytes instead of a lower
+bandwidth, casts to fp8 the bytes of fused ones, Megatron-Core its overlap, and BLOOM the stragglers and the congestion
+fitted to the other stacks. After the second, FlashAttention-2's rate on H100s and the transfers that DTensor does not
+make were added from their sources, and attention got a factor per device. No value was chosen by these rows.
 
 | rows | number | data sheets: mean of the sizes | mean | largest | fitted: mean of the sizes | mean | largest |
 |---|--:|--:|--:|--:|--:|--:|--:|""",
@@ -67,19 +66,21 @@ their sources, and attention got a factor per device. No value was chosen by the
     for name, rows in checked().items():
         sheets, fitted = (Errors.of([of(row) for row in rows]) for of in (sheet_error, fitted_error))
         lines.append(f"| {name} | {len(rows)} | {sheets.cells()} | {fitted.cells()} |")
+    order = f"{rank_correlation(checked()[BLOOM]):.2f}"
     lines.append(
         f"""
-The predicted order of BLOOM's layouts has a rank correlation of {rank_correlation(checked()[BLOOM]):.2f} with the published one. For BLOOM's
-rows and Megatron-LM's of 2022, *fitted* are the constants of the table of 2021, which is older software on a better
-network. Micro-batches and stages per rank of Megatron-Core's rows are guesses, and it has no factors of its own.
-torchtitan's context parallelism passes keys around a ring, while gptlite gathers them."""
+The predicted order of BLOOM's layouts has a rank correlation of {order} with the published one. For BLOOM's rows and
+Megatron-LM's of 2022, *fitted* are the constants of the table of 2021, and BLOOM's have `straggle` and `congestion`.
+Micro-batches and stages per rank of Megatron-Core's rows are guesses, and it has no factors of its own. torchtitan's
+context parallelism passes keys around a ring, while gptlite gathers them."""
     )
     return "\n".join(lines) + "\n"
 
 
 def _rows_checked() -> str:
     lines = [
-        f"Of MPT's rows, the {FURTHEST} with the largest errors on each device; `python -m plan.published` prints all:\n",
+        f"Of MPT's rows, these are the {FURTHEST} with the largest errors on each device. `python -m plan.published`\n"
+        "prints all.\n",
         "| run | published | error, data sheets | error, fitted |",
         "|---|--:|--:|--:|",
     ]
