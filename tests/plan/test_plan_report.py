@@ -49,15 +49,21 @@ def test_a_report_fits_80_columns(plan):
 
 
 def test_a_plan_for_a_cluster_without_measurements_says_so(plan):
-    words = (
-        "planned from data sheets; gptlite was never measured on it; published runs of other code took 0.87 to 1.45 "
-    )
-    assert f"{words}times their planned time" in words_of(plan)
-    assert "never measured" not in words_of(planned("cluster=h200"))
+    words = "planned from data sheets, not measured with gptlite"
+    low, high = plan.cluster.published
+    more = f"; published runs of other code took {low:g} to {high:g} of their planned time"
+    assert words + more == unmeasured_words(plan.cluster)
+    assert words + more in words_of(plan)
     cluster = replace(plan.cluster, published=[])
     assert unmeasured_words(cluster) == words
     for changed in ({"calibrated": "today"}, {"measured": "today"}, {"name": "local"}):
         assert unmeasured_words(replace(cluster, **changed)) == ""
+
+
+def test_a_plan_for_a_measured_cluster_says_on_what(plan):
+    measured = words_of(planned("cluster=h200"))
+    assert "data sheets" not in measured
+    assert "GPUs of 141 GiB, measured 2026-11-27, one H200" in measured
 
 
 def test_the_reason_of_a_refused_layout_has_no_advice(plan):

@@ -195,7 +195,7 @@ def test_presets_state_the_spread_of_the_published_runs():
         low, high = cluster.published
         assert f"| `{name}` | {low:g} | {high:g} |" in page
         assert not cluster.measured
-        assert f"took {low:g} to {high:g} times their planned time" in unmeasured_words(cluster)
+        assert f"took {low:g} to {high:g} of their planned time" in unmeasured_words(cluster)
 
 
 def test_the_page_has_every_row_as_it_is_predicted_now():
