@@ -144,8 +144,9 @@ def _unseen() -> str:
         "or the additional fused ops of some runs. The loss of FlashAttention's runs reads and writes fp32 logits\n"
         "several times, which has the largest effect on the small model. The layout of the Megatron-LM runs is a\n"
         "guess; these runs overlap tensor-parallel all-reduces with matrix multiplications. nanoGPT and torchtitan\n"
-        "are not counted as evidence of accuracy, because their steps differ from the predicted ones. MFU with\n"
-        "*full attention* counts the FLOPs of all attention scores, including masked ones.\n",
+        "are not counted as evidence of accuracy, because their steps differ from the predicted ones; torchtitan's\n"
+        "rows above have its settings. MFU with *full attention* counts the FLOPs of all attention scores, including\n"
+        "masked ones.\n",
         "| run | GPUs of a cluster preset | published | predicted | error | approximation or source |",
         "|---|---|---|---|---|---|",
     ]

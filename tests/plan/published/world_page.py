@@ -54,7 +54,7 @@ def _checked() -> str:
     lines = [
         """## Rows kept for the check
 
-Nothing was fitted to these rows, but their errors were computed before the model was final: those of MPT and torchtitan
+Nothing was fitted to these rows, but they were looked at while the model's form changed: those of MPT and torchtitan
 three times, the others twice. After the first time, separate ops got a factor of their bytes instead of a lower
 bandwidth, casts to fp8 the bytes of fused ones, Megatron-Core its overlap, and BLOOM the stragglers and the congestion
 fitted to the other stacks. After the second, FlashAttention-2's rate on H100s and the transfers that DTensor does not
