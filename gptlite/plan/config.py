@@ -32,10 +32,10 @@ class ClusterConfig:
     Fused attention with heads of width w over k keys reaches w / (w + attention_half_width) x k / (k +
     attention_half_length) of `attention_efficiency`. Below `full_power_watts`, at which the efficiencies hold, a limit
     of `power_watts` slows products and attention in proportion to its square root. On n nodes, ranks wait the share
-    `straggle` log2(n) of their computing time for the slowest one.
+    `straggle` log2(n) of the time of their passes for the slowest one.
 
     `measured` says when and on what gptlite was measured to give these values, and is empty for values from data
-    sheets. Nine of ten published runs of other code on such devices took `published[0]` to `published[1]` times their
+    sheets. Nine of ten published runs of other code on such devices took `published[0]` to `published[1]` of their
     planned time (docs/planner_published.md).
 
     On a CPU, `devices_per_node` is the number of cores of a node, and peak, bandwidth and memory are those of the

@@ -69,7 +69,7 @@ class Device:
         return self.fp8.seconds(op._replace(moved=op.moved - operands)) + self.move(self.quantised * operands / USES, 2)
 
     def attention_rate(self, width: float, keys: float) -> float:
-        """Return the FLOP/s of fused attention; 0 for an unknown width or number of keys."""
+        """Return the FLOP/s of fused attention. A width, or a number of keys, of 0 is unknown and costs nothing."""
         wide = width / (width + self.half_width) if width else 1.0
         return self.attention * wide * (keys / (keys + self.half_length) if keys else 1.0)
 

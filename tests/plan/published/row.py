@@ -18,9 +18,9 @@ from gptlite.plan.cost import predict
 from gptlite.plan.search import UNKNOWN
 from gptlite.plan.workload import Prediction, Workload
 
-# FlashAttention-2 uses an H100 as an A100, without its new instructions: at most 335 instead of 225 TFLOP/s
-# (arXiv:2307.08691, section 4.1). This is the same share of what `a100-80gb` says.
-FLASH_2_ON_H100 = {"attention_efficiency": 0.67 * (335 / 989.4) / (225 / 312)}
+# FlashAttention-2 does not use an H100's new instructions: forward and backward, it reaches at most 335 TFLOP/s, and on
+# an A100 203 (arXiv:2307.08691, figures 4 and 7). This is the efficiency of `a100-80gb` in proportion.
+FLASH_2_ON_H100 = {"attention_efficiency": 0.67 * (335 / 989.4) / (203 / 312)}
 SAMPLES, TOKENS = "samples/s", "tokens/s per GPU"
 TFLOPS = "TFLOP/s per GPU"  # recomputation counted
 MFU, FULL_MFU = "% MFU", "% MFU, full attention"  # with the causal half of attention's scores, or all of them
