@@ -174,7 +174,7 @@ def test_a_factor_changes_the_rows_of_its_stacks_only():
 def test_rows_kept_for_the_check_are_predicted_and_none_of_them_is_fitted():
     assert set(checked()) == set(CHECKED)
     names = {row.name for rows in checked().values() for row in rows}
-    assert len(names) == sum(map(len, checked().values())) == 264
+    assert len(names) == sum(map(len, checked().values())) == 268
     assert not names & {row.name for row in ROWS}
     for name, limits in CHECKED.items():
         found = Errors.of([fitted_error(row) for row in checked()[name]])
