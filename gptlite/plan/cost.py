@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from math import prod
+from math import log2, prod
 from operator import add, mul
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from gptlite.models.spec import spec_of
-from gptlite.parallelism.axes import DATA_AXES, EXPERT, EXPERT_DATA_AXES
+from gptlite.parallelism.axes import DATA_AXES, EXPERT, EXPERT_DATA_AXES, WORLD
 from gptlite.parallelism.config import ActivationCheckpointing, Offload
 from gptlite.parallelism.layout import CONTEXT, splits_backward
 from gptlite.plan.config import ClusterConfig
@@ -156,13 +156,15 @@ class Costs:
         data = max([cost.data for cost in ranks.values()])
         update = waiting * max([cost.update for cost in ranks.values()])
         tensor = min(own, count * slowest.tensor)
-        step = whole + data + update
+        # The slowest of more nodes is slower; all others wait for it, at the latest when gradients are summed.
+        waits = whole * self.cluster.straggle * log2(Links(self.cluster, work.layout).group(WORLD).nodes)
+        step = whole + data + waits + update
         tokens = work.tokens / step
         rank, most_bytes = memory
         return Prediction(
             step_seconds=step,
             compute_seconds=own - tensor,
-            communication_seconds=tensor + data,
+            communication_seconds=tensor + data + waits,
             bubble_seconds=whole - own,
             optimizer_seconds=update,
             tokens_per_second=tokens,
@@ -173,14 +175,14 @@ class Costs:
 
     def ranks(self, work: Workload, pipeline: Cut) -> dict[Alike, _Rank]:
         """Return the cost of one pipeline rank of each kind."""
-        work = replace(work, fp8=False)  # the peak FLOP/s are those of 16 bits, which overestimates the time
+        fp8, work = work.fp8, replace(work, fp8=False)  # the profile is that of 16 bits; see Device.block_seconds
         config, layout = work.parallelism, work.layout
-        links, hardware = Links(self.cluster, layout), (work.dtype, layout.world_size)
+        links, hardware = Links(self.cluster, layout), (work.dtype, layout.world_size, fp8)
         if hardware not in self._devices:
             self._devices[hardware] = device_of(self.cluster, *hardware)
         device = self._devices[hardware]
         degrees = layout.size("tp"), layout.context, layout.size(EXPERT), layout.size("pp") == 1, config.sequence
-        model = *degrees, config.activation_checkpointing, work.micro_batch_size, work.sharded
+        model = *degrees, config.activation_checkpointing, work.micro_batch_size, work.sharded, fp8
         if plain_profile(work).sums_data:
             model = *model, layout
         if model not in self._models:
@@ -218,8 +220,12 @@ class Costs:
         # input. This is all of the backward traffic without sequence parallelism, and two thirds of it with sequence
         # parallelism.
         share = 0.0 if splits_backward(work.parallelism) else 2 / 3 if work.parallelism.sequence else 1.0
-        hidden = self.cluster.overlap * min(sent_back * share, forward / 2) if share else 0.0
-        return _Inside(layers, shares, passes, Passes(sent + waits, sent_back + waits_back - hidden))
+        hidden = Passes(0.0, self.cluster.overlap * min(sent_back * share, forward / 2) if share else 0.0)
+        if (overlap := self.cluster.tensor_overlap) is not None:  # of another code base
+            hidden = Passes(overlap * min(sent, forward), overlap * min(sent_back, backward))
+        return _Inside(
+            layers, shares, passes, Passes(sent + waits - hidden.forward, sent_back + waits_back - hidden.backward)
+        )
 
     def _rank(self, work: Workload, device: Device, rank: int, inside: _Inside, outside: _Outside) -> _Rank:
         passes, more, zero = inside.passes, reductions(work) - 1, work.parallelism.zero
@@ -294,7 +300,10 @@ def _outside(work: Workload, links: Links, rank: int) -> _Outside:
     forward, backward = ([each for each in data if each.phase == phase] for phase in ("forward", "backward"))
     again = [each for each in backward if each.kind == "reduce_scatter"]
     seconds = [sum(map(links.seconds, some)) for some in (forward, backward, again)]
-    copied = [sum(COPIES * each.payload * each.count for each in some) for some in (forward + backward, again)]
+    copied = [
+        sum(COPIES * each.payload * each.count for each in some if not (work.flat and each.kind == "all_gather"))
+        for some in (forward + backward, again)
+    ]
     counts = [sum(each.count for each in some) for some in (data, again)]
     stepped = sum(stage.sharded(work.layout.size("dp_shard")) for stage in stages(work, rank))
     return _Outside(step, seconds[0], seconds[1], copied[0], counts[0], (seconds[2], copied[1], counts[1]), stepped)
@@ -307,26 +316,27 @@ def model_seconds(work: Workload, device: Device, links: Links) -> Parts:
     not kept; both repeat the forward pass's communication.
     """
 
-    def seconds(ops: Iterable[Op]) -> float:
-        return sum(map(device.seconds, ops))
+    def seconds(ops: Iterable[Op], block: bool) -> float:
+        return sum(map(device.block_seconds if block else device.seconds, ops))
 
     def sent(segment: Segment, *axes: str) -> float:
         found = (each for each in segment.sent if each.axis in axes)
         return sum(links.seconds(each) for some in found for each in among(links.layout, some))
 
     profile, mode = plain_profile(work), work.parallelism.activation_checkpointing
+    last = len(profile.pairs) - 1
     found = np.array(
         [
             [
-                [seconds(each.ops) for each in pair],
+                [seconds(each.ops, 0 < place < last) for each in pair],
                 *([sent(each, *axes) for each in pair] for axes in (("tp",), EXPOSED)),
             ]
-            for pair in profile.pairs
+            for place, pair in enumerate(profile.pairs)
         ]
     )
     for block, forward in zip(found[1:-1], profile.blocks if mode.recomputes else (), strict=False):
         selective = mode is ActivationCheckpointing.selective
-        again = seconds(op for op in forward.ops if not (selective and op.kept))
+        again = seconds((op for op in forward.ops if not (selective and op.kept)), block=True)
         block[:, 1] += [again, *block[OPS + 1 :, 0]]
     return found
 

@@ -15,18 +15,24 @@ from gptlite.errors import ConfigError
 from gptlite.parallelism.axes import WORLD
 from gptlite.parallelism.layout import Layout
 from gptlite.plan.config import ClusterConfig, LinkConfig
-from gptlite.plan.profile import ATTENTION, MATMUL, Op
+from gptlite.plan.profile import ATTENTION, MATMUL, MOVE, Op
 from gptlite.plan.workload import TURNS, Transfer
 
 EFFICIENCY = 0.7  # of large matrix products, if the cluster has no value for the dtype
+FP8 = "fp8"
+USES = 2  # of a layer's three products, those that an operand enters, which is quantised once
+# Speed grows with the limit to this power. Dynamic power grows with the cube of the clock, as voltage follows it, but
+# a third of an H100's power at full speed does not depend on the clock.
+POWER = 0.5
 
 
 @dataclass(frozen=True)
 class Device:
     """The device of a rank, for one compute dtype; on a CPU, the rank's share of the cores.
 
-    `peak` is the data sheet's FLOP/s, `bandwidth` the bytes per second that ops reach, `kernel` the launch overhead in
-    seconds. See ClusterConfig for the other fields.
+    `peak` is the data sheet's FLOP/s, less what a power limit takes, `bandwidth` the bytes per second that ops reach,
+    `kernel` the launch overhead in seconds. `fp8`: the device for linear layers of blocks, if they run in fp8. See
+    ClusterConfig for the other fields.
     """
 
     peak: float
@@ -38,6 +44,11 @@ class Device:
     itemsize: int
     multiple: int = 1
     unaligned: float = 1.0
+    half_width: float = 0.0
+    half_length: float = 0.0
+    unfused: float = 1.0
+    quantised: float = 0.0
+    fp8: Device | None = None
 
     def seconds(self, op: Op) -> float:
         """Return the seconds of one op."""
@@ -45,8 +56,22 @@ class Device:
         if op.kind == MATMUL:
             arithmetic = op.flops / self.rate(op.rows, op.inner, op.columns)
         elif op.kind == ATTENTION:
-            arithmetic = op.flops / self.attention
-        return max(arithmetic, op.moved / self.bandwidth) + self.kernel
+            arithmetic = op.flops / self.attention_rate(op.inner, op.columns)
+        moved = op.moved * self.unfused if op.kind == MOVE else op.moved
+        return max(arithmetic, moved / self.bandwidth) + self.kernel
+
+    def block_seconds(self, op: Op) -> float:
+        """Return the seconds of one op of a block, in which linear layers may run in fp8."""
+        products = 2 * op.rows * op.inner * op.columns
+        if self.fp8 is None or op.kind != MATMUL or op.flops > 1.01 * products:  # products of heads are not in fp8
+            return self.seconds(op)
+        operands = op.rows * op.inner + op.inner * op.columns
+        return self.fp8.seconds(op._replace(moved=op.moved - operands)) + self.move(self.quantised * operands / USES, 2)
+
+    def attention_rate(self, width: float, keys: float) -> float:
+        """Return the FLOP/s of fused attention. A width, or a number of keys, of 0 is unknown and costs nothing."""
+        wide = width / (width + self.half_width) if width else 1.0
+        return self.attention * wide * (keys / (keys + self.half_length) if keys else 1.0)
 
     def rate(self, rows: float, inner: float, columns: float) -> float:
         """Return the FLOP/s of products [rows, inner] x [inner, columns]."""
@@ -61,8 +86,9 @@ class Device:
         return moved / self.bandwidth + ops * self.kernel
 
 
-def device_of(cluster: ClusterConfig, dtype: str, world: int) -> Device:
-    """Return the device of each of `world` ranks. Raises ConfigError if the cluster has no peak for the dtype."""
+def device_of(cluster: ClusterConfig, dtype: str, world: int, fp8: bool = False) -> Device:
+    """Return the device of each of `world` ranks. `fp8`: linear layers of blocks run in fp8, if the cluster has a peak
+    for it. Raises ConfigError if the cluster has no peak for the dtype."""
     if dtype not in cluster.peak_tflops:
         known = ", ".join(cluster.peak_tflops) or "nothing"
         raise ConfigError(
@@ -70,21 +96,37 @@ def device_of(cluster: ClusterConfig, dtype: str, world: int) -> Device:
             f"give +cluster.peak_tflops.{dtype}=..., or another precision"
         )
     part = rank_share(cluster, world)
-    peak = cluster.peak_tflops[dtype] * 1e12 * part
+    clock = power_share(cluster)
+    peak = cluster.peak_tflops[dtype] * 1e12 * part * clock
     measured = cluster.attention_tflops.get(dtype)
-    attention = peak * cluster.attention_efficiency if measured is None else measured * 1e12 * part
+    attention = peak * cluster.attention_efficiency if measured is None else measured * 1e12 * part * clock
+    fastest = max(
+        tflops for name, tflops in cluster.peak_tflops.items() if name != FP8 or len(cluster.peak_tflops) == 1
+    )
     return Device(
         peak=peak,
         efficiency=cluster.matmul_efficiency.get(dtype, EFFICIENCY),
-        # The cluster's value is for the fastest dtype; slower units saturate at proportionally smaller products.
-        half_size=cluster.matmul_half_size * cluster.peak_tflops[dtype] / max(cluster.peak_tflops.values()),
+        # The cluster's value is for the fastest dtype but fp8; a unit saturates at products in proportion to its peak.
+        half_size=cluster.matmul_half_size * cluster.peak_tflops[dtype] / fastest,
         attention=attention,
         bandwidth=cluster.memory_gb_per_second * 1e9 * cluster.memory_efficiency * part,
         kernel=cluster.kernel_seconds,
         itemsize=4 if dtype == "fp32" else 2,
         multiple=cluster.matmul_multiple,
         unaligned=cluster.unaligned_share,
+        half_width=cluster.attention_half_width,
+        half_length=cluster.attention_half_length,
+        unfused=cluster.unfused,
+        quantised=cluster.quantised_bytes,
+        fp8=device_of(cluster, FP8, world) if fp8 and FP8 in cluster.peak_tflops else None,
     )
+
+
+def power_share(cluster: ClusterConfig) -> float:
+    """Return the share of full speed that the power limit leaves to products and attention."""
+    if not cluster.power_watts or not cluster.full_power_watts:
+        return 1.0
+    return min(1.0, cluster.power_watts / cluster.full_power_watts) ** POWER
 
 
 def ranks_on_node(cluster: ClusterConfig, world: int) -> int:
@@ -145,13 +187,14 @@ class Links:
     def once(self, kind: str, payload: float, group: Group) -> float:
         """Return the seconds of one collective, or of one message to the group's next rank, of `payload` bytes."""
         inside, between = self.cluster.intra, self.cluster.inter
+        crowded = 1 + between.congestion * math.log2(group.nodes)
         if kind not in TURNS:  # a message or a pipelined broadcast sends the whole tensor over the slowest link
             link = between if group.nodes > 1 else inside
-            return payload / self._speed(link) + link.latency
+            return crowded * payload / self._speed(link) + link.latency
         speed = self._speed(inside) if group.inside > 1 else math.inf
         if group.nodes > 1:
             # The ring is split over the network links of all ranks that the group has on a node.
-            speed = min(speed, self._speed(between) * group.inside)
+            speed = min(speed, self._speed(between) * group.inside / crowded)
         share = (group.ranks - 1) / group.ranks
         # All-reduces over many nodes use trees, whose depth is logarithmic in the number of nodes.
         hops = group.nodes - 1 if kind != "all_reduce" else min(group.nodes - 1, math.ceil(math.log2(group.nodes)))

@@ -20,7 +20,10 @@ CALIBRATION = Path("~/.cache/gptlite/cluster.yaml")  # written by `gptlite plan 
 # Assumed rates of a recent CPU core, if there is no calibration.
 CORE_FP32_TFLOPS, CORE_GB_PER_SECOND = 0.06, 8.0
 CORE_BF16_TFLOPS = {"amx_bf16": 1.0, "avx512_bf16": 0.4}  # by instruction set, fastest first
-MAY_BE_ZERO = ("reserved_gib", "matmul_half_size", "kernel_seconds", "overlap", "latency", "dollars_per_device_hour")
+MAY_BE_ZERO = (
+    *("reserved_gib", "matmul_half_size", "attention_half_width", "attention_half_length", "kernel_seconds"),
+    *("overlap", "tensor_overlap", "straggle", "congestion", "latency", "dollars_per_device_hour"),
+)
 LOCAL_LINK = LinkConfig(gb_per_second=2.0, latency=1e-4)  # a copy between two processes of one machine
 
 

@@ -237,7 +237,7 @@ def planned_dtype(config: Config, cluster: ClusterConfig) -> str:
     if config.precision.dtype in SCALED:
         return "fp16"
     if config.precision.dtype is Precision.fp8:
-        return "bf16"  # only matrix products run in fp8; their time is overestimated
+        return "bf16"  # of all ops but the linear layers of blocks, see Workload.fp8
     if config.precision.dtype is not Precision.auto:
         return config.precision.dtype.value
     return "bf16" if "bf16" in cluster.peak_tflops else "fp32"

@@ -42,8 +42,9 @@ class Event(NamedTuple):
 
 
 class Op(NamedTuple):
-    """A compute op. kind: `matmul`, of products [rows, inner] x [inner, columns]; fused `attention`; or `move`, without
-    arithmetic. `kept`: selective recomputation keeps the op's result."""
+    """A compute op. kind: `matmul`, of products [rows, inner] x [inner, columns]; fused `attention` of `rows` queries
+    and `columns` keys in heads of width `inner`, 0 if unknown; or `move`, without arithmetic. `kept`: selective
+    recomputation keeps the op's result."""
 
     kind: str
     moved: float  # bytes read and written

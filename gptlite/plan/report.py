@@ -43,6 +43,7 @@ def report(plan: Plan, top: int, tokens: float | None = None) -> str:
         ("model", f"{_label(work)}: {format_parameters(num_parameters(work.model), spec.idle_parameters(work.model))}"
                   f"{f', vocabulary of {vocabulary_of(work.model)}{guessed}' * (work.sample is None)}"),
         ("cluster", _cluster_words(plan.cluster)),
+        *[("", words) for words in [unmeasured_words(plan.cluster)] if words],
         ("batch", _batch_words(work)),
         ("searched", f"{found.tried:,} layouts; {len(found.ranked):,} of the fastest fit"),
         *[("", f"{count:,}: {kind}, e.g. {found.examples[kind].partition('; ')[0]}")
@@ -274,9 +275,21 @@ def _unit(work: Workload) -> str:
 
 def _cluster_words(cluster: ClusterConfig, memory: str = "") -> str:
     what = "cores" if cluster.device == "cpu" else "GPUs"
-    source = f", measured {cluster.calibrated}" if cluster.calibrated and not memory else ""
+    measured = cluster.calibrated or cluster.measured
+    source = f", measured {measured}" if measured and not memory else ""
     held = memory or f"{cluster.memory_gib:.0f} GiB"
     return f"{cluster.name}: {cluster.nodes or 1} x {cluster.devices_per_node or 1} {what} of {held}{source}"
+
+
+def unmeasured_words(cluster: ClusterConfig) -> str:
+    """Return how far a plan may be off for a cluster on which gptlite was never measured, else an empty string."""
+    if cluster.measured or cluster.calibrated or cluster.name == "local":
+        return ""
+    words = "planned from data sheets, not measured with gptlite"
+    if not cluster.published:
+        return words
+    low, high = cluster.published
+    return f"{words}; published runs of other code took {low:g} to {high:g} of their planned time"
 
 
 def _offload_words(plan: Plan) -> str:

@@ -206,11 +206,11 @@ def op_of(func: Any, args: Any, out: Any) -> Op | None:
         flops = 2.0 * batch * rows * inner * columns
         return Op(MATMUL, moved, flops, float(rows), float(inner), float(columns), kept)
     if name in SCORES:
-        return Op(ATTENTION, moved, float(_attention(name, args)), kept=kept)
+        return Op(ATTENTION, moved, float(_attention(name, args)), *_heads(name, args[SCORES[name] :]), kept)
     if (formula := flop_registry.get(func.overloadpacket)) is not None:
         flops = float(formula(*args, out_val=out))
         if name not in FILTERS:
-            return Op(ATTENTION, moved, flops, kept=kept)
+            return Op(ATTENTION, moved, flops, *_heads(name, args[1 if "backward" in name else 0 :]), kept)
         columns, *inner = args[FILTERS[name]].shape
         # Number of products: a backward pass may compute the gradients of the input, of the filters, or both.
         sums = (out[0] is not None) + (out[1] is not None) if "backward" in name else 1
@@ -226,6 +226,18 @@ def _product(name: str, a: Tensor, b: Tensor) -> tuple[int, int, int, int]:
     if name == "weight_gradient":
         return 1, a.shape[-1], prod(a.shape[:-1]), b.shape[-1]
     return prod(a.shape[:-2]), a.shape[-2], a.shape[-1], b.shape[-1]
+
+
+def _heads(name: str, args: Any) -> tuple[float, float, float]:
+    """Return the numbers of queries, of columns of a head and of keys; 0 for those of packed documents, whose lengths
+    differ. `args` begin with the queries."""
+    q, *others = args
+    if q.ndim < 4:  # [T, H, D]
+        return 0.0, float(q.shape[-1]), 0.0
+    if "packed" in name:  # [B, S, H, 3, D]
+        return float(q.shape[1]), float(q.shape[-1]), float(q.shape[1])
+    keys = others[0].shape[-2] if others and isinstance(others[0], Tensor) else q.shape[-2]
+    return float(q.shape[-2]), float(q.shape[-1]), float(keys)
 
 
 def _attention(name: str, args: Any) -> int:

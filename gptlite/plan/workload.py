@@ -52,9 +52,10 @@ class Workload:
     The vocabulary size in `model` is set. Batch sizes are in sequences, or in samples, which have one position. dtype:
     the compute dtype, fp32, bf16 or fp16. attention: the implementation that a run's `ops` would select. device: cuda
     or cpu. master_weights: parameters are fp32 between steps, not bf16. amp: Apex's level o1 or o2, or empty.
-    half_sums: gradients are summed over data ranks in the compute dtype, not in fp32. fp8: blocks multiply in fp8,
-    which counts for memory only. sample: None for a model that reads tokens. imbalance: with expert parallelism, the
-    ratio of the rows of a rank's experts to the mean.
+    half_sums: gradients are summed over data ranks in the compute dtype, not in fp32. fp8: blocks multiply in fp8.
+    flat: the parameters of a group are views of one tensor, so that gathers need no copies; in FSDP1, not in gptlite.
+    sample: None for a model that reads tokens. imbalance: with expert parallelism, the ratio of the rows of a rank's
+    experts to the mean.
     """
 
     model: ModelConfig
@@ -71,6 +72,7 @@ class Workload:
     amp: str = ""
     half_sums: bool = False
     fp8: bool = False
+    flat: bool = False
     sample: Sample | None = None
     imbalance: float = FULLEST
 

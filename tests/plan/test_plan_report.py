@@ -3,6 +3,7 @@
 import json
 import re
 import time
+from dataclasses import replace
 
 import pytest
 from matplotlib.colors import to_rgba
@@ -13,7 +14,7 @@ from gptlite.config import load
 from gptlite.plan.capacity import rank_memory
 from gptlite.plan.pictures import EQUAL, MEMORY, TIME
 from gptlite.plan.planning import make_plan, space_of
-from gptlite.plan.report import report, write
+from gptlite.plan.report import report, unmeasured_words, write
 from gptlite.plan.search import ERROR, distinct, equals, workloads
 
 GIVEN = ["model=gpt3-xl", "data=synthetic", "data.global_batch_size=32", "parallelism.sequence=false"]
@@ -45,6 +46,24 @@ def words_of(plan):
 
 def test_a_report_fits_80_columns(plan):
     assert max(map(len, shown(plan))) == 80
+
+
+def test_a_plan_for_a_cluster_without_measurements_says_so(plan):
+    words = "planned from data sheets, not measured with gptlite"
+    low, high = plan.cluster.published
+    more = f"; published runs of other code took {low:g} to {high:g} of their planned time"
+    assert words + more == unmeasured_words(plan.cluster)
+    assert words + more in words_of(plan)
+    cluster = replace(plan.cluster, published=[])
+    assert unmeasured_words(cluster) == words
+    for changed in ({"calibrated": "today"}, {"measured": "today"}, {"name": "local"}):
+        assert unmeasured_words(replace(cluster, **changed)) == ""
+
+
+def test_a_plan_for_a_measured_cluster_says_on_what(plan):
+    measured = words_of(planned("cluster=h200"))
+    assert "data sheets" not in measured
+    assert "GPUs of 141 GiB, measured 2026-11-27, one H200" in measured
 
 
 def test_the_reason_of_a_refused_layout_has_no_advice(plan):

@@ -1,4 +1,5 @@
-"""Each row's error as first measured: by data sheets, at commit 30bb643, on 2026-11-24."""
+"""Each row's error as first measured: by data sheets, at commit 30bb643 on 2026-11-24, those of MPT and Llama on
+2026-11-28."""
 
 BASELINE = {
     "1.7B": +0.039,
@@ -27,4 +28,17 @@ BASELINE = {
     "torchtitan Llama-3.1-8B": +0.607,
     "Megatron-LM 175B, 96 GPUs": +0.030,
     "Megatron-LM 175B, 4,608 GPUs": -0.066,
+    "MPT-70b, 512 H100-80, 2048 tokens, batch 8, amp_bf16": +0.116,
+    "MPT-13b, 128 H100-80, 2048 tokens, batch 16, amp_bf16": +0.070,
+    "MPT-1b, 512 H100-80, 2048 tokens, batch 12, amp_bf16": +0.357,
+    "MPT-30b, 8 H100-80, 2048 tokens, batch 3 x 21, amp_bf16": +0.069,
+    "MPT-7b, 8 H100-80, 8192 tokens, batch 8 x 2, amp_bf16": +0.188,
+    "MPT-7b, 8 H100-80, 2048 tokens, batch 6, amp_bf16": +0.174,
+    "MPT-3b, 16 H100-80, 2048 tokens, batch 10 x 3, amp_bf16": +0.185,
+    "MPT-1b, 8 H100-80, 2048 tokens, batch 14, amp_bf16": +0.211,
+    "MPT-70b, 64 A100-80, 2048 tokens, batch 8 x 4, bf16": +0.057,
+    "MPT-7b, 8 A100-80, 2048 tokens, batch 6 x 2, amp_bf16": +0.089,
+    "MPT-1b, 8 A100-80, 8192 tokens, batch 3 x 4, amp_bf16": +0.332,
+    "Llama-3.1 8B, eager, 8 H100": +0.109,
+    "Llama-3.1 8B, TP 8, 64 H100": -0.094,
 }

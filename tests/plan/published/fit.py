@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
 import numpy as np
 
 from gptlite.plan.config import ClusterConfig
-from plan.published.row import Row
+from plan.published.row import Row, value_of, with_key
 
 PRICE = 0.02  # of moving a constant across its range, in squared relative error of one row
 STEPS, SLOPE = 8, 0.02  # of the search, and the part of a range over which it takes a derivative
@@ -25,12 +25,18 @@ Point = np.ndarray[Any, Any]  # where each constant is in its range, from 0 to 1
 
 @dataclass(frozen=True)
 class Constant:
-    """A key of ClusterConfig, the range it may take, and why."""
+    """A key of ClusterConfig, the range it may take, and why.
+
+    `times`: the range is that of a factor by which the cluster's value is multiplied, and `key` may name several keys.
+    `stack`: how the stacks of the rows begin for which the constant holds.
+    """
 
     key: str
     low: float
     high: float
     why: str
+    times: bool = False
+    stack: str | tuple[str, ...] = ""
 
     def at(self, place: float) -> float:
         """From 0 to 1 across the range, in equal ratios."""
@@ -66,13 +72,18 @@ class Split:
 
 def fit(rows: Sequence[Row], constants: Sequence[Constant], price: float = PRICE) -> ClusterConfig:
     """The constants that bring the counted rows closest, by least squares of their errors and the price of moving."""
-    counted, sheet = [row for row in rows if row.counted], rows[0].sheet()
+    return moved(rows[0].sheet(), constants, fit_point(rows, constants, price))
+
+
+def fit_point(rows: Sequence[Row], constants: Sequence[Constant], price: float = PRICE) -> Point:
+    """The places of the constants that `fit` finds. Rows may be of several clusters and stacks."""
+    counted = [row for row in rows if row.counted]
 
     def off(point: Point) -> Point:
-        cluster = moved(sheet, constants, point)
-        return np.array([*(row.error(cluster) for row in counted), *(price**0.5 * (point - 0.5))])
+        errors = (row.error(moved(row.sheet(), constants, point, row.stack)) for row in counted)
+        return np.array([*errors, *(price**0.5 * (point - 0.5))])
 
-    return moved(sheet, constants, _least_squares(off, np.full(len(constants), 0.5)))
+    return _least_squares(off, np.full(len(constants), 0.5))
 
 
 def cross_validation(rows: Sequence[Row], constants: Sequence[Constant], most: int | None = None) -> list[Split]:
@@ -89,25 +100,21 @@ def cross_validation(rows: Sequence[Row], constants: Sequence[Constant], most: i
     return results
 
 
-def value_of(cluster: ClusterConfig, key: str) -> float:
-    """The number behind a dotted key."""
-    found: Any = cluster
-    for part in key.split("."):
-        found = found[part] if isinstance(found, dict) else getattr(found, part)
-    return found
-
-
-def moved(cluster: ClusterConfig, constants: Sequence[Constant], point: Point) -> ClusterConfig:
-    """The cluster with each constant at its place."""
+def moved(cluster: ClusterConfig, constants: Sequence[Constant], point: Point, stack: str = "") -> ClusterConfig:
+    """The cluster with each constant of a row of `stack` at its place."""
     for constant, place in zip(constants, point, strict=True):
-        name, _, inner = constant.key.partition(".")
-        old, new = getattr(cluster, name), constant.at(place)
-        if isinstance(old, dict):
-            new = old | {inner: new}
-        elif inner:
-            new = replace(old, **{inner: new})
-        cluster = replace(cluster, **{name: new})
+        for key in constant.key.split() if stack.startswith(constant.stack) else ():
+            if _has(cluster, key):
+                before = value_of(cluster, key) if constant.times else 1.0
+                cluster = with_key(cluster, key, before * constant.at(place))
     return cluster
+
+
+def _has(cluster: ClusterConfig, key: str) -> bool:
+    """Whether a cluster has a value for a key; a dtype may be missing."""
+    name, _, inner = key.partition(".")
+    values = getattr(cluster, name)
+    return not isinstance(values, dict) or inner in values
 
 
 def _least_squares(off: Callable[[Point], Point], start: Point) -> Point:

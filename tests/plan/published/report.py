@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -12,50 +12,15 @@ from matplotlib.figure import Figure
 
 from gptlite.files import replacing, write_whole
 from gptlite.plan.config import ClusterConfig
-from plan.published.fit import (
-    A100_CONSTANTS,
-    PRICE,
-    V100_CONSTANTS,
-    Constant,
-    cross_validation,
-    fit,
-    value_of,
-)
-from plan.published.row import Row, recomputed_flops
-from plan.published.rows import deepspeed_rows, megatron_rows
+from plan.published.fit import PRICE, cross_validation, fit
+from plan.published.row import Row, recomputed_flops, value_of
+from plan.published.tables import DEEPSPEED, MEGATRON, Table
 from plan.published.unseen import unseen_rows
+from plan.published.world import checked, fitted_error, sheet_error
+from plan.published.world_page import world
 
 PICTURE = "pictures/planner_published.png"
 GREY, ORANGE, BLUE = "#c3c8d0", "#d1602a", "#2460a7"
-
-
-@dataclass(frozen=True)
-class Table:
-    """Rows of one source, what is fitted to them, and the most that errors may be: fitted, their mean, of a split."""
-
-    title: str
-    rows: tuple[Row, ...]
-    constants: tuple[Constant, ...]
-    fitted: float
-    mean: float
-    split: float
-
-    def errors(self, cluster: ClusterConfig | None = None) -> list[float]:
-        """Sizes of the errors of the rows that count."""
-        return [abs(row.error(cluster)) for row in self.rows if row.counted]
-
-
-MEGATRON = Table(
-    "Megatron-LM on A100s (SC'21, table 1)", tuple(megatron_rows()), A100_CONSTANTS, fitted=0.07, mean=0.035, split=0.13
-)
-DEEPSPEED = Table(
-    "Megatron-LM with and without ZeRO on V100s (DeepSpeed's tutorial)",
-    tuple(deepspeed_rows()),
-    V100_CONSTANTS,
-    fitted=0.09,
-    mean=0.05,
-    split=0.20,
-)
 
 
 def report(splits: int | None = None) -> str:
@@ -69,7 +34,7 @@ def report(splits: int | None = None) -> str:
             _errors(table, fitted, splits),
             _constants(table, fitted),
         ]
-    return "\n".join([*parts, _unseen()])
+    return "\n".join([*parts, world(), _unseen()])
 
 
 def write(page: Path) -> None:
@@ -88,14 +53,16 @@ planner](planner.md). Each row is one published run. `tests/plan/published/` gen
 
 ```
 cd tests && python -m plan.published                                 # print each row: published, predicted, error
-cd tests && python -m plan.published ../docs/planner_published.md    # this page and its picture, 15 seconds
+cd tests && python -m plan.published ../docs/planner_published.md    # this page and its picture, 30 seconds
 ```
 
 The error is the ratio of predicted to published throughput, minus one: `+5%` means that the prediction is 5% too fast.
 Throughput is in the unit of the source. Megatron-LM's TFLOP/s include recomputation (arXiv:2104.04473, section 5.1).
 
 - *Error, data sheets*: predicted with the hardware constants of `conf/cluster/`, which were fixed before the first
-  comparison. The exception is `memory_efficiency`, whose value 0.58 is based on the A100 rows.
+  comparison. The exceptions are `memory_efficiency`, whose value 0.58 is based on the A100 rows, and the dependence of
+  fused attention on the width of heads and the number of keys, which is that of FlashAttention-2's paper since
+  2026-11-28.
 - *Error, fitted*: predicted after a least-squares fit of a few constants to the rows of the table. Each constant stays
   within the range given below the table. A penalty of {PRICE} d² per constant is added to the sum of squared errors,
   where d is the distance from the middle of the range, as a fraction of the range, on a logarithmic scale.
@@ -177,8 +144,9 @@ def _unseen() -> str:
         "or the additional fused ops of some runs. The loss of FlashAttention's runs reads and writes fp32 logits\n"
         "several times, which has the largest effect on the small model. The layout of the Megatron-LM runs is a\n"
         "guess; these runs overlap tensor-parallel all-reduces with matrix multiplications. nanoGPT and torchtitan\n"
-        "are not counted as evidence of accuracy, because their steps differ from the predicted ones. MFU with\n"
-        "*full attention* counts the FLOPs of all attention scores, including masked ones.\n",
+        "are not counted as evidence of accuracy, because their steps differ from the predicted ones; torchtitan's\n"
+        "rows above have its settings. MFU with *full attention* counts the FLOPs of all attention scores, including\n"
+        "masked ones.\n",
         "| run | GPUs of a cluster preset | published | predicted | error | approximation or source |",
         "|---|---|---|---|---|---|",
     ]
@@ -194,14 +162,39 @@ def _figure(value: float) -> str:
 
 
 def draw(out: Path) -> None:
-    """Bars of published, predicted and fitted throughput, one panel a table, into the PNG `out`."""
-    figure = Figure(figsize=(11, 7.2), dpi=130, facecolor="white")
+    """Bars of published, predicted and fitted throughput, one panel a table, and dots of the rows kept for the check,
+    into the PNG `out`."""
+    figure = Figure(figsize=(11, 11), dpi=130, facecolor="white")
     FigureCanvasAgg(figure)
-    for axes, table in zip(figure.subplots(2, 1), (MEGATRON, DEEPSPEED), strict=True):
+    *panels, last = figure.subplots(3, 1)
+    for axes, table in zip(panels, (MEGATRON, DEEPSPEED), strict=True):
         _panel(axes, table)
+    _dots(last)
     figure.tight_layout()
     with replacing(out) as file:
         figure.savefig(file, format="png")
+
+
+def _dots(axes: Axes) -> None:
+    names = list(checked())
+    for place, rows in enumerate(checked().values()):
+        for shift, color, of, name in (
+            (-0.17, ORANGE, sheet_error, "data sheets"),
+            (0.17, BLUE, fitted_error, "fitted"),
+        ):
+            found = sorted(1 + of(row) for row in rows)
+            spots = [place + shift + 0.2 * ((each * 0.618) % 1 - 0.5) for each in range(len(found))]  # side by side
+            axes.plot(spots, found, ".", color=color, markersize=4, alpha=0.7, label=None if place else name)
+    axes.axhline(1, color=GREY, zorder=0)
+    axes.set_xticks(range(len(names)), [_broken(name) for name in names], fontsize=8)
+    axes.set_title("Rows kept for the check: throughput over the published", loc="left", fontsize=10, weight="bold")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(ncols=2, fontsize=8, frameon=False, loc="upper right")
+
+
+def _broken(name: str) -> str:
+    """A label in two lines."""
+    return name.replace(", ", "\n") if ", " in name else name.replace(" on ", "\non ").replace(" of 2022", "\nof 2022")
 
 
 def _panel(axes: Axes, table: Table) -> None:

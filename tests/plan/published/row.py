@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -11,11 +12,15 @@ from yaml import safe_load
 from gptlite.config import CONF_DIR
 from gptlite.models.gpt.config import GPTConfig
 from gptlite.models.gpt.flops import flops_per_token
+from gptlite.parallelism.config import ActivationCheckpointing
 from gptlite.plan.config import ClusterConfig, LinkConfig
 from gptlite.plan.cost import predict
 from gptlite.plan.search import UNKNOWN
 from gptlite.plan.workload import Prediction, Workload
 
+# FlashAttention-2 does not use an H100's new instructions: forward and backward, it reaches at most 335 TFLOP/s, and on
+# an A100 203 (arXiv:2307.08691, figures 4 and 7). This is the efficiency of `a100-80gb` in proportion.
+FLASH_2_ON_H100 = {"attention_efficiency": 0.67 * (335 / 989.4) / (203 / 312)}
 SAMPLES, TOKENS = "samples/s", "tokens/s per GPU"
 TFLOPS = "TFLOP/s per GPU"  # recomputation counted
 MFU, FULL_MFU = "% MFU", "% MFU, full attention"  # with the causal half of attention's scores, or all of them
@@ -26,6 +31,9 @@ class Row:
     """One run: `published` in `unit`. `approximate`: what the workload says otherwise than the run, or guesses.
 
     `hides`: whether the code base hides collectives behind compute. `counted`: whether a fit and the limits include it.
+    `keys`: keys of the cluster in which the run's machine differs from the preset. `stack`: the code base, with its
+    settings, see `stacks.py`. `half_kept`: selective recomputation computes every other product again, so that its time
+    is the mean of those of our selective and of full recomputation.
     """
 
     name: str
@@ -36,19 +44,32 @@ class Row:
     approximate: str = ""
     hides: bool = True
     counted: bool = True
+    keys: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    stack: str = ""
+    half_kept: bool = False
 
     def sheet(self) -> ClusterConfig:
         """The cluster's constants from data sheets."""
-        return preset(self.cluster)
+        cluster = preset(self.cluster)
+        for key, value in self.keys.items():
+            cluster = with_key(cluster, key, value)
+        return cluster
 
     def prediction(self, cluster: ClusterConfig | None = None) -> Prediction:
         """The planner's step, by data sheets unless a cluster is given."""
-        cluster = cluster or self.sheet()
-        return predict(self.work, cluster if self.hides else replace(cluster, overlap=0.0), UNKNOWN)
+        return self._of(self.work, cluster or self.sheet())
+
+    def _of(self, work: Workload, cluster: ClusterConfig) -> Prediction:
+        return predict(work, cluster if self.hides else replace(cluster, overlap=0.0), UNKNOWN)
 
     def predicted(self, cluster: ClusterConfig | None = None) -> float:
         """Throughput in the row's unit."""
-        return self.prediction(cluster).tokens_per_second * self.per_token()
+        speed = self.prediction(cluster).tokens_per_second
+        if self.half_kept:
+            config = replace(self.work.parallelism, activation_checkpointing=ActivationCheckpointing.full)
+            full = self._of(replace(self.work, parallelism=config), cluster or self.sheet()).tokens_per_second
+            speed = 2 / (1 / speed + 1 / full)
+        return speed * self.per_token()
 
     def error(self, cluster: ClusterConfig | None = None) -> float:
         """Predicted over published throughput, less one."""
@@ -72,6 +93,25 @@ def recomputed_flops(model: GPTConfig) -> float:
     """FLOPs of a token with recomputation: 96 l h² (1 + s/6h + V/16lh) (arXiv:2104.04473, section 5.1)."""
     length, width, layers, vocab = model.sequence_length, model.d_model, model.num_layers, model.padded_vocab_size
     return 96 * layers * width**2 * (1 + length / (6 * width) + vocab / (16 * layers * width))
+
+
+def value_of(cluster: ClusterConfig, key: str) -> float:
+    """The cluster's value for a key, which may lead into a dtype's or a link's."""
+    found: Any = cluster
+    for part in key.split("."):
+        found = found[part] if isinstance(found, dict) else getattr(found, part)
+    return found
+
+
+def with_key(cluster: ClusterConfig, key: str, value: Any) -> ClusterConfig:
+    """The cluster with another value for a key."""
+    name, _, inner = key.partition(".")
+    old = getattr(cluster, name)
+    if isinstance(old, dict):
+        value = old | {inner: value}
+    elif inner:
+        value = replace(old, **{inner: value})
+    return replace(cluster, **{name: value})
 
 
 @cache
