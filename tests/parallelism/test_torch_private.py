@@ -32,9 +32,20 @@ def mesh() -> Iterator[DeviceMesh]:
     dist.destroy_process_group()
 
 
-def sharded(mesh: DeviceMesh, dtype: torch.dtype = torch.float32, gathered: torch.dtype | None = None) -> nn.Linear:
-    """A product, with weights between -1 and 1, whose gradients are reduced in fp32."""
-    module = nn.Linear(5, 3, dtype=dtype)
+class Block(nn.Module):
+    """A product and a residual sum. FSDP2's hook is at the sum, and a weight-gradient pass begins at the product."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.product = nn.Linear(5, 5, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.product(x)
+
+
+def sharded(mesh: DeviceMesh, dtype: torch.dtype = torch.float32, gathered: torch.dtype | None = None) -> Block:
+    """A block, with weights between -1 and 1, whose gradients are reduced in fp32."""
+    module = Block(dtype)
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.uniform_(-1, 1, generator=torch.Generator().manual_seed(1))
@@ -42,12 +53,12 @@ def sharded(mesh: DeviceMesh, dtype: torch.dtype = torch.float32, gathered: torc
     return module
 
 
-def gradient(module: nn.Linear) -> Tensor:
+def gradient(module: Block) -> Tensor:
     """Of the weight, this rank's shard: what is not reduced stays with the gathered parameter."""
     assert isinstance(module, FSDPModule)
     module.reshard()
-    assert module.weight.grad is not None
-    return local_tensor(module.weight.grad)
+    assert module.product.weight.grad is not None
+    return local_tensor(module.product.weight.grad)
 
 
 def test_reduced_gradients_of_bf16_parameters_are_kept_in_fp32(mesh: DeviceMesh) -> None:
@@ -59,7 +70,7 @@ def test_reduced_gradients_of_bf16_parameters_are_kept_in_fp32(mesh: DeviceMesh)
     for step in range(3):
         before_backward(module, 2, last=step == 2)
         module(torch.full((2, 5), 1 + step / 128, dtype=torch.bfloat16)).sum().backward()
-    expected = torch.full((3, 5), sum(2 * (1 + step / 128) for step in range(3)))
+    expected = torch.full((5, 5), sum(2 * (1 + step / 128) for step in range(3)))
     assert not torch.equal(expected, expected.bfloat16().float())
     assert torch.equal(gradient(module), expected)
 
@@ -93,7 +104,7 @@ def test_weight_gradient_passes_are_reduced(
             if zero >= 2 or done == 2:
                 before_backward(module, zero, last=done == 2)
                 reduce_gradients_now(module)
-        expected = torch.full((3, 5), sum(2 * (1 + number / 64) for number in range(2)))
+        expected = torch.full((5, 5), sum(2 * (1 + number / 64) for number in range(2)))
         assert gradient(module).dtype == torch.float32
         assert torch.equal(gradient(module), expected)
 

@@ -116,7 +116,7 @@ def pipeline_buffers(passes: object) -> dict[int, int]:
     infos = [
         info for stage in stages for each in (stage.args_recv_info, stage.grad_recv_info) for info in each.values()
     ]
-    buffers = [info.buffer for each in infos for info in each if info.buffer is not None]
+    buffers = [info.buffer for each in infos for info in each if getattr(info, "buffer", None) is not None]
     buffers += [buffer.grad for buffer in buffers if buffer.grad is not None]  # which a split backward pass leaves
     return {buffer.untyped_storage().data_ptr(): buffer.untyped_storage().nbytes() for buffer in buffers}
 
