@@ -53,7 +53,8 @@ def pytest_command(tests: str) -> list[str]:
     """Return pytest's command line without the project's options, which need plug-ins that may be missing."""
     options = ["-o", "addopts=", "-o", "timeout=600", "--import-mode=importlib", "-m", "not slow and not long", "-q"]
     workers = ["-n", str(min(8, len(os.sched_getaffinity(0))))] if find_spec("xdist") and tests == FOLDER else []
-    return [sys.executable, "-m", "pytest", *options, *workers, "-p", "no:cacheprovider", *shlex.split(tests)]
+    words = [tests] if Path(tests.partition("::")[0]).exists() else shlex.split(tests)  # a path may have spaces
+    return [sys.executable, "-m", "pytest", *options, *workers, "-p", "no:cacheprovider", *words]
 
 
 def sanitizers(part: Part) -> list[Gate]:
