@@ -1,9 +1,9 @@
 """torchtitan's Llama 3.1 on H100s of 96 GiB, 2,400 GB/s and 500 W: its benchmarks of December 2024 and June 2025, and
 Trainy's on H200s.
 
-torchtitan's selective checkpointing keeps
-every other product. What its rows have and gptlite has not: asynchronous tensor parallelism, and gathers
-of weights in fp8, which are not modelled. Its context parallelism passes keys around a ring, and ours gathers them.
+torchtitan's selective checkpointing keeps every other product. What its rows have and gptlite has not: asynchronous
+tensor parallelism, and gathers of weights in fp8, which are not modelled. Its context parallelism passes keys around a
+ring, and ours gathers them.
 """
 
 from __future__ import annotations
