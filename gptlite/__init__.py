@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from gptlite.config import Config, load
     from gptlite.engine.engine import Engine, initialize
     from gptlite.errors import ConfigError
-    from gptlite.launch.api import RunFailed, launch
     from gptlite.pretrain import pretrain
     from gptlite.run.result import Result
+    from gptlite.start.api import RunFailed, launch
 
 __all__ = ["Config", "ConfigError", "Engine", "Result", "RunFailed", "initialize", "launch", "load", "pretrain"]
 __version__ = "0.1.0"
@@ -28,9 +28,9 @@ _PUBLIC = {
     "ConfigError": "gptlite.errors",
     "Engine": "gptlite.engine.engine",
     "Result": "gptlite.run.result",
-    "RunFailed": "gptlite.launch.api",
+    "RunFailed": "gptlite.start.api",
     "initialize": "gptlite.engine.engine",
-    "launch": "gptlite.launch.api",
+    "launch": "gptlite.start.api",
     "load": "gptlite.config",
     "pretrain": "gptlite.pretrain",
 }

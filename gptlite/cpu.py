@@ -1,4 +1,4 @@
-"""Name, cores and instruction sets of this machine's CPU, as the libraries may use them."""
+"""Name, cores, instruction sets and memory of this machine's CPU, as the libraries may use them."""
 
 import os
 
@@ -50,6 +50,11 @@ def cpu_name() -> str:
 def cpu_cores() -> int:
     """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def memory_bytes() -> int:
+    """Return the physical memory of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _level_of(flag: str) -> str:

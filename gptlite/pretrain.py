@@ -25,14 +25,16 @@ def pretrain(
     started: float | None = None,
     stop_signal: StopSignal | None = None,
     opened: Callable[[Path], None] | None = None,
+    memory: str = "",
 ) -> Result:
     """Train, and return how the run ended. If it diverges, return a result with exit code 1.
 
     All ranks call this after joining the process group; a single rank needs no group. `started` is the time.monotonic()
     at which the command began, by default now. With `stop_signal=StopSignal()`, a signal such as SIGTERM makes the run
     save a checkpoint and stop; by default signals are not handled. `opened` is called with the path of the run folder
-    once it exists. Raises ConfigError for a configuration that cannot run here, before writing to the run folder (the
-    server of an experiment tracker may still refuse the run later).
+    once it exists. `memory` is the banner's line on the memory that a planner has predicted. Raises ConfigError for a
+    configuration that cannot run here, before writing to the run folder (the server of an experiment tracker may still
+    refuse the run later).
     """
     require_config(config)
     started = time.monotonic() if started is None else started
@@ -53,7 +55,7 @@ def pretrain(
     with folder.opened(config, run.data.tokenizer), closing(state.loader), closing(watch):
         if opened is not None:
             opened(folder.path)
-        reporter = announce(run, folder)
+        reporter = announce(run, folder, memory)
         settings = Settings(config.trainer, config.optimizer, config.checkpoint)
         with (
             conclude(config, folder, state, reporter, started, watch) as conclusion,

@@ -27,7 +27,7 @@ import torch
 from distributed.ranks import FORKING, PRELOADED, TESTS, Ranks, die_with
 from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
-from gptlite.launch import api
+from gptlite.start import api
 
 SECONDS = 240
 

@@ -68,37 +68,37 @@ ROOMS = {
     "trainer": Room("ops parallelism precision metrics data models optimizer checkpoint", packages="torch"),
     # Of a room, the configuration knows its dataclasses and what checks them.
     "config": Room(
-        "checkpoint data metrics models ops optimizer parallelism plan precision trainer",
+        "checkpoint data metrics models ops optimizer parallelism precision trainer",
         packages="hydra omegaconf yaml",  # PyYAML comes with omegaconf
     ),
     "plan": Room(
-        "data kernels metrics models ops optimizer parallelism precision trainer",
+        "config data kernels metrics models ops optimizer parallelism precision trainer",
         packages="numpy torch",
         lazy="matplotlib yaml",
     ),
     # The composition, from the command line down.
     "__main__": Room(),
     "commands": Room(
-        "checkpoint config data harness launch models parallelism parity plan precision preprocess run sweep trainer",
+        "checkpoint config data harness launch models parallelism parity plan precision preprocess run start sweep "
+        "trainer",
         packages="hydra numpy omegaconf",
         lazy="torch",
     ),
     "sweep": Room(
-        "checkpoint config launch metrics parallelism plan run",
+        "checkpoint config launch metrics parallelism plan run start",
         packages="hydra numpy omegaconf",
         lazy="jinja2 matplotlib",
     ),
+    "start": Room("config launch parallelism plan pretrain run trainer"),
     "launch": Room(
-        "checkpoint config data models ops parallelism plan pretrain run trainer",
+        "checkpoint config data models ops parallelism pretrain run trainer",
         packages="torch",
     ),
     "engine": Room(
         "checkpoint config data launch models ops parallelism precision run trainer", packages="numpy torch"
     ),
     "pretrain": Room("config parallelism run trainer"),
-    "run": Room(
-        "checkpoint config data metrics models ops optimizer parallelism plan precision trainer", packages="torch"
-    ),
+    "run": Room("checkpoint config data metrics models ops optimizer parallelism precision trainer", packages="torch"),
     "checkpoint_tool": Room(
         "config checkpoint data metrics models ops", packages="torch omegaconf", lazy="transformers"
     ),
@@ -125,9 +125,14 @@ WIDER = {
     PACKAGE / "models" / "gpt" / "generate.py": "parallelism",  # through the parts of a pipeline
 }
 # From a configuration to a plan, and back: these know the whole configuration, the rest of plan/ its own section.
-PLANNING = {PACKAGE / "plan" / f"{name}.py" for name in "advice largest planning report tuning".split()}
-WIDER |= dict.fromkeys(PLANNING, "config")
-CONFIG_USERS = set("checkpoint_tool commands config data_tool engine launch parity pretrain run sweep".split())
+PLANNING = {PACKAGE / "plan" / f"{name}.py" for name in "advice banner largest planning report tuning".split()}
+CLUSTER = "gptlite.config.cluster."
+CONFIG_USERS = set("checkpoint_tool commands config data_tool engine launch parity pretrain run start sweep".split())
+# What training, resuming, evaluating and generating on any layout needs. All other rooms are satellites.
+CORE = {
+    *("checkpoint config data kernels launch metrics models ops optimizer parallelism precision pretrain run".split()),
+    *("trainer", *SHARED),
+}
 
 
 def test_every_room_has_a_row():
@@ -183,14 +188,22 @@ def test_the_root_configuration_takes_only_config_classes_from_rooms():
     models = ["gptlite.data.registry", "gptlite.models.registry"]
     optimizer = [f"gptlite.optimizer.{each}" for each in ("registry", "schedule_config")]
     others = ["gptlite.optimizer.schedule_config.ScheduleConfig", "gptlite.precision.PrecisionConfig"]
-    assert [f.module for f in inside] == [*models, *optimizer, *others]
+    assert [f.module for f in inside] == [f"{CLUSTER}ClusterConfig", *models, *optimizer, *others]
 
 
 def test_only_the_composition_knows_the_whole_configuration():
     scripts = [*ROOT.glob("*.py")]  # not __init__.py, which offers `load`
     rooms = [path for name in ROOMS if name not in CONFIG_USERS for path in files_of(name) if path not in PLANNING]
     found = [f for path in scripts + rooms for f in imports_of(path) if (f.module + ".").startswith("gptlite.config.")]
-    assert [str(f) for f in found if not f.module.startswith("gptlite.config.command_line.")] == []
+    assert [str(f) for f in found if not f.module.startswith(("gptlite.config.command_line.", CLUSTER))] == []
+
+
+def test_the_core_imports_no_satellite():
+    """Not even inside a function: whoever reads a step of training never has to read a satellite."""
+    satellites = tuple(f"gptlite.{name}." for name in set(ROOMS) - CORE)
+    found = [f for name in CORE for path in files_of(name) for f in imports_of(path)]
+    assert len(found) > 1000
+    assert [str(f) for f in found if (f.module + ".").startswith(satellites)] == []
 
 
 # What still knows the GPT: the planner, which describes it by hand.

@@ -54,7 +54,7 @@ def train(raw: DictConfig) -> int:
     """Check and launch a composed configuration. Return the exit code."""
     started = time.monotonic()
     config = typed(raw, HydraConfig.get().overrides.task)
-    from gptlite.launch.launcher import launch  # imports torch, so only after the configuration is checked
+    from gptlite.start.run import launch  # only after the configuration is checked
 
     return launch(config, started)
 

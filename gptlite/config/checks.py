@@ -121,7 +121,7 @@ def _parallelism(config: Config) -> None:
 
 def _offload(config: Config) -> None:
     """Check the offload settings. The folder and its free space are checked later, on each machine that runs ranks
-    (gptlite/launch/offload_space.py)."""
+    (gptlite/launch/room.py)."""
     offload, path = config.parallelism.offload, config.parallelism.offload_path
     if offload is not Offload.nvme:
         if path is not None:

@@ -16,6 +16,7 @@ from omegaconf import OmegaConf
 
 import gptlite
 from gptlite.checkpoint.config import CheckpointConfig
+from gptlite.config.cluster import ClusterConfig
 from gptlite.data import registry as data_registry
 from gptlite.data.config import DataConfig
 from gptlite.metrics.config import LoggerConfig, TensorboardConfig, WandbConfig
@@ -28,7 +29,6 @@ from gptlite.optimizer import schedule_config as schedules
 from gptlite.optimizer.config import OptimizerConfig
 from gptlite.optimizer.schedule_config import ScheduleConfig
 from gptlite.parallelism.config import ParallelismConfig
-from gptlite.plan.config import ClusterConfig
 from gptlite.precision import PrecisionConfig
 from gptlite.trainer.config import TrainerConfig
 

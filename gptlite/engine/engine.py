@@ -29,7 +29,7 @@ from gptlite.engine.module import ModuleSpec
 from gptlite.engine.settings import compose
 from gptlite.engine.weights import check_module, fill_from, on_meta, refuse_ties
 from gptlite.errors import ConfigError
-from gptlite.launch.api import environment_restored
+from gptlite.launch.launcher import environment_restored
 from gptlite.launch.starter import starter
 from gptlite.models.model import Model
 from gptlite.models.parallelize import build_passes

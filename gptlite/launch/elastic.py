@@ -8,7 +8,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,6 +26,7 @@ from gptlite.launch.host_memory import kernel_kills, was_near
 from gptlite.launch.rank_log import log_path
 from gptlite.launch.rank_stop import EXIT_TERMINATED, SAME_SECONDS, SIGNALS
 from gptlite.launch.rendezvous import ADDRESS, BACKEND
+from gptlite.launch.worker import MEMORY
 
 ABORTS = (-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS)
 SHOWN_LINES = 12  # of a failed rank's traceback or log
@@ -59,11 +60,19 @@ def run_ranks(config: Config, world: int, started: float, worker: tuple[str, ...
     return rank_ending(config, world, started, worker).exit_code
 
 
-def rank_ending(config: Config, world: int, started: float, worker: tuple[str, ...] = ("-c", START)) -> Ended:
+def rank_ending(
+    config: Config,
+    world: int,
+    started: float,
+    worker: tuple[str, ...] = ("-c", START),
+    memory: str = "",
+    advise: Callable[[], Iterable[str]] = tuple,
+) -> Ended:
     """Run a configuration on `world` new local processes, even if `world` is 1.
 
     Only rank 0 prints to the terminal. If a rank fails, the others are stopped, and all restart from the last
-    checkpoint, up to `trainer.max_restarts` times. `worker` are the arguments of Python that start a rank. Raises
+    checkpoint, up to `trainer.max_restarts` times. `worker` are the arguments of Python that start a rank. `memory`
+    is for the banner, see `pretrain`. `advise()` returns lines that are printed if a rank runs out of memory. Raises
     ConfigError if a rank refuses the configuration.
     """
     restarts = config.trainer.max_restarts
@@ -73,6 +82,7 @@ def rank_ending(config: Config, world: int, started: float, worker: tuple[str, .
             folder = Path(name) / str(attempt)  # results of an earlier attempt must not count
             folder.mkdir()
             (folder / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
+            (folder / MEMORY).write_text(memory, encoding="utf-8")
             kills = kernel_kills()  # compared after the run, to attribute a SIGKILL to the OOM killer
             failures = run_once(folder, world, requests, (*worker, str(folder), str(started), str(os.getpid())))
             results = [_result(folder, rank) for rank in range(world)]
@@ -87,13 +97,11 @@ def rank_ending(config: Config, world: int, started: float, worker: tuple[str, .
             words = blame(failures, folder, Path(config.run.dir).expanduser())
             # A library thread aborts instead of raising. The peak recorded before shows whether memory was the cause.
             near = {rank for rank in failures if was_near(folder / f"memory-{rank}", config.trainer.host_memory_limit)}
-            memory = _memory(results, failures, kernel_kills() > kills, near)
-            reason, ran_out = memory or words.splitlines()[0], bool(memory)
-            print(memory or words, file=sys.stderr)
-            if memory:
-                from gptlite.plan.advice import advice_lines
-
-                print(*advice_lines(config, world), sep="\n", file=sys.stderr)
+            shortage = _memory(results, failures, kernel_kills() > kills, near)
+            reason, ran_out = shortage or words.splitlines()[0], bool(shortage)
+            print(shortage or words, file=sys.stderr)
+            if ran_out:
+                print(*advise(), sep="\n", file=sys.stderr)
             if requests.received:
                 break
             if attempt < restarts:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -13,14 +13,13 @@ from gptlite.config import Config, with_vocabulary
 from gptlite.config.batch import check_world
 from gptlite.config.checks import check_device
 from gptlite.config.warm_start import refuse_larger_vocabulary
-from gptlite.data.config import SyntheticConfig, TokensConfig
 from gptlite.data.vocabulary import find_vocabulary
 from gptlite.errors import ConfigError
-from gptlite.launch.host_memory import lift, limit, limit_words, out_of_memory
-from gptlite.launch.offload_space import check_offload_space
-from gptlite.launch.starter import Starter, is_main, starter
+from gptlite.launch.host_memory import limit, limit_words
+from gptlite.launch.room import check_disk, check_memory
+from gptlite.launch.starter import Starter
+from gptlite.models.spec import spec_of
 from gptlite.parallelism.layout import wanted_world
-from gptlite.progress import working
 
 if TYPE_CHECKING:
     from gptlite.launch.elastic import Ended
@@ -33,75 +32,36 @@ KEEP_ALL = 2**31 - 1
 DEFAULT_MMAP_MAX, DEFAULT_TRIM_THRESHOLD = 65536, 128 * 1024
 
 
-def launch(config: Config, started: float) -> int:
-    """Run the configuration and return the exit code. Raises ConfigError, before it writes anything, for a refusal.
-
-    `started` is the start of the command in time.monotonic() seconds, from which `trainer.max_time` counts. Under
-    torchrun or srun this process is one of their ranks; otherwise it starts as many ranks as the layout requires.
-    """
-    keep_freed_memory()  # before parallelism=auto creates tensors; ranks started here inherit the environment variable
-    outer = starter()
-    with working("starting", print if is_main() else lambda _: None):  # imports torch, and checks the memory
-        config, world = planned(config, outer)
-    if world == 1:
-        from gptlite.trainer.signals import StopSignal
-
-        try:
-            return alone(config, started, StopSignal()).exit_code
-        except Exception as error:
-            if not (reason := out_of_memory(error)):
-                raise
-            lift()  # the report needs memory
-            return ran_out(reason, config, 1)
-    if outer:
-        from gptlite.launch.worker import under
-        from gptlite.pretrain import pretrain
-
-        return under(outer, config, started, pretrain).exit_code
-    return start_ranks(config, world, started).exit_code
-
-
-def alone(config: Config, started: float, stop: StopSignal | None) -> Result:
-    """Train in this process. The memory limit remains set after an error, for `out_of_memory`."""
+def alone(config: Config, started: float, stop: StopSignal | None, memory: str = "") -> Result:
+    """Train in this process. The memory limit remains set after an error, for `out_of_memory`. `memory`: see
+    `pretrain`."""
     from gptlite.parallelism.process_group import leave
     from gptlite.parallelism.torch_private import forget_meshes
     from gptlite.pretrain import pretrain
 
     limit(config.trainer.host_memory_limit)
     try:
-        return pretrain(config, started, stop)
+        return pretrain(config, started, stop, memory=memory)
     finally:
         leave()  # the group of one rank that offloads
         forget_meshes()
 
 
-def ran_out(reason: str, config: Config, world: int) -> int:
-    """Print that this rank ran out of memory, with overrides that need less memory, and return the exit code."""
-    from gptlite.plan.advice import advice_lines
-
+def ran_out(reason: str, config: Config, advice: Iterable[str] = ()) -> int:
+    """Print that this rank ran out of memory, and lines of advice, and return the exit code."""
     limited = limit_words(config.trainer.host_memory_limit)
-    print(f"error: {reason}{limited}", *advice_lines(config, world), sep="\n", file=sys.stderr, flush=True)
+    print(f"error: {reason}{limited}", *advice, sep="\n", file=sys.stderr, flush=True)
     return 1
 
 
-def planned(config: Config, outer: Starter | None, ranks: int | None = None) -> tuple[Config, int]:
-    """Return the configuration with its layout resolved, and the number of ranks.
+def check_here(config: Config, outer: Starter | None, ranks: int | None = None) -> int:
+    """Return the number of ranks of a run. By default the layout determines it; `outer` or `ranks` overrides it.
 
-    By default the layout determines the number of ranks; `outer` or `ranks` overrides it. Raises ConfigError if the
-    configuration cannot run here.
+    Raises ConfigError if the configuration cannot run here.
     """
     import torch
 
-    gpus = torch.cuda.device_count()
-    if isinstance(config.data, TokensConfig | SyntheticConfig):  # the vocabulary of other data is determined later
-        vocabulary = find_vocabulary(config.data)
-        if not vocabulary.assumed:
-            refuse_larger_vocabulary(config, vocabulary.size)
-            with_vocabulary(config, vocabulary.size)
-    if config.parallelism.auto:
-        from gptlite.plan.planning import chosen
-
-        config = chosen(config, outer.world_size if outer else ranks, print if is_main() else lambda _: None)
+    gpus, sized = torch.cuda.device_count(), with_known_vocabulary(config)
     world = outer.world_size if outer else ranks or wanted_world(config.parallelism, gpus)
     layout = check_world(config, world)
     check_device(config, "cuda" if gpus else "cpu")
@@ -112,16 +72,34 @@ def planned(config: Config, outer: Starter | None, ranks: int | None = None) -> 
             f"the layout has {here} ranks on this machine, which has {gpus} GPU{'s' * (gpus > 1)}; lower the degrees "
             f"in parallelism.*, or set CUDA_VISIBLE_DEVICES= for ranks on the CPU"
         )
-    check_offload_space(config, layout, here)
+    check_disk(sized, layout, here)
     if not gpus:  # on a GPU, a failed allocation raises an error at once
-        from gptlite.run.memory import refuse_too_large
-
-        refuse_too_large(config, layout, here)
-    return config, world
+        check_memory(sized, layout, here)
+    return world
 
 
-def start_ranks(config: Config, world: int, started: float) -> Ended:
-    """Run the configuration in new processes, even for one rank. Raises ConfigError if a rank refuses it."""
+def with_known_vocabulary(config: Config) -> Config:
+    """Return the configuration with a vocabulary size, which is a guess if the data's tokenizer is not known yet.
+
+    Raises ConfigError if the tokenizer is known and its vocabulary does not fit the model.
+    """
+    if config.data.unit != "tokens":
+        return config
+    found = find_vocabulary(config.data, lambda _: None)
+    if not found.assumed:
+        refuse_larger_vocabulary(config, found.size)
+    elif spec_of(config.model).vocab_size(config.model) is not None:
+        return config
+    return with_vocabulary(config, found.size)
+
+
+def start_ranks(
+    config: Config, world: int, started: float, memory: str = "", advise: Callable[[], Iterable[str]] = tuple
+) -> Ended:
+    """Run the configuration in new processes, even for one rank. Raises ConfigError if a rank refuses it.
+
+    `memory`: see `pretrain`. `advise()` returns lines that are printed if a rank runs out of memory.
+    """
     import torch
 
     from gptlite.launch.elastic import rank_ending
@@ -130,7 +108,7 @@ def start_ranks(config: Config, world: int, started: float) -> Ended:
     # Raises before a rank starts if an op cannot run. Also compiles the kernels once, not in every rank.
     device = torch.device("cuda" if torch.cuda.device_count() else "cpu")
     select_ops(config.ops, device, documents=config.data.documents)
-    return rank_ending(config, world, started)
+    return rank_ending(config, world, started, memory=memory, advise=advise)
 
 
 def keep_freed_memory() -> None:
@@ -155,6 +133,18 @@ def freed_memory_kept() -> Iterator[None]:
     finally:
         if libc := _set_malloc(DEFAULT_MMAP_MAX, DEFAULT_TRIM_THRESHOLD):
             libc.malloc_trim(0)
+
+
+@contextmanager
+def environment_restored() -> Iterator[None]:
+    """Context that restores the environment at its end. A single rank with offload sets gloo's interface there."""
+    before = dict(os.environ)
+    try:
+        yield
+    finally:
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
 
 
 def _set_malloc(mmap_max: int, trim_threshold: int) -> ctypes.CDLL | None:

@@ -9,8 +9,9 @@ import signal
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
@@ -23,24 +24,26 @@ from gptlite.launch.rank_log import RankLog
 from gptlite.launch.starter import UNNAMED, Starter
 from gptlite.progress import working
 
+MEMORY = "memory.txt"  # the banner's words on memory, in the folder of the launcher and its ranks
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 T = TypeVar("T")
 
 
-def exit_code(*given: object) -> int:
-    """Train, and return only the exit code."""
+def exit_code(folder: Path, *given: object) -> int:
+    """Train, and return only the exit code. `folder` has the banner's words on memory."""
     from gptlite.pretrain import pretrain
 
-    return pretrain(*given).exit_code  # type: ignore[arg-type]
+    memory = (folder / MEMORY).read_text(encoding="utf-8")
+    return pretrain(*given, memory=memory).exit_code  # type: ignore[arg-type]
 
 
-def main(arguments: list[str], pretrain: Callable[..., int] = exit_code) -> NoReturn:
+def main(arguments: list[str], pretrain: Callable[..., int] | None = None) -> NoReturn:
     """Run the rank given by the variable RANK. `arguments` are a folder, a time and a process id.
 
     The folder has config.yaml. The time is the start of the command in time.monotonic() seconds. The process is the
     launcher (elastic.run_ranks); when it ends, this process ends too. The rank exits with 0 once `result-N.json` has
     the run's exit code or the reason of a refusal. Any other end is a failure, after which the launcher stops the other
-    ranks. `pretrain` is the function to run, which returns the exit code.
+    ranks. `pretrain` is the function to run, which returns the exit code; by default it trains.
     """
     prepare_process()
     folder, started, launcher = Path(arguments[0]), float(arguments[1]), int(arguments[2])
@@ -68,7 +71,7 @@ def main(arguments: list[str], pretrain: Callable[..., int] = exit_code) -> NoRe
         config = from_yaml((folder / "config.yaml").read_text(encoding="utf-8"), imports=True)
         if config.trainer.host_memory_limit is not None:
             note_use(folder / f"memory-{rank}")
-        conclude(exit_code=train_rank(config, started, stop, log, pretrain))
+        conclude(exit_code=train_rank(config, started, stop, log, pretrain or partial(exit_code, folder)))
         leave()
     except ConfigError as error:
         conclude(refused=str(error))
@@ -87,11 +90,17 @@ def main(arguments: list[str], pretrain: Callable[..., int] = exit_code) -> NoRe
     sys.exit(0)
 
 
-def under(starter: Starter, config: Config, started: float, pretrain: Callable[..., T]) -> T:
+def under(
+    starter: Starter,
+    config: Config,
+    started: float,
+    pretrain: Callable[..., T],
+    advise: Callable[[], Iterable[str]] = tuple,
+) -> T:
     """Run this process as a rank of torchrun or srun, and return the result of `pretrain`.
 
-    Each rank composes a `config`, but all use rank 0's, since folder names contain the time. Raises ConfigError on all
-    ranks if the run is refused.
+    Each rank composes a `config`, but all use rank 0's, since folder names contain the time. `advise()` returns lines
+    that are printed if the rank runs out of memory. Raises ConfigError on all ranks if the run is refused.
     """
     from gptlite.launch.launcher import keep_freed_memory, ran_out, share_cores
 
@@ -120,7 +129,7 @@ def under(starter: Starter, config: Config, started: float, pretrain: Callable[.
         note_failure(error)
         if reason := out_of_memory(error):
             lift()
-            sys.exit(ran_out(f"rank {starter.rank}: {reason}", config, starter.world_size))
+            sys.exit(ran_out(f"rank {starter.rank}: {reason}", config, advise()))
         if log:
             log.tell(f"rank {starter.rank} failed: {one_line(error)}; its output is in {log.path}")
         raise
@@ -142,12 +151,7 @@ def train_rank(
     """
     from gptlite.parallelism.process_group import broadcast_text
 
-    if (world := int(os.environ["WORLD_SIZE"])) > 1:  # a single rank needs no process group
-        if os.environ["RANK"] == "0":
-            from gptlite.run.memory import profile_ahead
-
-            with working("predicting the memory of a rank", print):
-                profile_ahead(config, world)
+    if int(os.environ["WORLD_SIZE"]) > 1:  # a single rank needs no process group
         _meet(config.parallelism.timeout_seconds, log, node, names)
     limit(config.trainer.host_memory_limit)
     if node:

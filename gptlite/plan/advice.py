@@ -12,12 +12,12 @@ import torch
 from gptlite.config import Config
 from gptlite.config.batch import check_world
 from gptlite.config.checks import check
+from gptlite.config.cluster import ClusterConfig
 from gptlite.errors import ConfigError
 from gptlite.metrics.console import format_bytes
 from gptlite.parallelism.config import ActivationCheckpointing, Offload
 from gptlite.parallelism.layout import divisors
 from gptlite.plan.capacity import rank_memory
-from gptlite.plan.config import ClusterConfig
 from gptlite.plan.local import assumed
 from gptlite.plan.memory import most
 from gptlite.plan.planning import assumed_words, limited, running, with_planned_vocabulary, workload_of

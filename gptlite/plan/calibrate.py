@@ -23,11 +23,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils import benchmark
 
+from gptlite.config.cluster import ClusterConfig, LinkConfig
 from gptlite.cpu import cpu_cores
 from gptlite.ops.attention import packed_causal_attention
 from gptlite.ops.config import Attention, OpsConfig
 from gptlite.ops.select import select_ops
-from gptlite.plan.config import ClusterConfig, LinkConfig
 from gptlite.plan.local import LOCAL_LINK, assumed, fingerprint
 from gptlite.precision import native_bf16
 from gptlite.progress import Log

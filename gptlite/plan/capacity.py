@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from gptlite.config.cluster import ClusterConfig
 from gptlite.parallelism.axes import EXPERT
 from gptlite.parallelism.config import ActivationCheckpointing, Offload, ParallelismConfig
 from gptlite.parallelism.layout import rule
-from gptlite.plan.config import ClusterConfig
 from gptlite.plan.hardware import ranks_on_node
 from gptlite.plan.parameters import cut, num_parameters
 from gptlite.plan.profile import plain_profile

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from gptlite.config.cluster import ClusterConfig
 from gptlite.models.spec import spec_of
 from gptlite.parallelism.axes import DATA_AXES, EXPERT, EXPERT_DATA_AXES, WORLD
 from gptlite.parallelism.config import ActivationCheckpointing, Offload
 from gptlite.parallelism.layout import CONTEXT, splits_backward
-from gptlite.plan.config import ClusterConfig
 from gptlite.plan.hardware import Device, Links, device_of, ranks_on_node, waiting_for_cores
 from gptlite.plan.memory import most
 from gptlite.plan.parameters import Alike, Cut, cut, inventory, num_blocks, runs, stages

@@ -11,10 +11,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from gptlite.config.cluster import ClusterConfig, LinkConfig
 from gptlite.errors import ConfigError
 from gptlite.parallelism.axes import WORLD
 from gptlite.parallelism.layout import Layout
-from gptlite.plan.config import ClusterConfig, LinkConfig
 from gptlite.plan.profile import ATTENTION, MATMUL, MOVE, Op
 from gptlite.plan.workload import TURNS, Transfer
 

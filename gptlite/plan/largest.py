@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from gptlite.config import Config
+from gptlite.config.cluster import ClusterConfig
 from gptlite.errors import ConfigError
 from gptlite.models.spec import spec_of
 from gptlite.parallelism.layout import num_stages
 from gptlite.plan.capacity import rank_memory, too_large
-from gptlite.plan.config import ClusterConfig
 from gptlite.plan.local import this_machine
 from gptlite.plan.memory import most
 from gptlite.plan.parameters import num_blocks, repeats, with_blocks

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 from collections.abc import Callable, Collection
 from dataclasses import asdict, replace
@@ -10,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from gptlite import limits
-from gptlite.cpu import cpu_cores, cpu_flags, cpu_name
+from gptlite.config.cluster import ClusterConfig, LinkConfig
+from gptlite.cpu import cpu_cores, cpu_flags, cpu_name, memory_bytes
 from gptlite.documents import checked, read_text, refuse_yaml
 from gptlite.errors import ConfigError
 from gptlite.invocation import command
-from gptlite.plan.config import ClusterConfig, LinkConfig
 
 CALIBRATION = Path("~/.cache/gptlite/cluster.yaml")  # written by `gptlite plan calibrate`, read by cluster=local
 # Assumed rates of a recent CPU core, if there is no calibration.
@@ -154,7 +153,7 @@ def assumed() -> ClusterConfig:
         return ClusterConfig(
             devices_per_node=gpus,
             memory_gib=torch.cuda.get_device_properties(0).total_memory / 2**30,
-            host_memory_gib=physical_gib(),
+            host_memory_gib=memory_bytes() / 2**30,
             peak_tflops={key: peak / 1e12 for key, dtype in dtypes.items() if (peak := peak_flops(name, dtype))},
         )
     cores, flags = cpu_cores(), cpu_flags()
@@ -164,15 +163,10 @@ def assumed() -> ClusterConfig:
     return ClusterConfig(
         device="cpu",
         devices_per_node=cores,
-        memory_gib=physical_gib(),
+        memory_gib=memory_bytes() / 2**30,
         reserved_gib=0.5,
         peak_tflops=peaks,
         memory_gb_per_second=CORE_GB_PER_SECOND * cores,
         intra=LOCAL_LINK,
         inter=LOCAL_LINK,
     )
-
-
-def physical_gib() -> float:
-    """Return the physical memory of this machine in GiB."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30

@@ -9,6 +9,7 @@ from typing import Any
 
 from gptlite.config import Config, override_value, with_vocabulary
 from gptlite.config.checks import check_layout
+from gptlite.config.cluster import ClusterConfig
 from gptlite.config.overrides import key_of
 from gptlite.data.batches import batch_schedule
 from gptlite.data.vocabulary import find_vocabulary
@@ -21,7 +22,6 @@ from gptlite.parallelism.config import ActivationCheckpointing, ParallelismConfi
 from gptlite.parallelism.layout import Layout, divisors, largest_micro_batch
 from gptlite.plan.cache import Same, cached
 from gptlite.plan.capacity import GIB, rank_memory
-from gptlite.plan.config import ClusterConfig
 from gptlite.plan.hardware import ranks_on_node
 from gptlite.plan.local import this_machine
 from gptlite.plan.search import WANTED, Candidate, Found, Space, search

@@ -11,13 +11,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from gptlite.config import Config
+from gptlite.config.cluster import ClusterConfig
 from gptlite.files import write_whole
 from gptlite.invocation import arguments, command
 from gptlite.metrics.console import WIDTH, banner, format_bytes, format_count, format_duration, format_parameters, table
 from gptlite.models.spec import spec_of
 from gptlite.parallelism.config import Offload
 from gptlite.plan.capacity import GIB, MEMORY_ERROR
-from gptlite.plan.config import ClusterConfig
 from gptlite.plan.cost import cost_per_billion_tokens, stage_seconds
 from gptlite.plan.largest import Largest
 from gptlite.plan.parameters import num_parameters

@@ -14,12 +14,12 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
+from gptlite.config.cluster import ClusterConfig
 from gptlite.errors import ConfigError
 from gptlite.models.spec import spec_of
 from gptlite.parallelism.config import ActivationCheckpointing, Offload, ParallelismConfig
 from gptlite.parallelism.layout import SCHEDULES, ScheduleRule, divisors, resolve
 from gptlite.plan.capacity import least_bytes, least_too_large, too_large
-from gptlite.plan.config import ClusterConfig
 from gptlite.plan.cost import Costs
 from gptlite.plan.memory import most
 from gptlite.plan.parameters import num_blocks

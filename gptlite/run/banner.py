@@ -30,21 +30,21 @@ from gptlite.parallelism.layout import splits_backward, stages_per_rank
 from gptlite.parallelism.mesh import Mesh
 from gptlite.parallelism.rank_sync import from_main
 from gptlite.precision import Policy
-from gptlite.progress import counted, working
+from gptlite.progress import counted
 from gptlite.run.build import Run
 from gptlite.run.folder import RunFolder
-from gptlite.run.memory import predicted
 from gptlite.trainer.memory import offload_words
 from gptlite.trainer.report import Reporter
 from gptlite.trainer.state import TrainState
 
 
-def announce(run: Run, folder: RunFolder) -> Reporter:
-    """Print the banner and open the trackers on rank 0. Return the reporter. Collective, as it gathers values."""
+def announce(run: Run, folder: RunFolder, memory: str = "") -> Reporter:
+    """Print the banner, with a line on predicted `memory`, and open the trackers on rank 0. Return the reporter.
+
+    Collective, as it gathers values.
+    """
     config, mesh, state, policy, ops = run.config, run.mesh, run.state, run.policy, run.ops
     batch, model, length = config.data, config.model, config.data.sequence_length
-    with working("predicting the memory", folder.log if mesh.is_main else lambda _: None):
-        memory = predicted(run) if mesh.is_main else []
     spec, accumulation = state.model.spec, state.loader.num_micro_batches
     peak = device_peak_flops(mesh.device, policy.compute_dtype)
     per_token, uncounted = _flops(state.model, length, peak, run.data)
@@ -66,7 +66,7 @@ def announce(run: Run, folder: RunFolder) -> Reporter:
         *[("ops", used)] * bool(used),
         ("optimizer", _optimizer(config)),
         *_attention(config, mesh, policy, ops),
-        *memory,
+        *[("memory", memory)] * bool(memory),
         *offload_words(state, config.parallelism),
         ("data", run.data.describe()),
         *_tokenizer_warning(run.data),

@@ -153,9 +153,9 @@ def _checked(raw: DictConfig, cell: Record, world: bool) -> Record:
         prepare(raw, cell)
         config = typed(raw, cell.overrides)
         if world:
-            from gptlite.launch.launcher import planned
+            from gptlite.start.run import settled
 
-            planned(config, None)
+            settled(config, None)
     except ConfigError as error:
         cell.status, cell.reason = PRUNED, str(error)
     return cell

@@ -90,13 +90,13 @@ def attempt(raw: DictConfig, cell: Record, log: Path, before: float) -> Record:
     seconds."""
     from gptlite.config.batch import check_world
     from gptlite.launch.elastic import Ended
-    from gptlite.launch.launcher import planned, start_ranks
+    from gptlite.start.run import settled, start_ranks
 
     started = time.monotonic()
     prepare(raw, cell)
     try:
         import_plugins(raw.plugins)  # needed in processes of other launchers; the sweep's process has imported them
-        config, world = planned(typed(raw, cell.overrides), None)
+        config, world = settled(typed(raw, cell.overrides), None)
     except ConfigError as error:
         return with_status(replace(cell, run_dir=""), PRUNED, str(error))
     layout = check_world(config, world)

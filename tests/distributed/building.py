@@ -7,9 +7,9 @@ from contextlib import closing, contextmanager
 from dataclasses import replace
 
 from gptlite.config import Config
+from gptlite.config.cluster import ClusterConfig
 from gptlite.parallelism.mesh import Mesh, build_mesh
 from gptlite.parity.record import build
-from gptlite.plan.config import ClusterConfig
 from gptlite.plan.planning import workload_of
 from gptlite.plan.workload import Workload
 from gptlite.trainer.state import TrainState

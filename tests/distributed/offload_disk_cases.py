@@ -22,7 +22,7 @@ def command(overrides: Sequence[str]) -> int:
 
     from gptlite.commands.train import guarded
     from gptlite.config import load
-    from gptlite.launch.launcher import launch
+    from gptlite.start.run import launch
 
     return guarded(lambda: launch(load(overrides), time.monotonic()))
 

@@ -14,7 +14,10 @@ import torch.testing._internal.composite_compliance  # noqa: F401
 
 import gptlite.optimizer.torch_rules
 import gptlite.parity.record
-import gptlite.pretrain  # noqa: F401
+import gptlite.plan.advice
+import gptlite.plan.banner
+import gptlite.pretrain
+import gptlite.start.api  # noqa: F401
 from gptlite.config import compose
 
 compose.compose = composition.compose

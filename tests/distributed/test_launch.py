@@ -12,7 +12,7 @@ from marking import marked
 from distributed.launch_command import Start, seconds_since, training
 from gptlite.config import load
 from gptlite.errors import ConfigError
-from gptlite.launch.launcher import launch
+from gptlite.start.run import launch
 
 
 @pytest.mark.slow

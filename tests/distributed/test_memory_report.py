@@ -10,19 +10,21 @@ from torch.optim import SGD
 
 from gptlite.config import Config, load
 from gptlite.errors import ConfigError
+from gptlite.launch import room
+from gptlite.launch.launcher import check_here
+from gptlite.launch.room import GIB
 from gptlite.ops.select import select_ops
-from gptlite.parallelism.layout import Layout
 from gptlite.parallelism.memory_phases import AFTER, phase_peaks
 from gptlite.parallelism.memory_watch import MemoryWatch, Sample, most_beside
 from gptlite.parallelism.mesh import build_mesh
 from gptlite.parallelism.torch_private import profiler_runs, recorded_allocations
 from gptlite.parity.record import build
+from gptlite.plan import banner
+from gptlite.plan.banner import planned
 from gptlite.plan.memory import estimate
 from gptlite.plan.workload import RankBytes, Workload
 from gptlite.precision import resolve_precision
-from gptlite.run import memory
-from gptlite.run.build import build_run
-from gptlite.run.memory import planned, predicted, refuse_too_large
+from gptlite.start.run import predicted
 from gptlite.trainer.memory import MemoryReport
 from gptlite.trainer.state import TrainState
 from gptlite.trainer.step import Diverged, Step
@@ -183,29 +185,26 @@ def test_phases_of_a_step():
 
 def test_the_banner_has_a_line(monkeypatch):
     config = load(BASE)
-    run = build_run(config, build_mesh(config.parallelism), print)
-    run.state.loader.close()
-    ((key, text),) = predicted(run)
-    assert key == "memory"
+    text = predicted(config, 1)
     assert text.startswith("parameters 926 KiB, gradients 926 KiB, optimizer 1.81 MiB, activations ")
     assert "rank" not in text
 
     def fails(work: Workload, rank: int) -> RankBytes:
         raise RuntimeError("no such op\nmore")
 
-    monkeypatch.setattr(memory, "estimate", fails)
-    assert predicted(run) == [("memory", "n/a: no such op")]
+    monkeypatch.setattr(banner, "estimate", fails)
+    assert predicted(config, 1) == "n/a: no such op"
 
 
 def test_a_model_beyond_the_machine_is_refused(monkeypatch):
     config = load(["model=gpt3-175b", "data=synthetic", "run.dir=unused", "run.name=memory"])
-    monkeypatch.setattr(memory, "physical_gib", lambda: 2000.0)
-    refuse_too_large(config, Layout(), 1)
-    monkeypatch.setattr(memory, "physical_gib", lambda: 1900.0)
+    monkeypatch.setattr(room, "memory_bytes", lambda: 2000 * GIB)
+    assert check_here(config, None) == 1
+    monkeypatch.setattr(room, "memory_bytes", lambda: 1900 * GIB)
     with pytest.raises(ConfigError, match=r"^gpt3-175b needs 1,9\d\d\.\d GiB for parameters .* has 1,900.0 GiB"):
-        refuse_too_large(config, Layout(), 1)
+        check_here(config, None)
     with pytest.raises(ConfigError, match="needs 3,9"):
-        refuse_too_large(config, Layout(), 2)
+        check_here(config, None, 2)
 
 
 def test_what_samples_have_is_left_out():

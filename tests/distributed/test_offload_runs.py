@@ -21,8 +21,8 @@ from distributed.test_reshard import check_stored, whole
 from gptlite.config import load
 from gptlite.config.checks import check
 from gptlite.errors import ConfigError
-from gptlite.launch.launcher import planned
-from gptlite.launch.offload_space import needed_bytes
+from gptlite.launch.launcher import check_here
+from gptlite.launch.room import state_file_bytes
 from gptlite.optimizer.config import OptimizerConfig
 from gptlite.parallelism.layout import resolve
 from gptlite.parallelism.state_file import StateFile
@@ -73,7 +73,7 @@ def test_a_killed_run_leaves_nothing_in_the_folder_and_goes_on_from_its_checkpoi
 
 def refused(*overrides: str) -> str:
     with pytest.raises(ConfigError) as caught:
-        planned(load(["optimizer=adamw", f"{P}offload=nvme", *overrides]), None)
+        check_here(load(["optimizer=adamw", f"{P}offload=nvme", *overrides]), None)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -95,7 +95,7 @@ def test_a_disk_with_too_little_room_is_refused_before_any_rank_starts(tmp_path:
         assert line.startswith(f"parallelism.offload_path={tmp_path}: the optimizer state of 4 ranks takes 4")
         assert line.endswith(" MB, but only 1000.0 MB are free; free some, or give another folder")
     with mock.patch("shutil.disk_usage", return_value=Usage(0, 0, 1.1e9)):
-        planned(load([f"{P}offload=nvme", *overrides, f"{P}zero=3"]), None)  # shards: all of it once
+        check_here(load([f"{P}offload=nvme", *overrides, f"{P}zero=3"]), None)  # shards: all of it once
 
 
 def test_the_room_that_is_asked_for_is_the_files_own(tmp_path: Path):
@@ -104,7 +104,7 @@ def test_the_room_that_is_asked_for_is_the_files_own(tmp_path: Path):
     )
     with Ranks(1) as ranks:
         (size,) = ranks.run("distributed.offload_cases:file_size", config)
-    assert size == needed_bytes(config, resolve(config.parallelism, 1), 1)
+    assert size == state_file_bytes(config, resolve(config.parallelism, 1), 1)
 
 
 def test_the_file_has_no_name_and_all_its_blocks(tmp_path: Path):

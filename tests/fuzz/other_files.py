@@ -11,13 +11,13 @@ from fuzz.mutations import json_files, octets, yaml_files
 from fuzz.reader import Reader, reader
 from hypothesis import strategies as st
 
+from gptlite.config.cluster import ClusterConfig
 from gptlite.config.deepspeed.expand import overrides_of, refuse
 from gptlite.config.deepspeed.file import read as read_deepspeed
 from gptlite.config.deepspeed.translate import translate
 from gptlite.launch.hostfile import read as read_hosts
 from gptlite.parallelism import messages
 from gptlite.parallelism.verdict import Heartbeat, judge
-from gptlite.plan.config import ClusterConfig
 from gptlite.plan.local import read_calibration, write_calibration
 from gptlite.unpickle import unpickle
 

@@ -13,6 +13,7 @@ from marking import marked
 from gptlite.config import load
 from gptlite.launch import launcher, worker
 from gptlite.launch.starter import Starter
+from gptlite.start import run
 
 HUGE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 MIB = 2**20
@@ -42,6 +43,7 @@ from pathlib import Path
 from gptlite.launch import worker
 from gptlite.config import load, to_yaml
 from gptlite.launch.starter import Starter
+from gptlite.start import run
 
 def train_rank(*given, **also):
     import torch
@@ -115,9 +117,9 @@ class Kept(Exception):
 
 def test_a_command_keeps_its_memory_before_all_else(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(launcher, "keep_freed_memory", mock.Mock(side_effect=Kept))
-    monkeypatch.setattr(launcher, "planned", None)
+    monkeypatch.setattr(run, "settled", None)
     with pytest.raises(Kept):
-        launcher.launch(load(["run.dir=unused"]), 0.0)
+        run.launch(load(["run.dir=unused"]), 0.0)
 
 
 @pytest.mark.parametrize(("name", "shared"), [("torchrun", []), ("srun", ["a core of 4"])])

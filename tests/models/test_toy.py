@@ -12,7 +12,7 @@ from run_files import read_metrics
 
 from gptlite.checkpoint.load import load_tensors
 from gptlite.errors import ConfigError
-from gptlite.launch.offload_space import check_offload_space
+from gptlite.launch.room import check_disk
 from gptlite.models.model import Model
 from gptlite.ops.inputs import Inputs
 from gptlite.parallelism.config import ParallelismConfig
@@ -140,7 +140,7 @@ def test_it_is_planned_with_nothing_written_for_it(tmp_path):
 
 def test_moments_in_files_change_nothing(alone, tmp_path):
     words = ("parallelism.offload=nvme", f"parallelism.offload_path={tmp_path}")
-    check_offload_space(config_of(*words), Layout(), 1)
+    check_disk(config_of(*words), Layout(), 1)
     with Ranks(1) as ranks:  # a rank that offloads joins a process group
         assert ranks.run("models.toy:train", str(tmp_path / "run"), *words) == [0]
     assert losses(tmp_path / "run") == losses(alone)

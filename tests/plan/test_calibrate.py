@@ -10,12 +10,12 @@ import torch
 
 from gptlite import precision
 from gptlite.config import load
+from gptlite.config.cluster import ClusterConfig, LinkConfig
 from gptlite.cpu import cpu_cores
 from gptlite.errors import ConfigError
 from gptlite.plan import calibrate as module
 from gptlite.plan import local
 from gptlite.plan.calibrate import best, calibrate, kernel_seconds, matmul_rates, memory_bandwidth, ranks, saturation
-from gptlite.plan.config import ClusterConfig, LinkConfig
 from gptlite.plan.local import LOCAL_LINK, read_calibration, this_machine, write_calibration
 from gptlite.plan.planning import planned_dtype
 from gptlite.precision import PrecisionConfig, resolve_precision

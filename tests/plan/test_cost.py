@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from gptlite.config.cluster import ClusterConfig, LinkConfig
 from gptlite.errors import ConfigError
 from gptlite.models.gpt.config import GPTConfig
 from gptlite.models.gpt.flops import flops_per_token
@@ -13,7 +14,6 @@ from gptlite.ops.config import Attention
 from gptlite.optimizer.config import AdamWConfig, MuonConfig, SGDConfig
 from gptlite.parallelism.config import ActivationCheckpointing, Offload, ParallelismConfig
 from gptlite.parallelism.layout import SCHEDULES, Layout, num_stages, resolve, schedule_refuses, stages_of_rank
-from gptlite.plan.config import ClusterConfig, LinkConfig
 from gptlite.plan.cost import COPY_OPS, OPS, cost_per_billion_tokens, model_seconds, predict
 from gptlite.plan.hardware import Device, Group, Links, device_of, rank_share, waiting_for_cores
 from gptlite.plan.memory import most

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
+from gptlite.config.cluster import LinkConfig
 from gptlite.models.gpt.config import GPTConfig
 from gptlite.parallelism.axes import WORLD
 from gptlite.parallelism.config import ActivationCheckpointing
-from gptlite.plan.config import LinkConfig
 from gptlite.plan.cost import predict
 from gptlite.plan.hardware import Group, Links, device_of
 from gptlite.plan.profile import ATTENTION, MATMUL, MOVE, Op, plain_profile

@@ -7,10 +7,10 @@ import pytest
 
 from gptlite.commands.plan import planned_config
 from gptlite.config import load
+from gptlite.config.cluster import ClusterConfig
 from gptlite.errors import ConfigError
 from gptlite.models.spec import spec_of
 from gptlite.plan.capacity import GIB, rank_memory
-from gptlite.plan.config import ClusterConfig
 from gptlite.plan.largest import largest_models
 from gptlite.plan.memory import most
 from gptlite.plan.planning import fixed_keys, limited, make_plan

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from gptlite.plan.config import ClusterConfig
+from gptlite.config.cluster import ClusterConfig
 from plan.published.row import Row, value_of, with_key
 
 PRICE = 0.02  # of moving a constant across its range, in squared relative error of one row

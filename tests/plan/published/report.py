@@ -10,8 +10,8 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from gptlite.config.cluster import ClusterConfig
 from gptlite.files import replacing, write_whole
-from gptlite.plan.config import ClusterConfig
 from plan.published.fit import PRICE, cross_validation, fit
 from plan.published.row import Row, recomputed_flops, value_of
 from plan.published.tables import DEEPSPEED, MEGATRON, Table

@@ -10,10 +10,10 @@ from typing import Any
 from yaml import safe_load
 
 from gptlite.config import CONF_DIR
+from gptlite.config.cluster import ClusterConfig, LinkConfig
 from gptlite.models.gpt.config import GPTConfig
 from gptlite.models.gpt.flops import flops_per_token
 from gptlite.parallelism.config import ActivationCheckpointing
-from gptlite.plan.config import ClusterConfig, LinkConfig
 from gptlite.plan.cost import predict
 from gptlite.plan.search import UNKNOWN
 from gptlite.plan.workload import Prediction, Workload

@@ -10,7 +10,7 @@ from functools import cache
 
 import numpy as np
 
-from gptlite.plan.config import ClusterConfig
+from gptlite.config.cluster import ClusterConfig
 from plan.published import megatron, mpt, titan
 from plan.published.fit import Constant, fit_point, moved
 from plan.published.row import Row

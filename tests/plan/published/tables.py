@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gptlite.plan.config import ClusterConfig
+from gptlite.config.cluster import ClusterConfig
 from plan.published.fit import A100_CONSTANTS, V100_CONSTANTS, Constant
 from plan.published.row import Row
 from plan.published.rows import deepspeed_rows, megatron_rows

@@ -20,16 +20,17 @@ from typing import IO
 from gptlite.config import Config, require_config, to_yaml
 from gptlite.errors import ConfigError
 from gptlite.launch.host_memory import lift
-from gptlite.launch.launcher import alone, freed_memory_kept, planned
+from gptlite.launch.launcher import alone, environment_restored, freed_memory_kept
 from gptlite.launch.starter import starter
 from gptlite.progress import Console
 from gptlite.run.result import Result
+from gptlite.start.run import predicted, settled, under
 from gptlite.trainer.signals import SIGNALS, StopSignal
 
 LOOK_SECONDS = 0.2
 UNWIND_SECONDS = 5.0  # time for the launcher to end its ranks and delete their temporary files
 ANSWER = "ended.json"
-START = "from gptlite.launch.child import main; main()"
+START = "from gptlite.start.child import main; main()"
 
 
 class RunFailed(RuntimeError):
@@ -61,12 +62,9 @@ def launch(config: Config, *, ranks: int | None = None, handle_signals: bool = F
     outer = starter()
     if outer and ranks not in (None, outer.world_size):
         raise ConfigError(f"ranks={ranks}, but {outer.name} has started {outer.world_size} ranks; leave ranks out")
-    config, world = planned(config, outer, ranks)
+    config, world = settled(config, outer, ranks)
     if outer and world > 1:
-        from gptlite.launch.worker import under
-        from gptlite.pretrain import pretrain
-
-        return under(outer, config, started, pretrain)
+        return under(outer, config, started)
     if world > 1:
         return in_processes(config, world, started, handle_signals)
     with ExitStack() as held:
@@ -76,7 +74,7 @@ def launch(config: Config, *, ranks: int | None = None, handle_signals: bool = F
         held.enter_context(environment_restored())
         if config.trainer.host_memory_limit is not None:
             held.callback(lift)
-        return alone(config, started, StopSignal() if handle_signals else None)
+        return alone(config, started, StopSignal() if handle_signals else None, predicted(config, 1))
 
 
 def in_processes(config: Config, world: int, started: float, handle_signals: bool) -> Result:
@@ -159,15 +157,3 @@ def handlers_restored(receive: Callable[[int], None] | None = None) -> Iterator[
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-@contextmanager
-def environment_restored() -> Iterator[None]:
-    """Context that restores the environment at its end. A single rank with offload sets gloo's interface there."""
-    before = dict(os.environ)
-    try:
-        yield
-    finally:
-        for name in os.environ.keys() - before.keys():
-            del os.environ[name]
-        os.environ.update(before)

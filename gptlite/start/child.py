@@ -27,8 +27,8 @@ def main() -> NoReturn:
     from gptlite.config import from_yaml
     from gptlite.errors import ConfigError
     from gptlite.files import write_whole
-    from gptlite.launch.api import ANSWER
-    from gptlite.launch.launcher import start_ranks
+    from gptlite.start.api import ANSWER
+    from gptlite.start.run import start_ranks
 
     answer = {}
     try:

@@ -1,0 +1,79 @@
+"""Checks that a run fits the memory and the disk of this machine, before the ranks start."""
+
+import math
+import shutil
+from pathlib import Path
+
+from gptlite.config import Config
+from gptlite.cpu import memory_bytes
+from gptlite.errors import ConfigError
+from gptlite.files import unwritable
+from gptlite.invocation import command
+from gptlite.models.spec import spec_of
+from gptlite.parallelism.axes import EXPERT
+from gptlite.parallelism.config import Offload
+from gptlite.parallelism.layout import Layout
+
+ALIGN = 4096  # bytes: a file has each parameter's state in whole pages, see parallelism/state_file.py
+FP32 = 4  # bytes
+GIB = 2**30
+
+
+def check_memory(config: Config, layout: Layout, here: int) -> None:
+    """Raise ConfigError if parameters and optimizer state alone exceed the memory of a machine with `here` CPU ranks.
+
+    Otherwise the operating system would end the run, or other programs, after minutes of allocation.
+    """
+    in_memory = 0 if config.parallelism.offload is Offload.nvme else config.optimizer.moments
+    elements = sum(shards(config, layout)) / layout.size("pp")
+    state = here * (1 + in_memory) * FP32 * elements / GIB
+    if state > (memory := memory_bytes() / GIB):
+        raise ConfigError(
+            f"{spec_of(config.model).label(config.model)} needs {state:,.1f} GiB for parameters and optimizer state on "
+            f"this machine, which has {memory:,.1f} GiB of memory; choose a smaller model, or plan a cluster for it: "
+            f"{command('plan')} --help"
+        )
+
+
+def check_disk(config: Config, layout: Layout, here: int) -> None:
+    """Raise ConfigError if the folder `offload_path` cannot hold the optimizer state of the `here` local ranks."""
+    if config.parallelism.offload is not Offload.nvme:
+        return
+    key, folder = f"parallelism.offload_path={config.parallelism.offload_path}", config.parallelism.offload_path or ""
+    path = Path(folder).expanduser()
+    if not path.is_dir():
+        raise ConfigError(f"{key} is not a folder; create it on a local disk, or give another folder")
+    if reason := unwritable(path, "parallelism.offload_path"):
+        raise ConfigError(f"{key}: {reason}")
+    needed, free = state_file_bytes(config, layout, here), shutil.disk_usage(path).free
+    if needed > free:
+        raise ConfigError(
+            f"{key}: the optimizer state of {here} rank{'s' * (here > 1)} takes {needed / 1e6:.1f} MB, but "
+            f"only {free / 1e6:.1f} MB are free; free some, or give another folder"
+        )
+
+
+def state_file_bytes(config: Config, layout: Layout, here: int) -> int:
+    """Return the bytes of the files with the optimizer state of `here` ranks, if all ranks' files are equal."""
+    pages = sum(math.ceil(FP32 * shard / ALIGN) for shard in shards(config, layout))
+    return math.ceil(here * config.optimizer.state_elements() * ALIGN * pages / layout.size("pp"))
+
+
+def shards(config: Config, layout: Layout) -> list[float]:
+    """Return the elements of each of the model's parameters on a rank that has it; [] if the model cannot be built,
+    which the run reports.
+
+    The vocabulary size must be set. Without ZeRO, the data ranks of an expert group have different experts.
+    """
+    from gptlite.models.experts import Experts
+    from gptlite.models.model import Model
+    from gptlite.ops.select import Ops
+
+    try:
+        whole = Model.of(config.model).build(Ops(), 0)
+    except Exception:  # a user's model may raise anything
+        return []
+    experts = {id(p) for module in whole.modules() if isinstance(module, Experts) for p in module.parameters()}
+    among = layout.size(EXPERT) if layout.size("dp_shard") == 1 else 1
+    ranks = layout.size("tp", "dp_shard")
+    return [p.numel() / ranks / (among if id(p) in experts else 1) for p in whole.parameters()]
