@@ -12,7 +12,8 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from gptlite.config import Config, load
+    from gptlite.config.compose import load
+    from gptlite.config.schema import Config
     from gptlite.engine.engine import Engine, initialize
     from gptlite.errors import ConfigError
     from gptlite.pretrain import pretrain

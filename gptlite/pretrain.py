@@ -5,7 +5,7 @@ from collections.abc import Callable
 from contextlib import closing, nullcontext
 from pathlib import Path
 
-from gptlite.config import Config, require_config
+from gptlite.config.schema import Config, require_config
 from gptlite.errors import without_exit
 from gptlite.parallelism.mesh import build_mesh
 from gptlite.parallelism.watchdog import Watch

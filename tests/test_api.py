@@ -26,7 +26,7 @@ from marking import marked
 
 import gptlite
 from gptlite import ConfigError, Result, RunFailed, launch, load, pretrain
-from gptlite.config import CONF_DIR
+from gptlite.config.schema import CONF_DIR
 from gptlite.files import try_lock
 
 ROOT = Path(__file__).parents[1]

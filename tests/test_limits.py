@@ -10,7 +10,8 @@ import pytest
 import yaml
 
 from gptlite.checkpoint.huggingface import read_json
-from gptlite.config import load, read_saved, to_yaml
+from gptlite.config import load
+from gptlite.config.saved import read_saved, to_yaml
 from gptlite.data.find_tokenizer import find_tokenizer
 from gptlite.data.huggingface_tokenizer import byte_alphabet
 from gptlite.data.order_log import FILE_NAME, read_order

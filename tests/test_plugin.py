@@ -16,8 +16,10 @@ from plan.truth import workload
 from plan.truth_layouts import Layout
 from run_files import read_metrics
 
-from gptlite.config import CONF_DIR, from_yaml, load, model_name, to_yaml
+from gptlite.config import load
 from gptlite.config.plugins import import_plugins, named_in
+from gptlite.config.saved import from_yaml, to_yaml
+from gptlite.config.schema import CONF_DIR, model_name
 from gptlite.errors import ConfigError
 from gptlite.models.registry import register_model
 from gptlite.optimizer.config import OPTIMIZERS, LionConfig, SGDConfig

@@ -10,8 +10,10 @@ import forked
 import pytest
 from models.toy import RUN, SYNTHETIC
 
-from gptlite.config import from_yaml, load, saved_overrides, to_yaml
+from gptlite.config import load
 from gptlite.config.plugins import may_run_code
+from gptlite.config.resume import saved_overrides
+from gptlite.config.saved import from_yaml, to_yaml
 from gptlite.errors import ConfigError
 from gptlite.sweep.begin import sweep_overrides
 

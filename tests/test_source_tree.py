@@ -10,7 +10,7 @@ PROGRAM = """
 import sys
 sys.meta_path = [finder for finder in sys.meta_path if "editable" not in f"{finder} {type(finder)}".lower()]
 import gptlite.kernels.units, gptlite.recipes.shakespeare
-from gptlite.config import CONF_DIR
+from gptlite.config.schema import CONF_DIR
 places = gptlite.kernels.units.__file__, CONF_DIR / "config.yaml", *gptlite.recipes.shakespeare.__path__
 print(*places, sep="\\n")
 """

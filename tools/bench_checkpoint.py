@@ -100,7 +100,7 @@ def intervals(folder: Path, overrides: list[str], steps: int, repeats: int) -> N
     keep_freed_memory()  # before any tensor is created: torch reads its huge page setting only once
     from gptlite.checkpoint.checkpointer import Checkpointer
     from gptlite.checkpoint.config import CheckpointConfig
-    from gptlite.config import to_yaml
+    from gptlite.config.saved import to_yaml
     from gptlite.parallelism.mesh import build_mesh
     from gptlite.parity.record import build
 

@@ -24,8 +24,11 @@ from gptlite.checkpoint.load import load_tensors, not_finite, read_config
 from gptlite.checkpoint.manifest import read_file, read_manifest
 from gptlite.checkpoint_tool.check_export import MOST_BYTES, can_load, check_export, transformers_version
 from gptlite.checkpoint_tool.meta import PARAMS, is_meta, open_meta
-from gptlite.config import Config, from_yaml, hydra_value, leaves, load, override_value, to_yaml
+from gptlite.config.compose import load
+from gptlite.config.overrides import hydra_value
 from gptlite.config.plugins import as_override, import_plugins
+from gptlite.config.saved import from_yaml, leaves, override_value, to_yaml
+from gptlite.config.schema import Config
 from gptlite.data.config import DataConfig, TextConfig
 from gptlite.data.export_tokenizer import tokenizer_files
 from gptlite.data.find_tokenizer import EXPORTED

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from gptlite.checkpoint import store
 from gptlite.checkpoint.find import damage, is_step
 from gptlite.checkpoint.manifest import read_file
-from gptlite.config import from_yaml, to_dict
+from gptlite.config.saved import from_yaml, to_dict
 from gptlite.documents import refuse_yaml
 from gptlite.errors import ConfigError, did_you_mean
 from gptlite.files import open_regular, try_lock

@@ -17,7 +17,8 @@ from gptlite.checkpoint.load import load_tensors, read_config
 from gptlite.checkpoint.manifest import read_manifest
 from gptlite.checkpoint_tool.huggingface import CHECKPOINTS, changed, write_first
 from gptlite.checkpoint_tool.places import one_checkpoint
-from gptlite.config import from_yaml, hydra_value, override_value, to_yaml
+from gptlite.config.overrides import hydra_value
+from gptlite.config.saved import from_yaml, override_value, to_yaml
 from gptlite.errors import printable
 from gptlite.files import refuse_used
 from gptlite.invocation import command

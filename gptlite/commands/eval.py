@@ -33,8 +33,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from gptlite.commands.train import run_command
-from gptlite.config import Config
 from gptlite.config.command_line import parse_arguments
+from gptlite.config.schema import Config
 from gptlite.errors import ConfigError
 from gptlite.progress import counted
 
@@ -133,9 +133,10 @@ def laid_out(arguments: Arguments, layout: list[str], world: int | None) -> tupl
 
     from gptlite.checkpoint.find import candidates, first_intact
     from gptlite.checkpoint.load import read_config
-    from gptlite.config import from_yaml, load_layout
     from gptlite.config.checks import check_forward
+    from gptlite.config.compose import load_layout
     from gptlite.config.plugins import import_plugins
+    from gptlite.config.saved import from_yaml
     from gptlite.parallelism.layout import wanted_world
 
     import_plugins(arguments.plugins)

@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gptlite.commands.eval import Arguments
-from gptlite.config import Config, hydra_value, load, presets_of
+from gptlite.config.compose import load
+from gptlite.config.overrides import hydra_value
+from gptlite.config.schema import Config, presets_of
 from gptlite.errors import ConfigError, printable
 from gptlite.parallelism.config import ParallelismConfig
 from gptlite.progress import log

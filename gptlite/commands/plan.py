@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from gptlite.commands.train import run_command
-from gptlite.config import Config, load
 from gptlite.config.command_line import parse_arguments
+from gptlite.config.compose import load
 from gptlite.config.deepspeed import with_deepspeed
+from gptlite.config.schema import Config
 from gptlite.errors import ConfigError
 
 

@@ -8,7 +8,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from gptlite.checkpoint.compare import flatten
 from gptlite.config.overrides import key_of
-from gptlite.config.saved import LENGTHS, override_value, to_dict
+from gptlite.config.resume import LENGTHS
+from gptlite.config.saved import override_value, to_dict
 from gptlite.config.schema import Config, presets_of, schema_names
 
 SECTIONS = ("model", "data", "optimizer", "schedule")  # these and the run's length determine its results

@@ -19,7 +19,8 @@ from gptlite.config.deepspeed import with_deepspeed
 from gptlite.config.messages import refusals, unknown_key
 from gptlite.config.overrides import key_of, whole_number
 from gptlite.config.plugins import import_plugins, named_in, refuse_unnamed
-from gptlite.config.saved import leaves, saved_config, saved_overrides
+from gptlite.config.resume import saved_config, saved_overrides
+from gptlite.config.saved import leaves
 from gptlite.config.schema import (
     CONF_DIR,
     SCHEMAS,
@@ -33,7 +34,6 @@ from gptlite.config.schema import (
 from gptlite.config.warm_start import with_model
 from gptlite.errors import ConfigError, known_home
 from gptlite.invocation import localized
-from gptlite.models.spec import spec_of
 from gptlite.parallelism.config import ParallelismConfig
 
 
@@ -107,12 +107,6 @@ def _initialized(config_dir: Path) -> Iterator[None]:
         GlobalHydra.instance().hydra = others
 
 
-def require_config(config: object) -> None:
-    """Raise ConfigError if `config` is not a Config."""
-    if not isinstance(config, Config):
-        raise ConfigError(f"{config!r} is not a Config; compose one with gptlite.load([KEY=VALUE, ...])")
-
-
 HELP = """\
 gptlite: GPT pretraining, composed by Hydra.
 
@@ -165,20 +159,6 @@ def typed(config: DictConfig, overrides: Iterable[str] = ()) -> Config:
                 Path(value).expanduser()
     check(result)
     return result
-
-
-def with_vocabulary(config: Config, vocab_size: int) -> Config:
-    """Return the configuration; if `model.vocab_size` is null, it is set for a tokenizer of this vocabulary size.
-    Raises ConfigError if the configured size is smaller."""
-    spec = spec_of(config.model)
-    config = dataclasses.replace(config, model=spec.with_vocabulary(config.model, vocab_size))
-    size = spec.vocab_size(config.model)
-    if size is not None and size < vocab_size:
-        raise ConfigError(
-            f"model.vocab_size={size} is less than the tokenizer's vocabulary size {vocab_size}; "
-            f"set model.vocab_size={vocab_size}, or null to use the tokenizer's"
-        )
-    return config
 
 
 def _refuse_added_keys(node: DictConfig, schema: Any, prefix: str = "") -> None:

@@ -19,6 +19,7 @@ from gptlite.checkpoint.config import CheckpointConfig
 from gptlite.config.cluster import ClusterConfig
 from gptlite.data import registry as data_registry
 from gptlite.data.config import DataConfig
+from gptlite.errors import ConfigError
 from gptlite.metrics.config import LoggerConfig, TensorboardConfig, WandbConfig
 from gptlite.models import registry
 from gptlite.models.config import ModelConfig
@@ -84,6 +85,12 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
+
+
+def require_config(config: object) -> None:
+    """Raise ConfigError if `config` is not a Config."""
+    if not isinstance(config, Config):
+        raise ConfigError(f"{config!r} is not a Config; compose one with gptlite.load([KEY=VALUE, ...])")
 
 
 # {group: {name: schema}}: the schemas that presets of a group can extend

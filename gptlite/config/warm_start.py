@@ -6,11 +6,8 @@ from gptlite import limits
 from gptlite.config.overrides import values_of
 from gptlite.config.plugins import PluginsNotNamed
 from gptlite.config.saved import from_yaml, leaves, override_value
-from gptlite.config.schema import Config, schema_names
-from gptlite.data.config import SyntheticConfig
+from gptlite.config.schema import schema_names
 from gptlite.documents import read_text
-from gptlite.errors import ConfigError
-from gptlite.models.spec import spec_of
 from gptlite.progress import Log
 
 
@@ -47,20 +44,3 @@ def model_overrides(overrides: list[str]) -> list[str]:
     values = [f"model.{key}={override_value(value)}" for key, value in leaves(model) if f"model.{key}" not in given]
     # The optimizer is copied too, since the model's preset, which is not copied, may have chosen it.
     return [*([f"optimizer={optimizer}"] if "optimizer" not in given else []), *values]
-
-
-def refuse_larger_vocabulary(config: Config, vocab_size: int) -> None:
-    """Raise ConfigError if the vocabulary of a run's data is larger than that of the weights it starts from."""
-    size = spec_of(config.model).vocab_size(config.model)
-    if config.checkpoint.load == "weights" and size is not None and size < vocab_size:
-        synthetic = f", or data.vocab_size={size}" if isinstance(config.data, SyntheticConfig) else ""
-        raise ConfigError(too_few_ids(config.checkpoint.resume, size, vocab_size) + synthetic)
-
-
-def too_few_ids(checkpoint: str, size: int, vocab_size: int) -> str:
-    """Return the message for a checkpoint with a smaller vocabulary than the data's, which no key can fix."""
-    return (
-        f"checkpoint.resume={checkpoint} has a vocabulary size of {size}, less than the {vocab_size} of the data's "
-        f"tokenizer; use data prepared with the checkpoint's tokenizer, or leave out checkpoint.resume and "
-        "checkpoint.load to train new weights"
-    )

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from gptlite.config import Config, read_saved
 from gptlite.config.plugins import import_plugins
+from gptlite.config.saved import read_saved
+from gptlite.config.schema import Config
 from gptlite.data.corpus import TRAIN
 from gptlite.data.eras import Era
 from gptlite.data.indexed import IndexedDataset

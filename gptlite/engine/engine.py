@@ -20,9 +20,10 @@ from gptlite.checkpoint.find import candidates, first_intact
 from gptlite.checkpoint.load import load_tensors, verify_together
 from gptlite.checkpoint.manifest import read_manifest
 from gptlite.checkpoint.store import step_folders
-from gptlite.config import Config, from_yaml, to_yaml
 from gptlite.config.batch import check_world
 from gptlite.config.checks import check_device
+from gptlite.config.saved import from_yaml, to_yaml
+from gptlite.config.schema import Config
 from gptlite.data.samples import SampleBatch
 from gptlite.engine.batches import HandedOver, agreed_samples, in_step, micro_batches
 from gptlite.engine.module import ModuleSpec

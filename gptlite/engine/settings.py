@@ -7,10 +7,11 @@ from typing import Any
 
 from torch import nn
 
-from gptlite.config import Config, hydra_value, load
+from gptlite.config.compose import load
 from gptlite.config.deepspeed import with_deepspeed
-from gptlite.config.overrides import key_of
+from gptlite.config.overrides import hydra_value, key_of
 from gptlite.config.plugins import as_override, named_in
+from gptlite.config.schema import Config
 from gptlite.errors import ConfigError
 
 PLUGIN = "gptlite.engine.module"

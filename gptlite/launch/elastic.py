@@ -20,7 +20,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from gptlite.checkpoint.config import CheckpointConfig
-from gptlite.config import Config, to_yaml
+from gptlite.config.saved import to_yaml
+from gptlite.config.schema import Config
 from gptlite.errors import ConfigError, printable
 from gptlite.launch.host_memory import kernel_kills, was_near
 from gptlite.launch.rank_log import log_path

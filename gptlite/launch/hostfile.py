@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from gptlite.config import Config, load
 from gptlite.config.batch import check_world
+from gptlite.config.compose import load
+from gptlite.config.schema import Config
 from gptlite.errors import ConfigError
 from gptlite.invocation import arguments, python
 from gptlite.launch.starter import starter

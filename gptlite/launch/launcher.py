@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from gptlite.config import Config, with_vocabulary
 from gptlite.config.batch import check_world
 from gptlite.config.checks import check_device
-from gptlite.config.warm_start import refuse_larger_vocabulary
+from gptlite.config.schema import Config
+from gptlite.config.vocabulary import refuse_larger_vocabulary, with_vocabulary
 from gptlite.data.vocabulary import find_vocabulary
 from gptlite.errors import ConfigError
 from gptlite.launch.host_memory import limit, limit_words

@@ -4,7 +4,7 @@ import math
 import shutil
 from pathlib import Path
 
-from gptlite.config import Config
+from gptlite.config.schema import Config
 from gptlite.cpu import memory_bytes
 from gptlite.errors import ConfigError
 from gptlite.files import unwritable

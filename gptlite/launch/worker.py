@@ -15,7 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
-from gptlite.config import Config, from_yaml, to_yaml
+from gptlite.config.saved import from_yaml, to_yaml
+from gptlite.config.schema import Config
 from gptlite.errors import CURES, ConfigError, one_line, printable, system_error
 from gptlite.files import write_whole
 from gptlite.invocation import prepare_process

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from gptlite.config import Config
+from gptlite.config.schema import Config
 from gptlite.parallelism.collectives import gather_objects
 from gptlite.parallelism.config import ParallelismConfig
 from gptlite.parallelism.mesh import Mesh, build_mesh

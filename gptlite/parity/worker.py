@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from gptlite.config import Config
+from gptlite.config.schema import Config
 from gptlite.parallelism.mesh import build_mesh
 from gptlite.parity.compare import Distances, StepComparison, compare, distances, fp32_limits, half_limits
 from gptlite.parity.record import StepRecord, recorded

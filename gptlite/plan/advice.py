@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from gptlite.config import Config
 from gptlite.config.batch import check_world
 from gptlite.config.checks import check
 from gptlite.config.cluster import ClusterConfig
+from gptlite.config.schema import Config
 from gptlite.errors import ConfigError
 from gptlite.metrics.console import format_bytes
 from gptlite.parallelism.config import ActivationCheckpointing, Offload

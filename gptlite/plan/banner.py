@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import torch
 
-from gptlite.config import Config
 from gptlite.config.batch import check_world
 from gptlite.config.cluster import ClusterConfig
+from gptlite.config.schema import Config
 from gptlite.errors import first_line, without_exit
 from gptlite.metrics.console import format_bytes
 from gptlite.ops.config import Attention

@@ -6,8 +6,8 @@ from bisect import bisect_left
 from dataclasses import dataclass, replace
 from functools import cache
 
-from gptlite.config import Config
 from gptlite.config.cluster import ClusterConfig
+from gptlite.config.schema import Config
 from gptlite.errors import ConfigError
 from gptlite.models.spec import spec_of
 from gptlite.parallelism.layout import num_stages

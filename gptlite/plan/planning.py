@@ -7,10 +7,12 @@ from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from gptlite.config import Config, override_value, with_vocabulary
 from gptlite.config.checks import check_layout
 from gptlite.config.cluster import ClusterConfig
 from gptlite.config.overrides import key_of
+from gptlite.config.saved import override_value
+from gptlite.config.schema import Config
+from gptlite.config.vocabulary import with_vocabulary
 from gptlite.data.batches import batch_schedule
 from gptlite.data.vocabulary import find_vocabulary
 from gptlite.errors import ConfigError

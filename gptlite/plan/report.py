@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from gptlite.config import Config
 from gptlite.config.cluster import ClusterConfig
+from gptlite.config.schema import Config
 from gptlite.files import write_whole
 from gptlite.invocation import arguments, command
 from gptlite.metrics.console import WIDTH, banner, format_bytes, format_count, format_duration, format_parameters, table

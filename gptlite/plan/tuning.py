@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypedDict
 
-from gptlite.config import hydra_value
+from gptlite.config.overrides import hydra_value
 from gptlite.documents import read_json
 from gptlite.files import write_whole
 from gptlite.invocation import command

@@ -7,8 +7,8 @@ import platform
 import torch
 import torch.distributed as dist
 
-from gptlite.config import Config, to_dict
-from gptlite.config.schema import schema_names
+from gptlite.config.saved import to_dict
+from gptlite.config.schema import Config, schema_names
 from gptlite.cpu import cpu_name
 from gptlite.data.prepared import PreparedData
 from gptlite.data.samples import SampleSets

@@ -6,8 +6,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from gptlite.config import Config, with_epochs, with_vocabulary
-from gptlite.config.warm_start import refuse_larger_vocabulary
+from gptlite.config.length import with_epochs
+from gptlite.config.schema import Config
+from gptlite.config.vocabulary import refuse_larger_vocabulary, with_vocabulary
 from gptlite.data.batch_loader import BatchLoader
 from gptlite.data.build import build_loader, open_data
 from gptlite.data.prepared import PreparedData

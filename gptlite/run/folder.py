@@ -20,8 +20,9 @@ from gptlite.checkpoint.compare import compare_configs
 from gptlite.checkpoint.load import load_tensors, read_config
 from gptlite.checkpoint.manifest import environment_changes, read_manifest
 from gptlite.checkpoint.store import step_folders
-from gptlite.config import Config, from_yaml, read_saved, to_dict, to_yaml
-from gptlite.config.warm_start import too_few_ids
+from gptlite.config.saved import from_yaml, read_saved, to_dict, to_yaml
+from gptlite.config.schema import Config
+from gptlite.config.vocabulary import too_few_ids
 from gptlite.data.config import TextConfig
 from gptlite.data.order_log import OrderRow, note_order, note_spike
 from gptlite.data.text import newly_followed

@@ -6,8 +6,9 @@ from typing import NamedTuple
 
 from gptlite.checkpoint.find import find_checkpoint
 from gptlite.checkpoint.load import load_tensors, read_config
-from gptlite.config import Config, from_yaml
 from gptlite.config.plugins import import_plugins
+from gptlite.config.saved import from_yaml
+from gptlite.config.schema import Config
 from gptlite.data.find_tokenizer import find_tokenizer
 from gptlite.data.tokenizer import Tokenizer, load_tokenizer
 from gptlite.errors import ConfigError, did_you_mean

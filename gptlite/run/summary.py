@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from gptlite.config import Config, hydra_value
-from gptlite.config.overrides import command_value
+from gptlite.config.overrides import command_value, hydra_value
 from gptlite.config.plugins import as_override
+from gptlite.config.schema import Config
 from gptlite.data.tokenizer import StreamDecoder
 from gptlite.errors import one_line, printable, text_of
 from gptlite.invocation import command, launched_command

@@ -17,7 +17,8 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
-from gptlite.config import Config, require_config, to_yaml
+from gptlite.config.saved import to_yaml
+from gptlite.config.schema import Config, require_config
 from gptlite.errors import ConfigError
 from gptlite.launch.host_memory import lift
 from gptlite.launch.launcher import alone, environment_restored, freed_memory_kept

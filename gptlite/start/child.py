@@ -24,7 +24,7 @@ def main() -> NoReturn:
     from gptlite.launch.launcher import keep_freed_memory
 
     keep_freed_memory()  # before anything creates tensors
-    from gptlite.config import from_yaml
+    from gptlite.config.saved import from_yaml
     from gptlite.errors import ConfigError
     from gptlite.files import write_whole
     from gptlite.start.api import ANSWER

@@ -6,7 +6,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from gptlite.config import Config
+from gptlite.config.schema import Config
 from gptlite.errors import without_exit
 from gptlite.launch import launcher
 from gptlite.launch.host_memory import lift, out_of_memory

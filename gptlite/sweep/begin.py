@@ -19,8 +19,7 @@ from hydra.core.config_loader import ConfigLoader
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
 
-from gptlite.config import hydra_value
-from gptlite.config.overrides import key_of, unquoted
+from gptlite.config.overrides import hydra_value, key_of, unquoted
 from gptlite.config.plugins import as_override, named_in, refuse_foreign
 from gptlite.errors import ConfigError, printable
 from gptlite.invocation import command

@@ -20,9 +20,10 @@ from hydra.core.override_parser.types import ChoiceSweep, Override, RangeSweep
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from gptlite import limits
-from gptlite.config import CONF_DIR, typed
+from gptlite.config.compose import typed
 from gptlite.config.messages import refusals
 from gptlite.config.overrides import key_of
+from gptlite.config.schema import CONF_DIR
 from gptlite.errors import ConfigError
 from gptlite.progress import Progress
 from gptlite.sweep.folder import PRUNED, Record

@@ -18,8 +18,9 @@ from types import FrameType
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from gptlite.config import Config, typed
+from gptlite.config.compose import typed
 from gptlite.config.plugins import import_plugins
+from gptlite.config.schema import Config
 from gptlite.documents import checked
 from gptlite.errors import ConfigError, one_line, printable
 from gptlite.files import open_inside, open_regular

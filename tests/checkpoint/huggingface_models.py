@@ -13,7 +13,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from gptlite.checkpoint.checkpointer import Checkpointer
 from gptlite.checkpoint.config import CheckpointConfig
 from gptlite.checkpoint.load import load_tensors, read_config
-from gptlite.config import from_yaml, load, to_yaml
+from gptlite.config import load
+from gptlite.config.saved import from_yaml, to_yaml
 from gptlite.data.tokenizer import NumberTokenizer, Tokenizer
 from gptlite.models.gpt.model import GPT
 from gptlite.models.model import Model

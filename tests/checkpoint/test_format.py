@@ -20,7 +20,7 @@ from run_files import read_metrics
 from gptlite.checkpoint.load import load_tensors, whole_tensors
 from gptlite.checkpoint.manifest import DamagedCheckpoint, read_manifest, verify
 from gptlite.checkpoint.metadata import boxes_of, read_metadata
-from gptlite.config import from_yaml
+from gptlite.config.saved import from_yaml
 from gptlite.pretrain import pretrain
 
 FIXTURE = Path(__file__).parent / "fixtures" / "v1" / "step-00000003"

@@ -17,7 +17,8 @@ from gptlite.checkpoint.checkpointer import Checkpointer
 from gptlite.checkpoint.config import CheckpointConfig
 from gptlite.checkpoint.load import load_tensors, read_config
 from gptlite.checkpoint_tool.huggingface import export, import_
-from gptlite.config import from_yaml, load, to_yaml
+from gptlite.config import load
+from gptlite.config.saved import from_yaml, to_yaml
 from gptlite.data.tokenizer import NumberTokenizer
 from gptlite.errors import ConfigError
 from gptlite.invocation import command

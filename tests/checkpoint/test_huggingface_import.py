@@ -27,7 +27,8 @@ from transformers import GPT2LMHeadModel, GPT2Model
 from gptlite.checkpoint.load import read_config
 from gptlite.checkpoint.manifest import read_manifest
 from gptlite.checkpoint_tool.huggingface import export, import_
-from gptlite.config import from_yaml, load
+from gptlite.config import load
+from gptlite.config.saved import from_yaml
 from gptlite.data.build import build_loader, prepare
 from gptlite.errors import ConfigError
 from gptlite.invocation import command

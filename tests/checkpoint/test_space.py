@@ -11,7 +11,8 @@ from run_files import on_disk
 
 from gptlite.checkpoint.checkpointer import Checkpointer
 from gptlite.checkpoint.config import CheckpointConfig
-from gptlite.config import load, to_yaml
+from gptlite.config import load
+from gptlite.config.saved import to_yaml
 from gptlite.data.tokenizer import CharTokenizer, Tokenizer
 from gptlite.parallelism.mesh import build_mesh
 

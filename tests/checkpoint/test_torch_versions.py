@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, TensorPr
 from gptlite.checkpoint.load import whole_tensors
 from gptlite.checkpoint.manifest import verify
 from gptlite.checkpoint.metadata import _set_properties
-from gptlite.config import from_yaml
+from gptlite.config.saved import from_yaml
 from gptlite.pretrain import pretrain
 
 FIXTURES = Path(__file__).parent / "fixtures"

@@ -5,9 +5,11 @@ from itertools import product
 
 import pytest
 
-from gptlite.config import CONF_DIR, checks, from_yaml, load, to_yaml
+from gptlite.config import checks, load
 from gptlite.config.batch import check_world
 from gptlite.config.checks import check
+from gptlite.config.saved import from_yaml, to_yaml
+from gptlite.config.schema import CONF_DIR
 from gptlite.data.batches import batch_schedule
 from gptlite.errors import ConfigError
 from gptlite.parallelism.layout import SCHEDULES, Layout, largest_micro_batch, wanted_world

@@ -12,16 +12,11 @@ import composition
 import pytest
 
 import gptlite.config.compose
-from gptlite.config import (
-    CONF_DIR,
-    SCHEMAS,
-    from_yaml,
-    load,
-    presets_of,
-    saved_overrides,
-    to_yaml,
-)
+from gptlite.config import load
 from gptlite.config.command_line import parse_arguments
+from gptlite.config.resume import saved_overrides
+from gptlite.config.saved import from_yaml, to_yaml
+from gptlite.config.schema import CONF_DIR, SCHEMAS, presets_of
 from gptlite.errors import ConfigError
 from gptlite.ops import apex
 from gptlite.optimizer.config import LionConfig

@@ -12,13 +12,14 @@ from run_files import read_metrics
 from yaml import safe_load
 
 from gptlite.commands.import_config import report, run
-from gptlite.config import CONF_DIR, load
+from gptlite.config import load
 from gptlite.config.deepspeed import with_deepspeed
 from gptlite.config.deepspeed.expand import overrides_of
 from gptlite.config.deepspeed.file import read
 from gptlite.config.deepspeed.keys import NO_EFFECT_SECTIONS, REFUSED_IF_ON, ROOT, ZERO
 from gptlite.config.deepspeed.rows import Row, Verdict
 from gptlite.config.deepspeed.translate import translate
+from gptlite.config.schema import CONF_DIR
 from gptlite.errors import ConfigError
 from gptlite.invocation import command
 

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 
 from gptlite.commands.train import help_of
-from gptlite.config import help_keys, register
+from gptlite.config import help_keys
 from gptlite.config.help_keys import group_help, sweep_help
-from gptlite.config.schema import SCHEMAS
+from gptlite.config.schema import SCHEMAS, register
 from gptlite.errors import ConfigError
 
 register()

@@ -10,11 +10,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from gptlite.config import CONF_DIR, hydra_value, load, register
+from gptlite.config import load
 from gptlite.config.command_line import LITERAL, parse_arguments
-from gptlite.config.overrides import command_value, unquoted, values_of
+from gptlite.config.overrides import command_value, hydra_value, unquoted, values_of
 from gptlite.config.plugins import as_override, named_in
-from gptlite.config.saved import not_resumed, saved_file
+from gptlite.config.resume import not_resumed, saved_file
+from gptlite.config.schema import CONF_DIR, register
 from gptlite.config.warm_start import model_overrides
 from gptlite.errors import ConfigError
 from gptlite.sweep.begin import sweep_overrides

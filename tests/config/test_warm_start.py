@@ -10,7 +10,9 @@ from yaml import safe_load
 
 from gptlite.checkpoint.compare import compare_configs
 from gptlite.commands.train import main
-from gptlite.config import CONF_DIR, load, to_dict, to_yaml
+from gptlite.config import load
+from gptlite.config.saved import to_dict, to_yaml
+from gptlite.config.schema import CONF_DIR
 from gptlite.config.warm_start import model_overrides
 from gptlite.data.tokenizer import CharTokenizer
 

@@ -10,7 +10,8 @@ import torch
 from datasets import Dataset, DatasetDict
 from PIL import Image
 
-from gptlite.config import from_yaml, load, to_yaml
+from gptlite.config import load
+from gptlite.config.saved import from_yaml, to_yaml
 from gptlite.data.config import HuggingFaceConfig
 from gptlite.data.samples import SampleSets, open_samples
 from gptlite.errors import ConfigError

@@ -8,7 +8,8 @@ import pytest
 from token_folders import documents, write_folder
 
 from gptlite.commands.eval_rank import held_out
-from gptlite.config import from_yaml, load, to_yaml
+from gptlite.config import load
+from gptlite.config.saved import from_yaml, to_yaml
 from gptlite.data.build import prepare
 from gptlite.data.config import TokensConfig
 from gptlite.data.tokenizer import CharTokenizer

@@ -19,7 +19,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore
 
 from gptlite.checkpoint.checkpointer import Checkpointer
-from gptlite.config import Config, to_yaml
+from gptlite.config import Config
+from gptlite.config.saved import to_yaml
 from gptlite.optimizer.base import OwnOptimizer
 from gptlite.parallelism.boxes import local_box, local_part
 from gptlite.parallelism.mesh import Mesh, build_mesh

@@ -14,7 +14,8 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_with_tor
 from gptlite.checkpoint.load import load_tensors, read_config
 from gptlite.checkpoint.manifest import read_manifest
 from gptlite.checkpoint_tool.huggingface import export
-from gptlite.config import Config, from_yaml
+from gptlite.config import Config
+from gptlite.config.saved import from_yaml
 from gptlite.data.build import build_loader, prepare
 from gptlite.data.loader import IGNORE
 from gptlite.models.gpt.model import GPT

@@ -7,7 +7,7 @@ from dataclasses import astuple
 from distributed.bounds import STATED
 from distributed.matrix import CELLS
 from distributed.refused import REFUSED
-from gptlite.config import CONF_DIR
+from gptlite.config.schema import CONF_DIR
 
 DOCS = CONF_DIR.parent / "docs"
 TEXT = (DOCS / "parallelism_checks.md").read_text(encoding="utf-8")

@@ -13,7 +13,8 @@ from distributed.cell import BASE
 from distributed.parity_bugs import planted
 from distributed.ranks import Ranks
 from gptlite.commands.parity import main
-from gptlite.config import CONF_DIR, load
+from gptlite.config import load
+from gptlite.config.schema import CONF_DIR
 from gptlite.parity.record import recorded
 from gptlite.parity.worker import compare_run, save_reference
 

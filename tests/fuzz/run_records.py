@@ -5,8 +5,9 @@ from pathlib import Path
 from fuzz.mutations import json_files, json_lines, yaml_files
 from fuzz.reader import Reader, reader
 
-from gptlite.config import from_yaml, load, to_yaml
-from gptlite.config.saved import saved_overrides
+from gptlite.config import load
+from gptlite.config.resume import saved_overrides
+from gptlite.config.saved import from_yaml, to_yaml
 from gptlite.data import order_log
 from gptlite.metrics import jsonl, plot, plot_experts
 from gptlite.run.result import Result

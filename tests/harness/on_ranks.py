@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from gptlite.config import load_layout
+from gptlite.config.compose import load_layout
 from gptlite.harness.ranks import SharedScorer
 from gptlite.harness.scorer import Scorer
 from gptlite.run.restore import restore

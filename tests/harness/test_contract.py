@@ -10,7 +10,7 @@ from models.toy import ConvSpec, config_of
 from torch import nn
 
 from gptlite.commands.eval import Arguments, check, laid_out
-from gptlite.config import CONF_DIR
+from gptlite.config.schema import CONF_DIR
 from gptlite.errors import ConfigError
 from gptlite.harness.scorer import Prompt, Scored, Scorer
 from gptlite.models.model import Model

@@ -41,7 +41,8 @@ RANK = """
 import os, re, resource, sys, tempfile
 from pathlib import Path
 from gptlite.launch import worker
-from gptlite.config import load, to_yaml
+from gptlite.config import load
+from gptlite.config.saved import to_yaml
 from gptlite.launch.starter import Starter
 from gptlite.start import run
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from gptlite.commands.plan import planned_config
-from gptlite.config import CONF_DIR
+from gptlite.config.schema import CONF_DIR
 from gptlite.plan.largest import largest_models
 from gptlite.plan.memory import most
 from gptlite.plan.report import train_command, write_largest

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from gptlite.commands.train_tokenizer import Arguments
-from gptlite.config import CONF_DIR
+from gptlite.config.schema import CONF_DIR
 from gptlite.data.tokenizer import CharTokenizer, load_tokenizer
 from gptlite.errors import ConfigError
 from gptlite.preprocess.settings import make_settings

@@ -16,8 +16,9 @@ from hydra import initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.types import RunMode
 
-from gptlite.config import CONF_DIR, load, register
+from gptlite.config import load
 from gptlite.config.batch import check_world
+from gptlite.config.schema import CONF_DIR, register
 from gptlite.errors import ConfigError
 from gptlite.launch import host_memory
 from gptlite.sweep.begin import Sweep, exit_code, refuse_others, sweep_overrides

@@ -10,7 +10,7 @@ import pytest
 from distributed.launch_command import TRAIN, Start, losses
 
 from gptlite.commands import train
-from gptlite.config import read_saved
+from gptlite.config.saved import read_saved
 from gptlite.sweep import job
 from gptlite.sweep.folder import Record
 from sweep.sweeps import SMALL, begun, records, statuses

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import pytest
 
-from gptlite.config import CONF_DIR
+from gptlite.config.schema import CONF_DIR
 
 TOOLS = CONF_DIR.parent / "tools"
 

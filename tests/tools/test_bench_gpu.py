@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from gptlite.config import CONF_DIR
+from gptlite.config.schema import CONF_DIR
 from gptlite.errors import ConfigError
 
 ROOT = CONF_DIR.parent

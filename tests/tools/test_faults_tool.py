@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from gptlite.config import CONF_DIR
+from gptlite.config.schema import CONF_DIR
 from gptlite.errors import ConfigError
 
 TOOLS = CONF_DIR.parent / "tools"

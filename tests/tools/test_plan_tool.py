@@ -10,7 +10,8 @@ import pytest
 from token_folders import write_folder
 from yaml import safe_load
 
-from gptlite.config import CONF_DIR, load
+from gptlite.config import load
+from gptlite.config.schema import CONF_DIR
 from gptlite.invocation import command
 
 TOOLS = CONF_DIR.parent / "tools"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from run_files import without_plots
 
-from gptlite.config import CONF_DIR
+from gptlite.config.schema import CONF_DIR
 
 TOOLS = CONF_DIR.parent / "tools"
 

@@ -7,7 +7,8 @@ from distributed.ranks import Ranks
 from models.resnet import config_of, train
 from run_files import read_metrics
 
-from gptlite.config import load, with_epochs
+from gptlite.config import load
+from gptlite.config.length import with_epochs
 from gptlite.config.saved import read_saved
 from gptlite.data.batches import BatchSchedule
 from gptlite.data.build import open_data

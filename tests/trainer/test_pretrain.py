@@ -19,7 +19,9 @@ from marking import marked
 from run_files import checkpoint, differing, meta, read_metrics, snapshot
 from torch import Tensor
 
-from gptlite.config import CONF_DIR, from_yaml, load, read_saved
+from gptlite.config import load
+from gptlite.config.saved import from_yaml, read_saved
+from gptlite.config.schema import CONF_DIR
 from gptlite.data.tokenizer import ByteTokenizer
 from gptlite.errors import ConfigError
 from gptlite.parallelism.mesh import Mesh

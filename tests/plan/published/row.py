@@ -9,8 +9,8 @@ from typing import Any
 
 from yaml import safe_load
 
-from gptlite.config import CONF_DIR
 from gptlite.config.cluster import ClusterConfig, LinkConfig
+from gptlite.config.schema import CONF_DIR
 from gptlite.models.gpt.config import GPTConfig
 from gptlite.models.gpt.flops import flops_per_token
 from gptlite.parallelism.config import ActivationCheckpointing
