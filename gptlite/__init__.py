@@ -12,27 +12,27 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from gptlite.config.compose import load
     from gptlite.config.schema import Config
     from gptlite.engine.engine import Engine, initialize
     from gptlite.errors import ConfigError
     from gptlite.pretrain import pretrain
     from gptlite.run.result import Result
     from gptlite.start.api import RunFailed, launch
+    from gptlite.start.load import load
 
 __all__ = ["Config", "ConfigError", "Engine", "Result", "RunFailed", "initialize", "launch", "load", "pretrain"]
 __version__ = "0.1.0"
 
 # The module of each public name. It is imported when the name is first used: `gptlite --help` needs no torch or Hydra.
 _PUBLIC = {
-    "Config": "gptlite.config",
+    "Config": "gptlite.config.schema",
     "ConfigError": "gptlite.errors",
     "Engine": "gptlite.engine.engine",
     "Result": "gptlite.run.result",
     "RunFailed": "gptlite.start.api",
     "initialize": "gptlite.engine.engine",
     "launch": "gptlite.start.api",
-    "load": "gptlite.config",
+    "load": "gptlite.start.load",
     "pretrain": "gptlite.pretrain",
 }
 

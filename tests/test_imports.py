@@ -79,8 +79,8 @@ ROOMS = {
     # The composition, from the command line down.
     "__main__": Room(),
     "commands": Room(
-        "checkpoint config data harness launch models parallelism parity plan precision preprocess run start sweep "
-        "trainer",
+        "checkpoint config data deepspeed harness launch models parallelism parity plan precision preprocess run start "
+        "sweep trainer",
         packages="hydra numpy omegaconf",
         lazy="torch",
     ),
@@ -89,13 +89,14 @@ ROOMS = {
         packages="hydra numpy omegaconf",
         lazy="jinja2 matplotlib",
     ),
-    "start": Room("config launch parallelism plan pretrain run trainer"),
+    "deepspeed": Room("config precision"),
+    "start": Room("config deepspeed launch parallelism plan pretrain run trainer"),
     "launch": Room(
         "checkpoint config data models ops parallelism pretrain run trainer",
         packages="torch",
     ),
     "engine": Room(
-        "checkpoint config data launch models ops parallelism precision run trainer", packages="numpy torch"
+        "checkpoint config data deepspeed launch models ops parallelism precision run trainer", packages="numpy torch"
     ),
     "pretrain": Room("config parallelism run trainer"),
     "run": Room("checkpoint config data metrics models ops optimizer parallelism precision trainer", packages="torch"),
@@ -127,7 +128,9 @@ WIDER = {
 # From a configuration to a plan, and back: these know the whole configuration, the rest of plan/ its own section.
 PLANNING = {PACKAGE / "plan" / f"{name}.py" for name in "advice banner largest planning report tuning".split()}
 CLUSTER = "gptlite.config.cluster."
-CONFIG_USERS = set("checkpoint_tool commands config data_tool engine launch parity pretrain run start sweep".split())
+CONFIG_USERS = set(
+    "checkpoint_tool commands config data_tool deepspeed engine launch parity pretrain run start sweep".split()
+)
 # What training, resuming, evaluating and generating on any layout needs. All other rooms are satellites.
 CORE = {
     *("checkpoint config data kernels launch metrics models ops optimizer parallelism precision pretrain run".split()),

@@ -16,10 +16,10 @@ from typing import NoReturn
 
 from gptlite.commands.train import run_command
 from gptlite.config.command_line import Subcommand, parse_arguments, separate
-from gptlite.config.deepspeed.expand import overrides_of
-from gptlite.config.deepspeed.file import read
-from gptlite.config.deepspeed.rows import Row, Verdict
-from gptlite.config.deepspeed.translate import translate
+from gptlite.deepspeed.expand import overrides_of
+from gptlite.deepspeed.file import read
+from gptlite.deepspeed.rows import Row, Verdict
+from gptlite.deepspeed.translate import translate
 from gptlite.errors import ConfigError, printable
 from gptlite.invocation import command
 

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, NoReturn
 from gptlite.commands.train import run_command
 from gptlite.config.batch import check_world
 from gptlite.config.compose import load
-from gptlite.config.deepspeed import with_deepspeed
 from gptlite.config.overrides import key_of
 from gptlite.config.schema import Config, model_name
+from gptlite.deepspeed import with_deepspeed
 from gptlite.errors import ConfigError
 from gptlite.launch.starter import starter
 from gptlite.parallelism.layout import wanted_world

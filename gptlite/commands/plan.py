@@ -21,8 +21,8 @@ from typing import Any, NoReturn
 from gptlite.commands.train import run_command
 from gptlite.config.command_line import parse_arguments
 from gptlite.config.compose import load
-from gptlite.config.deepspeed import with_deepspeed
 from gptlite.config.schema import Config
+from gptlite.deepspeed import with_deepspeed
 from gptlite.errors import ConfigError
 
 

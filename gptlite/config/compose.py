@@ -15,7 +15,6 @@ from omegaconf import DictConfig, OmegaConf
 
 from gptlite.config.changed_presets import changed_presets
 from gptlite.config.checks import check
-from gptlite.config.deepspeed import with_deepspeed
 from gptlite.config.messages import refusals, unknown_key
 from gptlite.config.overrides import key_of, whole_number
 from gptlite.config.plugins import import_plugins, named_in, refuse_unnamed
@@ -38,22 +37,27 @@ from gptlite.parallelism.config import ParallelismConfig
 
 
 def load(overrides: Iterable[str] = (), config_dir: Path = CONF_DIR) -> Config:
-    """Return the configuration that `gptlite train` would run with these overrides, `KEY=VALUE` and `GROUP=PRESET`.
+    """Return the configuration of a run with these overrides, `KEY=VALUE` and `GROUP=PRESET`.
 
     If `run.dir=FOLDER` is an existing run, the overrides are added to those of the run, as on the command line. Raises
     ConfigError.
     """
-    if isinstance(overrides, str):
-        raise ConfigError(f"load({overrides!r}): the overrides must be a list; use load([{overrides!r}])")
-    overrides = list(overrides)
-    if flags := [each for each in overrides if not isinstance(each, str) or each.startswith("-")]:
-        raise ConfigError(f"load takes strings KEY=VALUE and GROUP=PRESET, not {flags[0]!r}")
-    overrides = with_deepspeed(overrides)
+    overrides = as_overrides(overrides)
     import_plugins(named_in(overrides))  # before the composition, since plugins add schemas
     overrides = with_whole_numbers(overrides)
     overrides = with_model(resumed(overrides, config_dir))
     with refusals(), _initialized(config_dir):
         return typed(compose("config", overrides=overrides), overrides)
+
+
+def as_overrides(overrides: Iterable[str]) -> list[str]:
+    """Return a list of overrides. Raises ConfigError for a string, and for entries that are not overrides."""
+    if isinstance(overrides, str):
+        raise ConfigError(f"load({overrides!r}): the overrides must be a list; use load([{overrides!r}])")
+    overrides = list(overrides)
+    if flags := [each for each in overrides if not isinstance(each, str) or each.startswith("-")]:
+        raise ConfigError(f"load takes strings KEY=VALUE and GROUP=PRESET, not {flags[0]!r}")
+    return overrides
 
 
 def resumed(overrides: list[str], config_dir: Path = CONF_DIR) -> list[str]:

@@ -8,10 +8,10 @@ from typing import Any
 from torch import nn
 
 from gptlite.config.compose import load
-from gptlite.config.deepspeed import with_deepspeed
 from gptlite.config.overrides import hydra_value, key_of
 from gptlite.config.plugins import as_override, named_in
 from gptlite.config.schema import Config
+from gptlite.deepspeed import with_deepspeed
 from gptlite.errors import ConfigError
 
 PLUGIN = "gptlite.engine.module"

@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from gptlite.config import load
+from gptlite import load
 from gptlite.config.command_line import LITERAL, parse_arguments
 from gptlite.config.overrides import command_value, hydra_value, unquoted, values_of
 from gptlite.config.plugins import as_override, named_in

@@ -12,9 +12,9 @@ from fuzz.reader import Reader, reader
 from hypothesis import strategies as st
 
 from gptlite.config.cluster import ClusterConfig
-from gptlite.config.deepspeed.expand import overrides_of, refuse
-from gptlite.config.deepspeed.file import read as read_deepspeed
-from gptlite.config.deepspeed.translate import translate
+from gptlite.deepspeed.expand import overrides_of, refuse
+from gptlite.deepspeed.file import read as read_deepspeed
+from gptlite.deepspeed.translate import translate
 from gptlite.launch.hostfile import read as read_hosts
 from gptlite.parallelism import messages
 from gptlite.parallelism.verdict import Heartbeat, judge

@@ -14,9 +14,9 @@ import torch
 from marking import marked
 from run_files import checkpoint, differing, meta, read_metrics
 
-from gptlite.config import load
-from gptlite.config.deepspeed.expand import overrides_of
-from gptlite.config.deepspeed.translate import translate
+from gptlite import load
+from gptlite.deepspeed.expand import overrides_of
+from gptlite.deepspeed.translate import translate
 from gptlite.errors import ConfigError
 from gptlite.optimizer.build import build_optimizer
 from gptlite.optimizer.config import AdamWConfig

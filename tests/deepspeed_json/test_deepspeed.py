@@ -7,23 +7,23 @@ import sys
 from pathlib import Path
 
 import pytest
-from config.deepspeed_files import PUBLISHED, RANKS, RUN
+from deepspeed_json.deepspeed_files import PUBLISHED, RANKS, RUN
 from run_files import read_metrics
 from yaml import safe_load
 
+from gptlite import load
 from gptlite.commands.import_config import report, run
-from gptlite.config import load
-from gptlite.config.deepspeed import with_deepspeed
-from gptlite.config.deepspeed.expand import overrides_of
-from gptlite.config.deepspeed.file import read
-from gptlite.config.deepspeed.keys import NO_EFFECT_SECTIONS, REFUSED_IF_ON, ROOT, ZERO
-from gptlite.config.deepspeed.rows import Row, Verdict
-from gptlite.config.deepspeed.translate import translate
 from gptlite.config.schema import CONF_DIR
+from gptlite.deepspeed import with_deepspeed
+from gptlite.deepspeed.expand import overrides_of
+from gptlite.deepspeed.file import read
+from gptlite.deepspeed.keys import NO_EFFECT_SECTIONS, REFUSED_IF_ON, ROOT, ZERO
+from gptlite.deepspeed.rows import Row, Verdict
+from gptlite.deepspeed.translate import translate
 from gptlite.errors import ConfigError
 from gptlite.invocation import command
 
-HERE = Path(__file__).parent / "deepspeed"
+HERE = Path(__file__).parent / "published"
 ROOT_DIR = CONF_DIR.parent
 PAGE = ROOT_DIR / "docs/deepspeed.md"
 

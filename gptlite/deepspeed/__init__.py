@@ -12,6 +12,6 @@ def with_deepspeed(overrides: list[str], log: Log | None = None) -> list[str]:
     """Return the overrides with those of the JSON in place of `deepspeed=FILE`. Raises ConfigError."""
     if not any(each.lstrip("+").startswith(KEY) for each in overrides):
         return overrides
-    from gptlite.config.deepspeed.expand import expanded  # its tables take a while to import
+    from gptlite.deepspeed.expand import expanded  # its tables take a while to import
 
     return expanded(overrides, log)

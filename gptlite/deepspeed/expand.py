@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 
-from gptlite.config.deepspeed.file import read
-from gptlite.config.deepspeed.rows import Row, Verdict
-from gptlite.config.deepspeed.translate import translate
 from gptlite.config.overrides import key_of, unquoted, values_of
+from gptlite.deepspeed.file import read
+from gptlite.deepspeed.rows import Row, Verdict
+from gptlite.deepspeed.translate import translate
 from gptlite.errors import ConfigError
 from gptlite.invocation import command
 from gptlite.progress import Log

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from gptlite.config.deepspeed import keys
-from gptlite.config.deepspeed.rows import AUTO, OFF, Kind, Section
+from gptlite.deepspeed import keys
+from gptlite.deepspeed.rows import AUTO, OFF, Kind, Section
 from gptlite.errors import did_you_mean
 
 STAGE_0 = {  # DeepSpeed's faults without ZeRO

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Container
 from typing import Any
 
-from gptlite.config.deepspeed import keys, sections
-from gptlite.config.deepspeed.batch import batch
-from gptlite.config.deepspeed.optimizer import default_clipping, optimizer, schedule
-from gptlite.config.deepspeed.rows import AUTO, OFF, Kind, Row, Section, in_file_order
+from gptlite.deepspeed import keys, sections
+from gptlite.deepspeed.batch import batch
+from gptlite.deepspeed.optimizer import default_clipping, optimizer, schedule
+from gptlite.deepspeed.rows import AUTO, OFF, Kind, Row, Section, in_file_order
 
 
 def translate(content: dict[str, Any], ranks: int | None = None, given: Container[str] = ()) -> list[Row]:

@@ -4,7 +4,7 @@ The keys are those of deepspeed/runtime/config.py, zero/config.py, precision_con
 of release 0.19.8. Keys that it no longer has, such as `amp`, are those of the last release with them.
 """
 
-from gptlite.config.deepspeed.rows import Kind, Only, Rule, Sets
+from gptlite.deepspeed.rows import Kind, Only, Rule, Sets
 
 Rules = dict[str, tuple[Kind, Rule]]
 

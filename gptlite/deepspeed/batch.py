@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Container
 
-from gptlite.config.deepspeed.rows import AUTO, Kind, Section
+from gptlite.deepspeed.rows import AUTO, Kind, Section
 
 TRAIN, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 GLOBAL = "data.global_batch_size"

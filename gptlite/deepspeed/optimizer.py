@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from gptlite.config.deepspeed import keys
-from gptlite.config.deepspeed.rows import AUTO, Kind, Only, Section
+from gptlite.deepspeed import keys
+from gptlite.deepspeed.rows import AUTO, Kind, Only, Section
 from gptlite.errors import did_you_mean
 
 BEGINS = Only(

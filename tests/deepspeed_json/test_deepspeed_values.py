@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 
-from gptlite.config import load
-from gptlite.config.deepspeed.expand import overrides_of
-from gptlite.config.deepspeed.rows import Verdict
-from gptlite.config.deepspeed.translate import translate
+from gptlite import load
 from gptlite.config.schema import Config
+from gptlite.deepspeed.expand import overrides_of
+from gptlite.deepspeed.rows import Verdict
+from gptlite.deepspeed.translate import translate
 from gptlite.optimizer.schedule import Schedule
 
 
