@@ -1,17 +1,12 @@
-"""Configuration of optimizers. Each class also describes the state and the cost of its optimizer."""
+"""Configuration of optimizers."""
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from enum import Enum
 from typing import ClassVar, NamedTuple
 
 from gptlite.errors import ConfigError
-
-FP32 = 4  # bytes
-BLOCK_8BIT = 256  # elements that share a scale
-LEAST_8BIT = 4096  # moments of smaller tensors are fp32
-CODES_8BIT = 256  # entries in the lookup table of 8-bit codes; each of the two moments has its own table
 
 
 def require(legal: bool, key: str, value: object, fix: str) -> None:
@@ -44,22 +39,6 @@ BETAS = {"beta1": _decay_rate(0.9), "beta2": _decay_rate(0.95)}
 BETAS_AND_EPS = {**BETAS, "eps": Range(_positive, "must be above 0, e.g. 1e-8")}
 
 
-class Shard(NamedTuple):
-    """Shards of `count` parameters on one rank, each of the same `shape`.
-
-    `in_block`: True if the parameters belong to a block.
-    """
-
-    shape: tuple[int, ...]
-    in_block: bool
-    count: int
-
-    @property
-    def elements(self) -> int:
-        """Number of elements of one shard."""
-        return math.prod(self.shape)
-
-
 @dataclass
 class OptimizerConfig:
     """Fields common to all optimizers. Biases and norms have no weight decay; `clip_norm: 0` turns clipping off.
@@ -68,8 +47,7 @@ class OptimizerConfig:
     state values per parameter element that every configuration of the optimizer keeps. counts: True if each parameter
     has a step count. elementwise: True if each element is updated from its own gradient and state alone, so that any
     piece of a parameter can be updated separately. adam_kernel: True if our kernel updates (some of) its parameters.
-    update_bytes: bytes per element that clipping and the update read and write, for the planner. ranges: legal values
-    of the settings.
+    ranges: legal values of the settings.
     """
 
     rule: ClassVar[str] = "gptlite.optimizer.torch_rules"
@@ -77,7 +55,6 @@ class OptimizerConfig:
     counts: ClassVar[bool] = True
     elementwise: ClassVar[bool] = False
     adam_kernel: ClassVar[bool] = False
-    update_bytes: ClassVar[int] = 40  # Adam in one kernel
     ranges: ClassVar[dict[str, Range]] = {
         "lr": Range(_positive, "must be above 0 and finite, e.g. optimizer.lr=6e-4"),
         "weight_decay": Range(_not_negative, "must be 0 or more"),
@@ -100,15 +77,6 @@ class OptimizerConfig:
     def state_elements(self) -> int:
         """Return the number of fp32 state values per parameter element."""
         return self.moments
-
-    def products(self, rows: int, columns: int) -> list[tuple[int, int, int]]:
-        """Return the GEMMs [m, k] x [k, n], as (m, k, n), of the update of one whole matrix in a block."""
-        return []
-
-    def state_bytes(self, shards: Sequence[Shard]) -> int:
-        """Return the size in bytes of a rank's state."""
-        elements = sum(each.elements * each.count for each in shards)
-        return FP32 * (self.state_elements() * elements + self.counts * sum(each.count for each in shards))
 
 
 @dataclass
@@ -147,7 +115,6 @@ class SGDConfig(OptimizerConfig):
     moments: ClassVar[int] = 0
     counts: ClassVar[bool] = False
     elementwise: ClassVar[bool] = True
-    update_bytes: ClassVar[int] = 24
     ranges: ClassVar[dict[str, Range]] = {**OptimizerConfig.ranges, **MOMENTUM}
 
     weight_decay: float = 0.0
@@ -179,7 +146,6 @@ class LambConfig(_Lamb):
     """LAMB: Adam's update, rescaled to the norm of its weight matrix (You et al. 2019, arXiv:1904.00962)."""
 
     rule: ClassVar[str] = "gptlite.optimizer.lamb"
-    update_bytes: ClassVar[int] = 128
     ranges: ClassVar[dict[str, Range]] = {**_Lamb.ranges, "min_trust": Range(_not_negative, "must be 0 or more")}
 
     min_trust: float = 0.0  # bounds on the factor that rescales an update; DeepSpeed's are 0.01 and 10
@@ -206,7 +172,6 @@ class ApexLambConfig(_Lamb):
     """LAMB, computed by NVIDIA Apex's FusedLAMB. Its norms cover only this rank's shard of each parameter."""
 
     rule: ClassVar[str] = "gptlite.optimizer.apex"
-    update_bytes: ClassVar[int] = 40
 
 
 @dataclass
@@ -217,7 +182,6 @@ class LionConfig(OptimizerConfig):
     moments: ClassVar[int] = 1
     counts: ClassVar[bool] = False
     elementwise: ClassVar[bool] = True
-    update_bytes: ClassVar[int] = 64
     ranges: ClassVar[dict[str, Range]] = {**OptimizerConfig.ranges, **BETAS}
 
     lr: float = 1e-4
@@ -226,29 +190,12 @@ class LionConfig(OptimizerConfig):
     beta2: float = 0.98
 
 
-def in_8_bits(elements: int) -> bool:
-    """Return True if a local tensor with this many elements has 8-bit moments. This is torchao's rule."""
-    return elements >= LEAST_8BIT and elements % BLOCK_8BIT == 0
-
-
-def state_in_8_bits(elements: int) -> int:
-    """Return the bytes of a tensor's two moments and step count. 8-bit moments have a byte per element and a scale per
-    block."""
-    moment = elements + FP32 * elements // BLOCK_8BIT if in_8_bits(elements) else FP32 * elements
-    return 2 * moment + FP32
-
-
 @dataclass
 class AdamW8bitConfig(_TwoMoments):
     """AdamW with 8-bit moments (Dettmers et al. 2022, arXiv:2110.02861), computed by torchao."""
 
     rule: ClassVar[str] = "gptlite.optimizer.adamw_8bit"
     moments: ClassVar[int] = 0
-    update_bytes: ClassVar[int] = 28
-
-    def state_bytes(self, shards: Sequence[Shard]) -> int:
-        """Return the size in bytes of a rank's state, including the lookup tables of the 8-bit codes."""
-        return sum(state_in_8_bits(each.elements) * each.count for each in shards) + 2 * FP32 * CODES_8BIT
 
 
 class MuonScale(Enum):
@@ -280,7 +227,6 @@ class MuonConfig(OptimizerConfig):
     rule: ClassVar[str] = "gptlite.optimizer.muon"
     adam_kernel: ClassVar[bool] = True  # for the parameters that AdamW updates
     moments: ClassVar[int] = 1
-    update_bytes: ClassVar[int] = 84  # without its GEMMs
     ranges: ClassVar[dict[str, Range]] = {
         **OptimizerConfig.ranges,
         **BETAS_AND_EPS,
@@ -315,18 +261,6 @@ class MuonConfig(OptimizerConfig):
         words = [word.lower() for word in self.adamw_names]
         return {name for name in names if name in embeddings or any(word in name.lower() for word in words)}
 
-    def products(self, rows: int, columns: int) -> list[tuple[int, int, int]]:
-        """Return the GEMMs of the Newton-Schulz iteration."""
-        low, high = sorted((rows, columns))
-        return [(low, high, low), (low, low, low), (low, low, high)] * self.newton_schulz_steps
-
-    def state_bytes(self, shards: Sequence[Shard]) -> int:
-        """Return the size in bytes: one moment for a matrix in a block, two moments and a step count for others."""
-        matrices = [each for each in shards if each.in_block and len(each.shape) in (2, 3)]  # 3: matrices of experts
-        others = [each for each in shards if each not in matrices]
-        alone = FP32 * sum(each.elements * each.count for each in matrices)
-        return alone + FP32 * sum((2 * each.elements + 1) * each.count for each in others)
-
 
 @dataclass
 class AdafactorConfig(OptimizerConfig):
@@ -334,7 +268,6 @@ class AdafactorConfig(OptimizerConfig):
 
     rule: ClassVar[str] = "gptlite.optimizer.adafactor"
     moments: ClassVar[int] = 0
-    update_bytes: ClassVar[int] = 88
     ranges: ClassVar[dict[str, Range]] = {
         **OptimizerConfig.ranges,
         "decay": Range(lambda value: 0 < value <= 1, "must be above 0 and at most 1, e.g. 0.8"),
@@ -350,17 +283,6 @@ class AdafactorConfig(OptimizerConfig):
     clip_threshold: float = 1.0  # upper limit of the RMS of each update
     eps1: float = 1e-30  # added to squared gradients
     eps2: float = 1e-3  # lower bound on the RMS of a parameter
-
-    def state_bytes(self, shards: Sequence[Shard]) -> int:
-        """Return the size in bytes: a mean per row and column of each matrix, or per element of a vector."""
-
-        def means(shape: tuple[int, ...]) -> int:
-            if len(shape) < 2:
-                return math.prod(shape)
-            *stacked, rows, columns = shape
-            return math.prod(stacked) * (rows + columns)
-
-        return FP32 * sum((1 + means(each.shape)) * each.count for each in shards)
 
 
 # Keys are the names of the presets.

@@ -1,4 +1,4 @@
-"""Detection of torchao without importing it, which takes seconds. Callers raise the errors."""
+"""What torchao supports, without importing it, which takes seconds. Callers raise the errors."""
 
 import re
 from importlib.metadata import PackageNotFoundError, version
@@ -7,6 +7,8 @@ from pathlib import Path
 
 OLDEST = (0, 18)
 INSTALL = "pip install 'torchao>=0.18'"
+BLOCK_8BIT = 256  # elements that share a scale
+LEAST_8BIT = 4096  # moments of smaller tensors are fp32
 OPTIMIZER_STATE = "optim/subclass_8bit.py"  # the file with the class that gptlite uses
 
 
@@ -26,3 +28,8 @@ def why_not() -> str:
     if not any((folder / OPTIMIZER_STATE).is_file() for folder in folders):
         return f"torchao {its} has no {OPTIMIZER_STATE}: this version is not supported; pip install 'torchao==0.18.*'"
     return ""
+
+
+def in_8_bits(elements: int) -> bool:
+    """Return True if a local tensor with this many elements has 8-bit moments. This is torchao's rule."""
+    return elements >= LEAST_8BIT and elements % BLOCK_8BIT == 0

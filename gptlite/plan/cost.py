@@ -21,6 +21,7 @@ from gptlite.parallelism.config import ActivationCheckpointing, Offload
 from gptlite.parallelism.layout import CONTEXT, splits_backward
 from gptlite.plan.hardware import Device, Links, device_of, ranks_on_node, waiting_for_cores
 from gptlite.plan.memory import most
+from gptlite.plan.optimizers import products, update_bytes
 from gptlite.plan.parameters import Alike, Cut, cut, inventory, num_blocks, runs, stages
 from gptlite.plan.profile import Op, Segment, plain_profile
 from gptlite.plan.timeline import pipeline_seconds
@@ -240,7 +241,7 @@ class Costs:
             (outside.backward + seconds, passes.backward, zero >= 2),
         ):
             shown += total - min(self.cluster.overlap * total, each * (work.micro_batches if often else 1))
-        update = device.move(work.optimizer.update_bytes * outside.stepped, 12 * (inside.layers + 1))
+        update = device.move(update_bytes(work.optimizer) * outside.stepped, 12 * (inside.layers + 1))
         update += _whole_matrices(work, device, Links(self.cluster, work.layout), rank)
         offload, update = self._offloaded(work, device, rank, passes, update)
         exposed = inside.tensor.forward + inside.tensor.backward
@@ -274,14 +275,14 @@ def _whole_matrices(work: Workload, device: Device, links: Links, rank: int) -> 
     """Return the seconds that an update takes for products of whole matrices (Muon), and for sending matrices to the
     ranks that compute them and back. The ranks that hold a matrix's shards or copies divide the matrices among
     themselves (see gptlite.parallelism.matrix_gather). 0 for optimizers without such products."""
-    if not work.optimizer.products(1, 1):
+    if not products(work.optimizer, 1, 1):
         return 0.0
     held, elements, seconds = inventory(work.model, 1).matrices, 0, 0.0
     for stage in stages(work, rank):
         for kind, count in stage.runs:
             for *shape, number in held[kind]:
-                products = work.optimizer.products(*shape)
-                each = sum(2.0 * m * k * n / device.rate(m, k, n) + device.kernel for m, k, n in products)
+                gemms = products(work.optimizer, *shape)
+                each = sum(2.0 * m * k * n / device.rate(m, k, n) + device.kernel for m, k, n in gemms)
                 seconds, elements = seconds + count * number * each, elements + count * number * prod(shape)
     layout, copies = work.layout, work.layout.size("dp_replicate")
     local, sent = MASTER * elements / layout.size("tp", "dp_shard"), 0.0

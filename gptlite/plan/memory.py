@@ -15,10 +15,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gptlite.optimizer.config import Shard
 from gptlite.parallelism.config import Offload
 from gptlite.parallelism.layout import rule, splits_backward
 from gptlite.plan.cache import cached
+from gptlite.plan.optimizers import Shard, state_bytes
 from gptlite.plan.parameters import Stage, copies, cut, expert_shards, gathered_elements, shared, stages
 from gptlite.plan.profile import Segment, halves_of, profile_key, profile_of
 from gptlite.plan.traffic import buffers_bytes, message_bytes, sums_copies_often
@@ -119,12 +119,13 @@ def _optimizer(work: Workload, held: list[Stage]) -> int:
     shards = work.layout.size("dp_shard")
     kinds = [(stage.others, False, 1) for stage in held]
     kinds += [(stage.kinds[kind], True, count) for stage in held for kind, count in stage.runs]
-    return work.optimizer.state_bytes(
+    return state_bytes(
+        work.optimizer,
         [
             Shard(each.shard_shape(shards), inside and not each.embedding, count)
             for group, inside, count in kinds
             for each in group
-        ]
+        ],
     )
 
 

@@ -18,9 +18,10 @@ from gptlite.errors import ConfigError
 from gptlite.optimizer import torchao
 from gptlite.optimizer.adamw_8bit import AdamW8bit
 from gptlite.optimizer.build import build_optimizer
-from gptlite.optimizer.config import CODES_8BIT, AdamW8bitConfig, AdamWConfig, state_in_8_bits
+from gptlite.optimizer.config import AdamW8bitConfig, AdamWConfig
 from gptlite.optimizer.state import optimizer_state, take_optimizer_state
 from gptlite.parallelism.memory import state_of, storage_sizes
+from gptlite.plan.optimizers import CODES_8BIT, state_in_8_bits
 
 SHAPES = {"w": (300, 256), "small": (64, 64), "odd": (70, 60), "bias": (5000,), "few": (15, 256)}
 IN_8_BITS = {"w", "small"}

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from gptlite.optimizer import config as classes
 from gptlite.optimizer.build import build_optimizer
 from gptlite.optimizer.state import optimizer_state
+from gptlite.plan.optimizers import Shard, state_bytes
 
 CONFIGS = [
     classes.AdamWConfig(lr=0.1),
@@ -129,4 +130,4 @@ def test_foreach_optimizers_count_steps_on_the_host():
 def test_the_planners_bytes_of_a_state_are_those_of_the_optimizer(config, shape):
     held = [("layers.0.weight", nn.Parameter(torch.zeros(shape)))]
     state = optimizer_state(build_optimizer(config, held, batched=["weight"]))
-    assert config.state_bytes([classes.Shard(shape, True, 1)]) == sum(tensor.nbytes for tensor in state.values())
+    assert state_bytes(config, [Shard(shape, True, 1)]) == sum(tensor.nbytes for tensor in state.values())
