@@ -57,6 +57,18 @@ def needed_package(package: str, user: str, instead: str = "") -> Iterator[None]
         raise ConfigError(f"{user} needs a missing package; pip install {package}{instead}") from None
 
 
+class RunEnded(RuntimeError):
+    """Error that ends a run in one line.
+
+    `word` begins the status in result.json. `advice` follows the message, with the learning rate as `lr`: what is
+    saved, and what to change. `everywhere` is False if a single rank may raise it, for which the others then wait.
+    """
+
+    word = "failed"
+    advice = ""
+    everywhere = True
+
+
 @contextmanager
 def without_exit() -> Iterator[None]:
     """Context manager for code that may be a plugin's. Raises RuntimeError if it ends the process by sys.exit, which

@@ -8,7 +8,6 @@ from pathlib import Path
 from gptlite.config.schema import Config, require_config
 from gptlite.errors import without_exit
 from gptlite.parallelism.mesh import build_mesh
-from gptlite.parallelism.watchdog import Watch
 from gptlite.progress import working
 from gptlite.run.banner import announce
 from gptlite.run.build import build_run
@@ -17,6 +16,7 @@ from gptlite.run.result import Result
 from gptlite.run.summary import conclude
 from gptlite.trainer.loop import Settings, train
 from gptlite.trainer.signals import StopSignal
+from gptlite.trainer.watch import watch_ranks
 
 
 @without_exit()
@@ -39,7 +39,7 @@ def pretrain(
     require_config(config)
     started = time.monotonic() if started is None else started
     mesh = build_mesh(config.parallelism)
-    watch = Watch(mesh, config.parallelism.timeout_seconds)
+    watch = watch_ranks(mesh, config.parallelism.timeout_seconds)
     folder = RunFolder(config, mesh)
     with working("building the model and opening the data", folder.log if mesh.is_main else lambda _: None):
         run = build_run(config, mesh, folder.log)

@@ -65,14 +65,15 @@ ROOMS = {
     "models": Room("ops", packages="torch", lazy="hydra"),
     "optimizer": Room("ops parallelism", packages="numpy torch", lazy="torchao hydra"),
     "checkpoint": Room("parallelism", packages="torch"),
-    "trainer": Room("ops parallelism precision metrics data models optimizer checkpoint", packages="torch"),
+    "monitor": Room("parallelism", packages="torch"),
+    "trainer": Room("ops parallelism precision metrics data models monitor optimizer checkpoint", packages="torch"),
     # Of a room, the configuration knows its dataclasses and what checks them.
     "config": Room(
         "checkpoint data metrics models ops optimizer parallelism precision trainer",
         packages="hydra omegaconf yaml",  # PyYAML comes with omegaconf
     ),
     "plan": Room(
-        "config data kernels metrics models ops optimizer parallelism precision trainer",
+        "config data kernels metrics models monitor ops optimizer parallelism precision trainer",
         packages="numpy torch",
         lazy="matplotlib yaml",
     ),
@@ -133,8 +134,8 @@ CONFIG_USERS = set(
 )
 # What training, resuming, evaluating and generating on any layout needs. All other rooms are satellites.
 CORE = {
-    *("checkpoint config data kernels launch metrics models ops optimizer parallelism precision pretrain run".split()),
-    *("trainer", *SHARED),
+    *("checkpoint config data kernels launch metrics models monitor ops optimizer parallelism precision".split()),
+    *("pretrain", "run", "trainer", *SHARED),
 }
 
 

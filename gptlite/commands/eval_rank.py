@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from gptlite.commands.eval import Arguments
 from gptlite.config.compose import load
+from gptlite.config.keys import presets_of
 from gptlite.config.overrides import hydra_value
-from gptlite.config.schema import Config, presets_of
+from gptlite.config.schema import Config
 from gptlite.errors import ConfigError, printable
 from gptlite.parallelism.config import ParallelismConfig
 from gptlite.progress import log

@@ -21,8 +21,8 @@ from typing import NoReturn
 import gptlite
 from gptlite.commands.train import run_command
 from gptlite.config.command_line import Subcommand, separate
+from gptlite.config.keys import presets_of
 from gptlite.config.plugins import as_override, import_plugins
-from gptlite.config.schema import presets_of
 from gptlite.errors import ConfigError
 from gptlite.files import new_folder, refuse_used, unwritable
 from gptlite.invocation import command

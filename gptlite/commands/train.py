@@ -19,10 +19,11 @@ from omegaconf import DictConfig
 
 from gptlite.config.command_line import pipe_closed
 from gptlite.config.compose import help_text, resumed, typed, with_whole_numbers
+from gptlite.config.keys import choices
 from gptlite.config.messages import flag_refusal, refusals
 from gptlite.config.plugins import import_plugins, named_in
 from gptlite.config.resume import not_resumed
-from gptlite.config.schema import CONF_DIR, SCHEMAS, choices, register
+from gptlite.config.schema import CONF_DIR, SCHEMAS, register
 from gptlite.config.warm_start import with_model
 from gptlite.deepspeed import with_deepspeed
 from gptlite.errors import ConfigError, did_you_mean, known_home, print_refusal, printable, system_error

@@ -7,10 +7,11 @@ from collections.abc import Callable
 from omegaconf import DictConfig, OmegaConf
 
 from gptlite.checkpoint.compare import flatten
+from gptlite.config.keys import presets_of
 from gptlite.config.overrides import key_of
 from gptlite.config.resume import LENGTHS
 from gptlite.config.saved import override_value, to_dict
-from gptlite.config.schema import Config, presets_of, schema_names
+from gptlite.config.schema import Config, schema_names
 
 SECTIONS = ("model", "data", "optimizer", "schedule")  # these and the run's length determine its results
 

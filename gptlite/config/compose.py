@@ -15,21 +15,13 @@ from omegaconf import DictConfig, OmegaConf
 
 from gptlite.config.changed_presets import changed_presets
 from gptlite.config.checks import check
+from gptlite.config.keys import choices, presets_of, whole_number_keys
 from gptlite.config.messages import refusals, unknown_key
 from gptlite.config.overrides import key_of, whole_number
 from gptlite.config.plugins import import_plugins, named_in, refuse_unnamed
 from gptlite.config.resume import saved_config, saved_overrides
 from gptlite.config.saved import leaves
-from gptlite.config.schema import (
-    CONF_DIR,
-    SCHEMAS,
-    Config,
-    choices,
-    presets_of,
-    register,
-    schema_names,
-    whole_number_keys,
-)
+from gptlite.config.schema import CONF_DIR, SCHEMAS, Config, register, schema_names
 from gptlite.config.warm_start import with_model
 from gptlite.errors import ConfigError, known_home
 from gptlite.invocation import localized

@@ -16,7 +16,8 @@ from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
 from gptlite.config.bounds import BOUNDS, FINITE, LARGEST, SOME
-from gptlite.config.schema import CONF_DIR, SCHEMAS, Config, choices, presets_of
+from gptlite.config.keys import choices, presets_of
+from gptlite.config.schema import CONF_DIR, SCHEMAS, Config
 from gptlite.errors import ConfigError, did_you_mean, printable
 from gptlite.invocation import localized
 from gptlite.limits import INTEGER, RANKS, SIZE

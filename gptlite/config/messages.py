@@ -11,8 +11,9 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf.errors import OmegaConfBaseException
 
 from gptlite.config import other_tools
+from gptlite.config.keys import choices, known_keys
 from gptlite.config.overrides import hydra_value
-from gptlite.config.schema import RENAMED, SCHEMAS, choices, known_keys
+from gptlite.config.schema import RENAMED, SCHEMAS
 from gptlite.errors import ConfigError, did_you_mean
 from gptlite.models.registry import SPECS
 

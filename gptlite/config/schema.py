@@ -5,8 +5,6 @@ This package does not import torch, so that `gptlite train --cfg job` and `--hel
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +22,6 @@ from gptlite.metrics.config import LoggerConfig, TensorboardConfig, WandbConfig
 from gptlite.models import registry
 from gptlite.models.config import ModelConfig
 from gptlite.ops.config import OpsConfig
-from gptlite.optimizer import config as optimizers
 from gptlite.optimizer import registry as optimizer_registry
 from gptlite.optimizer import schedule_config as schedules
 from gptlite.optimizer.config import OptimizerConfig
@@ -152,48 +149,7 @@ def prepared_folders() -> list[str]:
     return [name for name in names if not (CONF_DIR / "data" / f"{name}.yaml").exists()]
 
 
-def choices(group: str) -> str:
-    """Return e.g. `choose optimizer=adam, adamw, sgd`."""
-    return f"choose {group}={', '.join(presets_of(group))}"
-
-
-def presets_of(group: str) -> list[str]:
-    """Return the names of a group's presets, including those without a file: prepared folders, and registered datasets,
-    models and optimizers."""
-    names = sorted(file.stem for file in (CONF_DIR / group).glob("*.yaml"))
-    others = {
-        "data": lambda: [*data_registry.SOURCES, *prepared_folders()],
-        "model": lambda: registry.PRESETS,
-        "optimizer": lambda: optimizers.OPTIMIZERS,
-    }
-    return names + [name for name in others.get(group, list)() if name not in names]
-
-
 def schema_names(config: Config) -> dict[str, str]:
     """Return {section: name of its schema}, with the names that presets use."""
     sections = {group: type(getattr(config, group)) for group in SCHEMAS}
     return {group: name for group, cls in sections.items() for name, c in SCHEMAS[group].items() if c is cls}
-
-
-def known_keys() -> list[str]:
-    """Return every key that any preset can have, such as `model.dropout`."""
-    return sorted({key for key, _ in _keys(Config, "")})
-
-
-def whole_number_keys() -> set[str]:
-    """Return the keys of `known_keys` whose values are whole numbers, or null."""
-    kinds = {int, int | None, "int", "int | None"}
-    return {key for key, kind in _keys(Config, "") if kind in kinds}
-
-
-def _keys(cls: type, prefix: str) -> Iterator[tuple[str, Any]]:
-    """Yield each key of a dataclass and its sections, and the type of its value as in the source."""
-    for item in dataclasses.fields(cls):
-        yield prefix + item.name, item.type
-        if prefix == "" and item.name in SCHEMAS:
-            for schema in SCHEMAS[item.name].values():
-                yield from _keys(schema, f"{item.name}.")
-        elif item.name == "run":
-            yield from _keys(RunConfig, "run.")
-        elif isinstance(item.type, type) and dataclasses.is_dataclass(item.type):
-            yield from _keys(item.type, f"{prefix}{item.name}.")

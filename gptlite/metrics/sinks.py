@@ -8,7 +8,6 @@ from typing import Any, Protocol
 from gptlite.errors import ConfigError, did_you_mean
 from gptlite.metrics.config import LoggerConfig, TensorboardConfig, WandbConfig
 from gptlite.metrics.jsonl import JsonlSink, truncate_after
-from gptlite.metrics.wandb_sink import WandbSink
 
 WANDB_MODES = ("online", "offline", "disabled")
 
@@ -99,6 +98,8 @@ def build_sinks(
         case TensorboardConfig():
             tracker.append(TensorboardSink(run_dir / "tensorboard", start_step))
         case WandbConfig():
+            from gptlite.metrics.wandb_sink import WandbSink
+
             tracker.append(WandbSink(config, run_dir, run_name, resolved_config, wandb_id, log))
     metrics = run_dir / "metrics.jsonl"
     truncate_after(metrics, start_step)
@@ -107,7 +108,7 @@ def build_sinks(
 
 def wandb_id(sinks: Sequence[Sink]) -> str | None:
     """Return the ID of the W&B run, which checkpoints store; None without a W&B sink."""
-    return next((sink.id for sink in sinks if isinstance(sink, WandbSink)), None)
+    return next((sink.id for sink in sinks if hasattr(sink, "id")), None)
 
 
 def _require(package: str) -> None:

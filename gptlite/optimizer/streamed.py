@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gptlite.errors import ConfigError
+from gptlite.errors import ConfigError, RunEnded
 from gptlite.optimizer.base import PieceRule, PiecewiseStep
 from gptlite.optimizer.state import materialized
 from gptlite.parallelism.boxes import cut_like, local_tensor
@@ -38,8 +38,11 @@ Numbers = dict[str, Tensor]  # a parameter's state other than moments
 
 
 @passed_on
-class OffloadFailed(RuntimeError):
-    """Error for optimizer state files that cannot be read or written."""
+class OffloadFailed(RunEnded):
+    """Error for optimizer state files that cannot be read or written. It may be raised on one rank only."""
+
+    advice = "; once that is fixed, the same command resumes from the last checkpoint"
+    everywhere = False
 
 
 @dataclass(frozen=True)

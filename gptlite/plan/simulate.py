@@ -31,6 +31,7 @@ from gptlite.kernels.library import Loaded, load
 from gptlite.models.experts import Experts
 from gptlite.models.model import Model
 from gptlite.models.parallelize import build_passes, materialize
+from gptlite.monitor.memory_watch import state_tensors, where_backward_begins
 from gptlite.ops.config import LOGIT_BYTES, PRODUCTS, SOFTMAX_BYTES, Attention, CrossEntropy
 from gptlite.ops.select import PLAIN, Ops
 from gptlite.optimizer.schedule import Schedule
@@ -38,7 +39,6 @@ from gptlite.optimizer.schedule_config import ConstantConfig
 from gptlite.optimizer.state import optimizer_state
 from gptlite.parallelism.config import Offload
 from gptlite.parallelism.layout import Layout, rule
-from gptlite.parallelism.memory_watch import state_tensors, where_backward_begins
 from gptlite.parallelism.mesh import Mesh, mesh_over_world
 from gptlite.parallelism.pipeline import OnePart
 from gptlite.parallelism.point_to_point import PairwiseAllGather, PairwiseReduceScatter
@@ -132,7 +132,7 @@ def peak(log: Sequence[Change | Op | Transfer], begin: int, samples: Sequence[St
     """Return bytes by category: model state in the sample where it peaks, and the peak of all other memory.
 
     The peak of other memory is that from index `begin` of the log. The definitions are those of
-    `parallelism.memory_watch`. A storage that is model state in any sample counts as model state from its allocation to
+    `monitor.memory_watch`. A storage that is model state in any sample counts as model state from its allocation to
     its release. Raises ValueError without samples.
     """
     state = {number for sample in samples for sizes in sample.values() for number in sizes}

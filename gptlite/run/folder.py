@@ -28,7 +28,7 @@ from gptlite.data.order_log import OrderRow, note_order, note_spike
 from gptlite.data.text import newly_followed
 from gptlite.data.tokenizer import Tokenizer
 from gptlite.documents import read_text
-from gptlite.errors import ConfigError, printable, system_error
+from gptlite.errors import ConfigError, RunEnded, printable, system_error
 from gptlite.files import existing, open_inside, open_regular, try_lock, unwritable, write_whole
 from gptlite.models.batch_norm import has_batch_norm
 from gptlite.models.spec import spec_of
@@ -58,7 +58,7 @@ APPEARS_SECONDS = 30.0
 
 
 @passed_on
-class SaveFailed(RuntimeError):
+class SaveFailed(RunEnded):
     """Raised when a checkpoint could not be written. Earlier checkpoints are unchanged."""
 
 

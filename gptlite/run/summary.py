@@ -17,7 +17,7 @@ from gptlite.config.overrides import command_value, hydra_value
 from gptlite.config.plugins import as_override
 from gptlite.config.schema import Config
 from gptlite.data.tokenizer import StreamDecoder
-from gptlite.errors import one_line, printable, text_of
+from gptlite.errors import RunEnded, one_line, printable, text_of
 from gptlite.invocation import command, launched_command
 from gptlite.metrics.console import banner, format_bytes, format_duration
 from gptlite.metrics.memory import memory_bytes
@@ -25,31 +25,15 @@ from gptlite.metrics.plot import plot_curves
 from gptlite.metrics.plot_experts import plot_loads
 from gptlite.models.sampling import Sampling
 from gptlite.optimizer.schedule import Schedule
-from gptlite.optimizer.streamed import OffloadFailed
 from gptlite.parallelism.config import Offload
 from gptlite.parallelism.layout import num_stages, stages_per_rank
-from gptlite.parallelism.replicas import ReplicasDiffer
-from gptlite.parallelism.watchdog import RankStuck, Watch
 from gptlite.progress import counted
-from gptlite.run.folder import RunFolder, SaveFailed
+from gptlite.run.folder import RunFolder
 from gptlite.run.result import CURVES, EXPERTS
 from gptlite.trainer.loop import Ending, Outcome
 from gptlite.trainer.report import Reporter
-from gptlite.trainer.spike import Spiked
 from gptlite.trainer.state import TrainState
-from gptlite.trainer.step import Diverged
-
-# Text appended to the message of an error, by its type: the state of the checkpoints, and advice.
-ADVICE: dict[type[Exception], str] = {
-    Diverged: ". Stopped with the parameters of the previous step; earlier checkpoints are intact. "
-    "Try a lower optimizer.lr (now {lr:g}), more schedule.warmup_steps, or optimizer.clip_norm=1",
-    Spiked: ". Nothing was saved after the spike began, and earlier checkpoints are intact. "
-    "Try a lower optimizer.lr (now {lr:g}), or a larger trainer.spike.margin, which skips more samples at once",
-    ReplicasDiffer: ". Nothing was saved, and earlier checkpoints are intact. Resume from one that was saved "
-    "before the last check that passed; if the error happens again, use other hardware",
-    OffloadFailed: "; once that is fixed, the same command resumes from the last checkpoint",
-    SaveFailed: "",
-}
+from gptlite.trainer.watch import Watch
 
 
 @dataclass
@@ -74,7 +58,7 @@ def conclude(
     status = "failed"
     result = partial(_result, config, run, state, reporter, started)
 
-    def note(error: RankStuck) -> None:  # called in the watchdog's thread, which then ends this process
+    def note(error: Exception) -> None:  # called in the watchdog's thread, which then ends this process
         run.record(f"error: {error}")
         run.write_result(result(f"failed: {error}"))
 
@@ -83,13 +67,12 @@ def conclude(
         yield conclusion
         assert conclusion.outcome is not None
         status, conclusion.exit_code = conclusion.outcome.ending.value, conclusion.outcome.exit_code
-    except tuple(ADVICE) as error:
-        word = {Diverged: "diverged", Spiked: "spiked"}.get(type(error), "failed")
-        status, conclusion.exit_code = f"{word}: {error}", 1
+    except RunEnded as error:
+        status, conclusion.exit_code = f"{error.word}: {error}", 1
         # The other ranks wait for this one, and end only if it fails.
-        if isinstance(error, OffloadFailed) and run.mesh.world_size > 1:
+        if not error.everywhere and run.mesh.world_size > 1:
             raise
-        run.error(f"error: {error}{ADVICE[type(error)].format(lr=config.optimizer.lr)}")
+        run.error(f"error: {error}{error.advice.format(lr=config.optimizer.lr)}")
     except BaseException as error:
         status = f"failed: {watch.verdict() or f'{type(error).__name__}: {printable(text_of(error))}'}"
         run.record(traceback.format_exc())

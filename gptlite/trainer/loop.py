@@ -12,8 +12,6 @@ from typing import Protocol
 from gptlite.checkpoint.config import CheckpointConfig
 from gptlite.optimizer.config import OptimizerConfig
 from gptlite.parallelism.pipeline import OnePart, Pipeline
-from gptlite.parallelism.replicas import check_replicas
-from gptlite.parallelism.watchdog import Watch
 from gptlite.trainer.config import TrainerConfig
 from gptlite.trainer.eval import Evaluation, evaluate_sets
 from gptlite.trainer.profile import StepProfiler
@@ -23,6 +21,7 @@ from gptlite.trainer.spike import Spike, Spiked
 from gptlite.trainer.state import TrainState
 from gptlite.trainer.step import Diverged, Step, StepResult
 from gptlite.trainer.steps import Steps, lag_of
+from gptlite.trainer.watch import Watch
 
 SLOW_DISK = 200e6  # bytes per second, for an estimate of the duration of the first save
 
@@ -183,6 +182,8 @@ def train(
             if steps.waiting:  # the state is ahead of the results, so the code below must not use it
                 continue
             if _due(state.step, config.replica_check_interval):
+                from gptlite.monitor.replicas import check_replicas
+
                 check_replicas(state.named_parameters(), state.tied_names(), mesh, state.step)
             if state.step == config.last_step:
                 break  # evaluation and save follow below

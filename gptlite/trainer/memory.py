@@ -13,8 +13,6 @@ from gptlite.parallelism.collectives import all_reduce
 from gptlite.parallelism.config import Offload, ParallelismConfig
 from gptlite.parallelism.host_copy import HostCopy
 from gptlite.parallelism.memory import MASTER
-from gptlite.parallelism.memory_phases import PHASES
-from gptlite.parallelism.memory_watch import MemoryWatch
 from gptlite.parallelism.mesh import Mesh
 from gptlite.parallelism.torch_private import profiler_runs, watched_shards
 from gptlite.trainer.state import TrainState
@@ -52,7 +50,7 @@ class MemoryReport:
     def __init__(self) -> None:
         self.row: dict[str, int] = {}
         self._found: list[list[int]] = []  # bytes of each of CATEGORIES, per rank
-        self._phases: list[int] = []  # peak bytes in each of PHASES, maximum over ranks
+        self._phases: dict[str, int] = {}  # peak bytes by phase of the step, maximum over ranks
         # Per rank: peak bytes, average bytes, device utilisation in millionths.
         self._usage: list[list[int]] = []
         self._coming: HostCopy | None = None  # newer usage values, still being copied to the host
@@ -80,6 +78,8 @@ class MemoryReport:
         due, self._steps = self.due(last), self._steps + 1
         if not due:
             return step(state)
+        from gptlite.monitor.memory_watch import MemoryWatch
+
         with ExitStack() as stack:
             with excluded():
                 count = state.loader.micro_batches(state.consumed_samples)
@@ -92,8 +92,8 @@ class MemoryReport:
                 found = watch.found()
                 each = (found.state.parameters, found.state.gradients, found.state.optimizer, found.activations)
                 self._found = _everyone(each, state.runner.mesh)
-                phases = _everyone([found.phases[phase] for phase in PHASES], state.runner.mesh)
-        self._phases = list(map(max, zip(*phases, strict=True)))
+                phases = _everyone(list(found.phases.values()), state.runner.mesh)
+        self._phases = dict(zip(found.phases, map(max, zip(*phases, strict=True)), strict=True))
         most = map(max, zip(*self._found, strict=True))
         self.row = {f"memory_{name}_bytes": size for name, size in zip(CATEGORIES, most, strict=True)}
         return result
@@ -137,7 +137,7 @@ class MemoryReport:
         if not self.row:
             return []
         sizes = [f"{name} {format_bytes(self.row[f'memory_{name}_bytes'])}" for name in CATEGORIES]
-        phases = [f"{name} {format_bytes(size)}" for name, size in zip(PHASES, self._phases, strict=True)]
+        phases = [f"{name} {format_bytes(size)}" for name, size in self._phases.items()]
         return [("tensors, at most", ", ".join(sizes)), ("tensors, by phase", ", ".join(phases))]
 
     def offloaded(self) -> list[tuple[str, str]]:

@@ -130,7 +130,7 @@ class Reporter:
         """Return the figures of result.json that come from training rows; None for values that no row had.
 
         `tokens_per_second`, `step_seconds` and `mfu` are at the median speed. `comm_seconds` maps each axis to the
-        communication time (see parallelism/comm_time.py) of the last row, scaled to a step at the median speed. `loss`
+        communication time (see monitor/comm_time.py) of the last row, scaled to a step at the median speed. `loss`
         is from the last row.
         """
         speeds, last = sorted(self.speeds), self._last

@@ -15,13 +15,20 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from gptlite.errors import RunEnded
 from gptlite.trainer.config import SpikeConfig
 
 DEVIATION = 1.4826  # a normal distribution's standard deviation, in median absolute deviations
 
 
-class Spiked(RuntimeError):
+class Spiked(RunEnded):
     """Raised for a spike if the run cannot rewind. Earlier checkpoints are unchanged."""
+
+    word = "spiked"
+    advice = (
+        ". Nothing was saved after the spike began, and earlier checkpoints are intact. "
+        "Try a lower optimizer.lr (now {lr:g}), or a larger trainer.spike.margin, which skips more samples at once"
+    )
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from gptlite.errors import RunEnded
 from gptlite.models.metrics import Recording
 from gptlite.models.parallelize import finish_gradients
 from gptlite.optimizer.clip import local_grad_norm
@@ -29,11 +30,17 @@ from gptlite.trainer.signals import Stopping
 from gptlite.trainer.state import Progress, TrainState
 
 
-class Diverged(RuntimeError):
+class Diverged(RunEnded):
     """Raised for a non-finite loss or gradient if no smaller loss scale is available.
 
     The parameters are unchanged by the step. `what` describes the loss and norm, without the step number.
     """
+
+    word = "diverged"
+    advice = (
+        ". Stopped with the parameters of the previous step; earlier checkpoints are intact. "
+        "Try a lower optimizer.lr (now {lr:g}), more schedule.warmup_steps, or optimizer.clip_norm=1"
+    )
 
     def __init__(self, step: int, what: str) -> None:
         super().__init__(f"step {step}: {what}")

@@ -14,9 +14,10 @@ import pytest
 import gptlite.config.compose
 from gptlite.config import load
 from gptlite.config.command_line import parse_arguments
+from gptlite.config.keys import presets_of
 from gptlite.config.resume import saved_overrides
 from gptlite.config.saved import from_yaml, to_yaml
-from gptlite.config.schema import CONF_DIR, SCHEMAS, presets_of
+from gptlite.config.schema import CONF_DIR, SCHEMAS
 from gptlite.errors import ConfigError
 from gptlite.ops import apex
 from gptlite.optimizer.config import LionConfig

@@ -15,11 +15,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from distributed.building import built, planned_work
 from gptlite.config import Config, load
 from gptlite.models.parallelize import finish_gradients
+from gptlite.monitor.memory_watch import MemoryWatch, StepBytes
 from gptlite.ops.select import select_ops
 from gptlite.parallelism import pipeline
 from gptlite.parallelism.config import ParallelismConfig
 from gptlite.parallelism.memory import StateBytes
-from gptlite.parallelism.memory_watch import MemoryWatch, StepBytes
 from gptlite.parallelism.pipeline import MicroBatches
 from gptlite.parallelism.zero import before_backward
 from gptlite.plan.memory import estimate

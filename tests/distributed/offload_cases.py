@@ -11,11 +11,11 @@ import torch
 from distributed.building import built, planned_work
 from distributed.cell import BASE, GLOBAL_BATCH
 from gptlite.config import Config, load
+from gptlite.monitor.memory_watch import MemoryWatch
 from gptlite.optimizer.streamed import Stream
 from gptlite.parallelism.boxes import local_part
 from gptlite.parallelism.config import Offload
 from gptlite.parallelism.memory import StateBytes
-from gptlite.parallelism.memory_watch import MemoryWatch
 from gptlite.parallelism.torch_private import watched_shards
 from gptlite.plan.memory import estimate
 from gptlite.plan.traffic import Moved, moved

@@ -6,15 +6,16 @@ import pytest
 import torch
 
 from distributed.ranks import Ranks
+from gptlite.monitor.comm_time import summary
+from gptlite.monitor.flight_recorder import shares_of
+from gptlite.monitor.watchdog import RankWatch
 from gptlite.parallelism.axes import kinds
 from gptlite.parallelism.collectives import all_reduce
-from gptlite.parallelism.comm_time import summary
 from gptlite.parallelism.config import ParallelismConfig
-from gptlite.parallelism.flight_recorder import shares_of
 from gptlite.parallelism.layout import Layout
 from gptlite.parallelism.mesh import Mesh, build_mesh
 from gptlite.parallelism.tensor import leave, tensor_axis
-from gptlite.parallelism.watchdog import Watch
+from gptlite.trainer.watch import watch_ranks
 
 THIS = "distributed.test_comm_time"
 FOUR = Mesh(torch.device("cpu"), Layout((2, 1, 1, 2)))  # pipeline 2 x tensor 2
@@ -23,7 +24,7 @@ FOUR = Mesh(torch.device("cpu"), Layout((2, 1, 1, 2)))  # pipeline 2 x tensor 2
 def lag(axis: str) -> dict:
     """Steps in which rank 1 sleeps before it communicates along an axis."""
     mesh = build_mesh(ParallelismConfig(tensor=2) if axis == "tp" else ParallelismConfig())
-    watch = Watch(mesh, 60.0)
+    watch = RankWatch(mesh, 60.0)
     tensor = tensor_axis(mesh, sequence=False, overlap=False)
     for number in range(12):
         with watch.step(number + 1):
@@ -63,7 +64,7 @@ def test_the_summary_of_a_layout():
 
 
 def test_one_device_has_no_communication():
-    watch = Watch(Mesh(torch.device("cpu")), 10.0)
+    watch = watch_ranks(Mesh(torch.device("cpu")), 10.0)
     with watch.step(1):
         pass
     assert watch.communication(1.0) == {}

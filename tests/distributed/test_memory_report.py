@@ -13,9 +13,9 @@ from gptlite.errors import ConfigError
 from gptlite.launch import room
 from gptlite.launch.launcher import check_here
 from gptlite.launch.room import GIB
+from gptlite.monitor.memory_phases import AFTER, phase_peaks
+from gptlite.monitor.memory_watch import MemoryWatch, Sample, most_beside
 from gptlite.ops.select import select_ops
-from gptlite.parallelism.memory_phases import AFTER, phase_peaks
-from gptlite.parallelism.memory_watch import MemoryWatch, Sample, most_beside
 from gptlite.parallelism.mesh import build_mesh
 from gptlite.parallelism.torch_private import profiler_runs, recorded_allocations
 from gptlite.parity.record import build

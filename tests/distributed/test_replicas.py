@@ -8,14 +8,14 @@ import torch
 from run_files import read_metrics
 from torch import nn
 
+import gptlite.monitor.replicas
 from distributed.ranks import Ranks
 from gptlite.config import load
+from gptlite.monitor.replicas import ReplicasDiffer, check_replicas, fingerprint
 from gptlite.parallelism.config import ParallelismConfig
 from gptlite.parallelism.mesh import Mesh, build_mesh
-from gptlite.parallelism.replicas import ReplicasDiffer, check_replicas, fingerprint
 from gptlite.parallelism.tensor import cut, tensor_axis
 from gptlite.pretrain import pretrain
-from gptlite.trainer import loop
 
 THIS = "distributed.test_replicas"
 
@@ -79,11 +79,11 @@ def train_with_a_flip(overrides: list[str]) -> int:
             dict(named)["layers.1.attn_norm.weight"].detach().view(torch.int32)[0] ^= 1
         check_replicas(named, tied, mesh, step)
 
-    loop.check_replicas = check
+    gptlite.monitor.replicas.check_replicas = check
     try:
         return pretrain(load(overrides)).exit_code
     finally:
-        loop.check_replicas = check_replicas
+        gptlite.monitor.replicas.check_replicas = check_replicas
 
 
 def test_a_run_whose_replicas_differ_ends_unsaved(two: Ranks, tiny: list[str], tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from run_files import read_metrics
 
 from distributed.ranks import Ranks
 from gptlite.metrics.meter import Throughput
-from gptlite.parallelism.comm_time import CommunicationTime
+from gptlite.monitor.comm_time import CommunicationTime
 from gptlite.parallelism.mesh import Mesh
 from gptlite.trainer.memory import CATEGORIES, MemoryReport
 from gptlite.trainer.report import Reporter

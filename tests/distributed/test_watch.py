@@ -16,15 +16,15 @@ from marking import marked
 
 from distributed.launch_command import TRAIN, Start, free_port
 from distributed.ranks import RankFailed, run_ranks
-from gptlite.parallelism import stack_sampling, watchdog
+from gptlite.monitor import stack_sampling, watchdog
+from gptlite.monitor.stack_sampling import Place
+from gptlite.monitor.verdict import Heartbeat, judge, rank_words
+from gptlite.monitor.watchdog import RankWatch
 from gptlite.parallelism.collectives import all_reduce
 from gptlite.parallelism.config import ParallelismConfig
 from gptlite.parallelism.layout import Layout
 from gptlite.parallelism.mesh import Mesh, build_mesh
-from gptlite.parallelism.stack_sampling import Place
 from gptlite.parallelism.tensor import leave, tensor_axis
-from gptlite.parallelism.verdict import Heartbeat, judge, rank_words
-from gptlite.parallelism.watchdog import Watch
 
 THIS = "distributed.test_watch"
 LIMIT = 6.0  # seconds
@@ -36,7 +36,7 @@ LIMIT = 6.0  # seconds
 def wait_for_rank_1(how: str, axis: str) -> None:
     """Rank 0 waits along an axis for rank 1, which does something else."""
     mesh = build_mesh(ParallelismConfig(tensor=2))
-    watch = Watch(mesh, LIMIT)
+    watch = RankWatch(mesh, LIMIT)
     all_reduce(torch.ones(4), mesh)  # all watch
     with watch.step(7):
         if mesh.rank == 1:
@@ -85,7 +85,7 @@ def test_rank_0_is_named_though_it_holds_the_store() -> None:
 
 def wait_for_rank_0() -> None:
     mesh = build_mesh(ParallelismConfig(tensor=2))
-    watch = Watch(mesh, LIMIT)
+    watch = RankWatch(mesh, LIMIT)
     all_reduce(torch.ones(4), mesh)  # all watch
     with watch.step(1):
         if mesh.rank == 0:
@@ -165,9 +165,9 @@ def test_a_deadlock_and_a_rank_that_never_spoke():
     assert rank_words([5, 0, 1, 2]) == "ranks 0-2, 5"
 
 
-def unstarted(store: object) -> Watch:
+def unstarted(store: object) -> RankWatch:
     """A rank's, of two, without its threads."""
-    watch = Watch(Mesh(torch.device("cpu")), LIMIT)
+    watch = RankWatch.__new__(RankWatch)
     watch._mesh, watch._store, watch._verdict_key = Mesh(torch.device("cpu"), Layout((1, 2, 1, 1))), store, "verdict"
     return watch
 

@@ -26,7 +26,7 @@ FAULTS = {
     "numbers": ("huggingface_config", "models/gpt/huggingface_json.py", "type(value) not in (int, float) or", ""),
     "types of a heartbeat": (
         "heartbeat",
-        "parallelism/verdict.py",
+        "monitor/verdict.py",
         "parse_json(message, Heartbeat)",
         "Heartbeat(**parse_json(message))",
     ),

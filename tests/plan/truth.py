@@ -25,11 +25,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gptlite.config import Config
+from gptlite.monitor.memory_watch import MemoryWatch, where_backward_begins
 from gptlite.ops.select import select_ops
 from gptlite.parallelism import point_to_point
 from gptlite.parallelism.axes import EXPERT
 from gptlite.parallelism.layout import AXES, resolve
-from gptlite.parallelism.memory_watch import MemoryWatch, where_backward_begins
 from gptlite.parallelism.mesh import Mesh, build_mesh
 from gptlite.parallelism.pipeline import OnePart, Pipeline, _Stage
 from gptlite.parity.record import build

@@ -25,13 +25,13 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
+from gptlite.monitor.comm_time import CommunicationTime
+from gptlite.monitor.flight_recorder import counts, oldest_under_way
+from gptlite.monitor.stack_sampling import Place, place_of, waits_along
+from gptlite.monitor.verdict import Heartbeat, judge, silent_ranks
 from gptlite.parallelism.axes import WORLD
-from gptlite.parallelism.comm_time import CommunicationTime
-from gptlite.parallelism.flight_recorder import counts, oldest_under_way
 from gptlite.parallelism.mesh import Mesh
 from gptlite.parallelism.rank_sync import from_main
-from gptlite.parallelism.stack_sampling import Place, place_of, waits_along
-from gptlite.parallelism.verdict import Heartbeat, judge, silent_ranks
 from gptlite.progress import format_duration
 
 LOOK_SECONDS = 0.05  # interval at which the position of the main thread is sampled
@@ -44,8 +44,8 @@ class RankStuck(RuntimeError):
     """Raised when a rank has stalled the others for nearly the time limit of a collective."""
 
 
-class Watch:
-    """Watchdog of the thread that creates it, until closed. All ranks must create one. With one rank, it does nothing.
+class RankWatch:
+    """Watchdog of the thread that creates it, until closed. All ranks, at least two, must create one.
 
     `limit` is the time limit of a collective in seconds. `ending` is called from another thread, with the RankStuck
     that is about to end this process.
@@ -53,11 +53,9 @@ class Watch:
 
     def __init__(self, mesh: Mesh, limit: float) -> None:
         self._mesh = mesh
-        self.ending: Callable[[RankStuck], None] = lambda error: None
+        self.ending: Callable[[Exception], None] = lambda error: None
         self._step, self._in_step = 0, False
         self._closed = threading.Event()
-        if mesh.world_size == 1:
-            return
         self._period = max(1.0, min(10.0, limit / 10))
         self._end_after = limit - min(MARGIN, PART * limit)
         self._suspect_after = self._end_after - 3 * self._period  # leaves time for two heartbeats of each rank
@@ -87,10 +85,9 @@ class Watch:
     def close(self) -> None:
         """Stop the threads. Waits up to a second for a store call in progress."""
         self._closed.set()  # first, as the threads check it when they wake
-        if self._mesh.world_size > 1:
-            self._beat_ready.set()
-            for thread in self._threads:
-                thread.join(1.0)
+        self._beat_ready.set()
+        for thread in self._threads:
+            thread.join(1.0)
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
@@ -104,8 +101,6 @@ class Watch:
     def verdict(self) -> str | None:
         """Return the message of the rank that exited first, which explains later failures on this rank. Return None if
         there is no message, or if the store does not answer."""
-        if self._mesh.world_size == 1:
-            return None
         key = self._verdict_key
         return self._within_time(lambda: self._store.get(key).decode() if self._store.check([key]) else None)
 
@@ -115,8 +110,8 @@ class Watch:
         self._within_time(lambda: self._store.compare_set(self._verdict_key, "", text))
 
     def communication(self, step_seconds: float) -> dict[str, Any]:
-        """Return entries for a metrics row, see CommunicationTime.row; with one rank, none. All ranks must call it."""
-        return self.communication_time.row(step_seconds) if self._mesh.world_size > 1 else {}
+        """Return entries for a metrics row, see CommunicationTime.row. All ranks must call it."""
+        return self.communication_time.row(step_seconds)
 
     def _sample_loop(self, main: int) -> None:
         sampled, published = time.monotonic(), 0.0

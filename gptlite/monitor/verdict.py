@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 
 from gptlite.documents import DocumentError, parse_json
-from gptlite.parallelism.stack_sampling import Place
+from gptlite.monitor.stack_sampling import Place
 from gptlite.progress import format_duration
 
 SHOWN = 4  # maximum number of ranks described individually

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from gptlite.monitor.flight_recorder import RecordedTime
 from gptlite.parallelism.axes import WORLD, kinds
-from gptlite.parallelism.flight_recorder import RecordedTime
 from gptlite.parallelism.mesh import Mesh
 
 WINDOW_SECONDS = 20.0  # half-life of a sample's weight in the moving average of the shares

@@ -14,9 +14,9 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from gptlite.monitor.memory_phases import AFTER, Phases
 from gptlite.parallelism.boxes import local_tensor
 from gptlite.parallelism.memory import StateBytes, shards_of, state_of, storage_sizes
-from gptlite.parallelism.memory_phases import AFTER, Phases
 from gptlite.parallelism.torch_private import fsdp_buffers, recorded_allocations
 
 Allocation = tuple[int, int, int]  # nanoseconds since 1970, address, bytes (negative: freed)

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from gptlite.errors import RunEnded
 from gptlite.parallelism.axes import AXES, EXPERT, Alike, alike
 from gptlite.parallelism.boxes import local_part
 from gptlite.parallelism.collectives import all_reduce, gather_objects
@@ -18,8 +19,13 @@ ROW = 256  # 64-bit words that are summed before weighting
 MORE = 3  # maximum number of differing parameters to name, including the first
 
 
-class ReplicasDiffer(RuntimeError):
+class ReplicasDiffer(RunEnded):
     """Raised when copies of a parameter differ between ranks."""
+
+    advice = (
+        ". Nothing was saved, and earlier checkpoints are intact. Resume from one that was saved "
+        "before the last check that passed; if the error happens again, use other hardware"
+    )
 
 
 def check_replicas(parameters: Iterable[tuple[str, Tensor]], tied: Sequence[str], mesh: Mesh, step: int) -> None:
