@@ -54,6 +54,33 @@ def test_only_files_over_the_limit_are_flagged(checkout):
     assert flagged == ["gptlite/model/gpt.py", "tests/models/test_gpt.py"]
 
 
+def test_imports_are_followed(tmp_path):
+    files = {
+        "gptlite/__init__.py": "",
+        "gptlite/pretrain.py": "from typing import TYPE_CHECKING\n\nimport gptlite.a\nfrom gptlite import b\n"
+        "if TYPE_CHECKING:\n    import gptlite.never\nelse:\n    import gptlite.c\n",
+        "gptlite/a.py": "def f():\n    import gptlite.later\n",
+        "gptlite/b.py": "class B:\n    from gptlite.kernels.library import load\n",
+        "kernels/__init__.py": "# an installed package, beside the others\n",
+        "kernels/library.py": "import torch\n",
+        **{f"gptlite/{name}.py": "import gptlite.pretrain\n" for name in ("c", "later", "never")},
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    found = {str(path) for path in SIZE["imported"](tmp_path, "gptlite.pretrain", False)}
+    assert found == files.keys() - {"gptlite/later.py", "gptlite/never.py"}
+    assert {str(path) for path in SIZE["imported"](tmp_path, "gptlite.pretrain", True)} - found == {"gptlite/later.py"}
+    assert "gptlite.pretrain imports 7 files, 14 lines at import" in SIZE["report"](tmp_path)
+
+
+def test_training_imports_no_more_than_promised():
+    """docs/decisions/0036-the-core-imports-no-satellite.md"""
+    for inside_functions, most in ((False, 22_000), (True, 25_600)):
+        files = SIZE["imported"](ROOT, SIZE["CORE"], inside_functions)
+        assert sum(SIZE["count_lines"](ROOT / file) for file in files) <= most
+
+
 @pytest.mark.parametrize(
     ("name", "limit"), [("train.py", 80), ("gptlite/pretrain.py", 81), ("gptlite/trainer/loop.py", 300)]
 )

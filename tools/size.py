@@ -1,8 +1,9 @@
-"""Count the lines of each package, and list files that are too long: `python tools/size.py`.
+"""Count the lines of each package and of what training imports, and list long files: `python tools/size.py`.
 
 All lines count, as in `wc -l`. In a notebook, only the lines of code cells count. Tests are counted separately.
 """
 
+import ast
 import json
 import statistics
 import sys
@@ -21,6 +22,8 @@ LANGUAGES = {
 COLUMNS = ("Python", "C++", "CUDA", "YAML")
 LIMIT = 400  # lines; a longer file should be split
 LARGEST = 10
+CORE = "gptlite.pretrain"  # the module whose imports are followed
+BESIDE = {"gptlite.kernels": "kernels", "gptlite.recipes": "data"}  # packages whose folder is not below gptlite/
 
 
 def source_files(root: Path) -> Iterator[Path]:
@@ -62,7 +65,59 @@ def report(root: Path) -> str:
     rule = "-" * len(header)
     rows = [_row(name, files) for name, files in sorted(rooms.items())]
     table = [header, rule, *rows, rule, _row("all but tests", code), _row("tests", tests)]
-    return "\n".join([*table, "", *_largest(code, "files"), "", *_largest(tests, "tests")])
+    reach = _reach(root)
+    return "\n".join([*table, *reach, "", *_largest(code, "files"), "", *_largest(tests, "tests")])
+
+
+def imported(root: Path, module: str, inside_functions: bool) -> set[Path]:
+    """Return the files that a module imports, directly or through others, and its own file, relative to `root`.
+
+    Imports `if TYPE_CHECKING` do not count. Importing a module also imports the packages above it.
+    """
+    found: set[Path] = set()
+    waiting = [module]
+    while waiting:
+        name = waiting.pop()
+        for end in range(1, name.count(".") + 2):
+            file = _file_of(root, ".".join(name.split(".")[:end]))
+            if file is not None and file not in found:
+                found.add(file)
+                waiting += _imports(ast.parse((root / file).read_text(encoding="utf-8")), inside_functions)
+    return found
+
+
+def _file_of(root: Path, module: str) -> Path | None:
+    for package, folder in BESIDE.items():
+        if f"{module}.".startswith(f"{package}."):
+            module = folder + module.removeprefix(package)
+    path = Path(*module.split("."))
+    return next((file for file in (path.with_suffix(".py"), path / "__init__.py") if (root / file).is_file()), None)
+
+
+def _imports(node: ast.AST, inside_functions: bool) -> Iterator[str]:
+    """Yield the dotted names that a file imports; of `from a import b`, both `a` and `a.b`."""
+    for child in ast.iter_child_nodes(node):
+        match child:
+            case ast.Import(names=names):
+                yield from (alias.name for alias in names)
+            case ast.ImportFrom(module=str(module), names=names):
+                yield from (module, *(f"{module}.{alias.name}" for alias in names))
+            case ast.FunctionDef() | ast.AsyncFunctionDef() if not inside_functions:
+                pass
+            case ast.If(test=test) if "TYPE_CHECKING" in ast.unparse(test):
+                yield from _imports(ast.Module(child.orelse, []), inside_functions)
+            case _:
+                yield from _imports(child, inside_functions)
+
+
+def _reach(root: Path) -> Iterator[str]:
+    """Yield lines on the files and lines that training imports."""
+    if _file_of(root, CORE) is None:
+        return
+    yield ""
+    for inside_functions, words in ((False, "at import"), (True, "with imports inside functions")):
+        files = imported(root, CORE, inside_functions)
+        yield f"{CORE} imports {len(files)} files, {sum(count_lines(root / each) for each in files):,} lines {words}"
 
 
 def _row(name: str, files: dict[Path, int]) -> str:
