@@ -1,4 +1,4 @@
-"""Imports flow one way: shared/DESIGN.md's directions, held by reading every import statement.
+"""Imports flow one way, held by reading every import statement.
 
 A new package under gptlite/ needs a row in ROOMS; widening a row is a change of architecture (docs/decisions/).
 """

@@ -1,4 +1,4 @@
-"""tools/size.py, and the sizes DESIGN promises."""
+"""tools/size.py, and limits on sizes."""
 
 import ast
 import json

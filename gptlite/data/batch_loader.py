@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -38,7 +38,8 @@ class Batch:
 
     def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
         documents = None if self.documents is None else self.documents.each(change)
-        return Batch(change(self.tokens), change(self.targets), change(self.sample_ids), documents)
+        tensors = {name: change(getattr(self, name)) for name in ("tokens", "targets", "sample_ids")}
+        return replace(self, **tensors, documents=documents)
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ from gptlite.data.stream import SampleStream, num_chunks, read_chunk
 from gptlite.errors import ConfigError
 from gptlite.invocation import command
 from gptlite.ops.documents import Documents
+from gptlite.ops.inputs import IGNORE
 
 _BLOCK = 1 << 22  # tokens read at a time
-IGNORE = -100  # marks targets without a loss; torch's default ignore_index
 _Key = tuple[BatchSchedule, SampleStream, int]  # the int is the number of samples before the step
 
 

@@ -53,7 +53,7 @@ REFUSED_IF_ON = {
     "elasticity": "elastic batch sizes are not implemented; set data.global_batch_size",
     "autotuning": "DeepSpeed's autotuner is not available; use gptlite tune",
     "hybrid_engine": "it is for RLHF, which is not implemented",
-    "torch_autocast": "gptlite does not use torch.autocast; use bf16.enabled",
+    "torch_autocast": "torch.autocast applies only to models whose layers do not cast, without a key; use bf16.enabled",
     "expert_parallel": "this section is not translated; use parallelism.expert",
     "use_data_before_expert_parallelism": "the order of data and expert ranks is fixed; use parallelism.expert",
 }

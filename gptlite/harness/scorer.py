@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from gptlite.data.tokenizer import StreamDecoder, Tokenizer
 from gptlite.models.model import Model
 from gptlite.models.sampling import Sampling
-from gptlite.ops.cross_entropy import IGNORE
-from gptlite.ops.inputs import Inputs
+from gptlite.ops.inputs import IGNORE, Inputs
 from gptlite.parallelism.axes import CONTEXT
 from gptlite.parallelism.collectives import all_reduce
 from gptlite.parallelism.stage_runner import StageRunner

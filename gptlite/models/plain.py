@@ -11,8 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gptlite.errors import ConfigError, one_line
-from gptlite.ops.cross_entropy import IGNORE
-from gptlite.ops.inputs import Inputs
+from gptlite.ops.inputs import IGNORE, Inputs
 from gptlite.ops.select import Ops
 from gptlite.ops.token_scores import token_scores
 

@@ -256,7 +256,7 @@ class ModelSpec(Generic[C]):
 
         Override it to return `len(targets)` if a sample has one loss but a target of several elements.
         """
-        from gptlite.ops.cross_entropy import IGNORE
+        from gptlite.ops.inputs import IGNORE
 
         return (targets != IGNORE).sum()
 

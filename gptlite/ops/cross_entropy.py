@@ -12,10 +12,9 @@ from torch.autograd.function import once_differentiable
 
 from gptlite.ops.config import PRODUCTS, SOFTMAX_BYTES, CrossEntropy, logit_rows
 from gptlite.ops.embedding import TableGradient
+from gptlite.ops.inputs import IGNORE
 from gptlite.ops.linear import linear_gradients, product
 from gptlite.ops.weight_copies import as_dtype
-
-IGNORE = -100
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,14 @@ if TYPE_CHECKING:
     from gptlite.ops.documents import Documents
 
 
+IGNORE = -100  # target without a loss; torch's default ignore_index
+
+
 @dataclass(frozen=True)
 class Inputs:
     """Targets and optional inputs of a micro-batch.
 
-    `targets`: int64 [B, S], where -100 is ignored, or the targets of samples in their own shape. `sample_ids` int64
+    `targets`: int64 [B, S], where IGNORE has no loss, or the targets of samples in their own shape. `sample_ids` int64
     [B]: global sample numbers for the dropout masks; None outside training. `documents`: document boundaries of whole
     sequences, if attention is restricted to documents. `upstream`: the gradient with respect to the sum of losses, if
     it is known in advance. `metrics`: `{name: sum over the micro-batch}`, filled by the loss with the metrics that the

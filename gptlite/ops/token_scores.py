@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from gptlite.ops.cross_entropy import IGNORE
+from gptlite.ops.inputs import IGNORE
 
 ROWS = 512  # logits computed at a time: 103 MB in fp32 for GPT-2's vocabulary
 

@@ -132,6 +132,7 @@ class ScheduleRule:
     """Constraints of a torch.distributed.pipelining schedule."""
 
     # Used by config checks and the planner, as torch raises for a violation only after the ranks have started.
+    torch_name: str  # as torch's get_schedule_class takes it
     virtual: int  # default number of stages per rank
     fixed: bool = False  # the number of stages cannot be changed
     fill: bool = False  # needs at least as many micro-batches as the pipeline has ranks
@@ -146,11 +147,11 @@ class ScheduleRule:
 
 
 SCHEDULES: dict[str, ScheduleRule] = {
-    "gpipe": ScheduleRule(virtual=1, fixed=True),
-    "1f1b": ScheduleRule(virtual=1, fixed=True, fill=True),
-    "interleaved_1f1b": ScheduleRule(virtual=2, even_rounds=True),
-    "zero_bubble": ScheduleRule(virtual=2, even_rounds=True, splits_backward=True),
-    "zbv": ScheduleRule(virtual=2, fixed=True, splits_backward=True, v_shape=True),
+    "gpipe": ScheduleRule("GPipe", virtual=1, fixed=True),
+    "1f1b": ScheduleRule("1F1B", virtual=1, fixed=True, fill=True),
+    "interleaved_1f1b": ScheduleRule("Interleaved1F1B", virtual=2, even_rounds=True),
+    "zero_bubble": ScheduleRule("InterleavedZeroBubble", virtual=2, even_rounds=True, splits_backward=True),
+    "zbv": ScheduleRule("ZBVZeroBubble", virtual=2, fixed=True, splits_backward=True, v_shape=True),
 }
 
 

@@ -19,34 +19,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.pipelining import (
-    PipelineStage,
-    Schedule1F1B,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-    ScheduleZBVZeroBubble,
-)
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import get_schedule_class
 
 from gptlite.errors import ConfigError
 from gptlite.ops.documents import Documents, joined
 from gptlite.ops.inputs import Inputs
 from gptlite.parallelism.boxes import local_tensor
 from gptlite.parallelism.config import ParallelismConfig
-from gptlite.parallelism.layout import num_stages, splits_backward, stages_of_rank
+from gptlite.parallelism.layout import num_stages, rule, splits_backward, stages_of_rank
 from gptlite.parallelism.mesh import Mesh
 from gptlite.parallelism.torch_private import accumulate_gradients_now, reduce_gradients_now, split_backward
 from gptlite.parallelism.zero import before_backward, gather, reshard
 
 Forward = Callable[[nn.Module, Tensor, Inputs], Tensor]
-
-SCHEDULES: dict[str, Any] = {
-    "gpipe": ScheduleGPipe,
-    "1f1b": Schedule1F1B,
-    "interleaved_1f1b": ScheduleInterleaved1F1B,
-    "zero_bubble": ScheduleInterleavedZeroBubble,
-    "zbv": ScheduleZBVZeroBubble,
-}
 
 
 @dataclass(frozen=True)
@@ -145,9 +131,8 @@ class Pipeline:
         one = config.schedule in ("gpipe", "1f1b")
         self._micro_batches = micro_batches
         # No scaling: losses are already divided by the global batch's targets, not averaged over micro-batches.
-        self.schedule = SCHEDULES[config.schedule](
-            stages[0] if one else stages, micro_batches, loss_fn=self._loss, scale_grads=False
-        )
+        schedule: Any = get_schedule_class(rule(config).torch_name)
+        self.schedule = schedule(stages[0] if one else stages, micro_batches, loss_fn=self._loss, scale_grads=False)
 
     def run(self, batches: MicroBatches, valid: Tensor) -> Tensor:
         """Accumulate the gradients of the loss, and return this rank's share of the loss: the sum of its token losses

@@ -79,6 +79,7 @@ class Stopping:
         failed: Callable[[], bool] = lambda: False,
     ) -> None:
         self._mesh, self._stop, self._over, self._failed = mesh, stop, over, failed
+        self._alone = mesh.world_size == 1  # nothing is exchanged, so each question is answered anew
         self._signal: int | None = None
         self._time_over = self._save_failed = False
         self._polls = 0
@@ -86,31 +87,32 @@ class Stopping:
     @property
     def signal(self) -> int | None:
         """Number of the signal that any rank has received; None without a signal."""
-        return self._known()._signal
+        return self._stop.received if self._alone else self._signal
 
     @property
     def now(self) -> bool:
         """True if the run must stop before the next step."""
-        return self.signal is not None or self._time_over or self._save_failed
+        time_over = self._over() if self._alone else self._time_over
+        return self.signal is not None or time_over or self.save_failed
 
     @property
     def save_failed(self) -> bool:
         """True if a background save has failed on any rank."""
-        return self._known()._save_failed
+        return self._failed() if self._alone else self._save_failed
 
     def poll(self) -> bool:
         """Return `now`, after an exchange of flags in every POLL_EVERY-th call. Collective."""
         from gptlite.parallelism.collectives import all_reduce  # imports FSDP, which the launcher does without
 
         self._polls += 1
-        if self._mesh.world_size > 1 and self._polls % POLL_EVERY == 1:  # equal on all ranks
+        if not self._alone and self._polls % POLL_EVERY == 1:  # equal on all ranks
             self.heard(all_reduce(self.words().to(self._mesh.device), self._mesh).tolist())
         return self.now
 
     def poll_signal(self) -> bool:
         """Call `poll`, and return True if any rank has received a signal. Collective."""
         self.poll()
-        return self._signal is not None
+        return self.signal is not None
 
     @property
     def exit_code(self) -> int:
@@ -135,8 +137,3 @@ class Stopping:
                 self._signal = number
                 self._stop.adopt(number)
         self._time_over, self._save_failed = sums[-2] > 0, sums[-1] > 0
-
-    def _known(self) -> "Stopping":
-        if self._mesh.world_size == 1:  # no other rank, so no exchange
-            self.heard(self.words().tolist())
-        return self

@@ -17,9 +17,9 @@ from gptlite.data.build import build_loader, prepare
 from gptlite.data.check import check_settings
 from gptlite.data.config import CorpusConfig, DataConfig, SyntheticConfig, TextConfig
 from gptlite.data.indexed import IndexedDataset
-from gptlite.data.loader import IGNORE
 from gptlite.data.text import Span
 from gptlite.errors import ConfigError
+from gptlite.ops.inputs import IGNORE
 from gptlite.parallelism.mesh import Mesh
 
 TEXT = "".join(f"line {n}: to be, or not to be 😀 漢字\t?\n" for n in range(400))

@@ -4,14 +4,17 @@ import numpy as np
 import pytest
 import torch
 
+from gptlite.data.batch_loader import Batch
 from gptlite.data.batches import BatchSchedule
 from gptlite.data.corpus import write_split
-from gptlite.data.loader import IGNORE, Loader, Share
+from gptlite.data.loader import Loader, Share
 from gptlite.data.order import order_key, permute
 from gptlite.data.prepared import open_folder
+from gptlite.data.samples import SampleBatch
 from gptlite.data.stream import SampleStream, num_chunks, read_chunk
 from gptlite.data.tokenizer import ByteTokenizer, CharTokenizer
 from gptlite.errors import ConfigError
+from gptlite.ops.inputs import IGNORE
 from gptlite.progress import Progress
 
 LENGTH, TOKENS = 8, 1003
@@ -241,3 +244,12 @@ def test_ids_outside_the_vocabulary_are_named(dtype, wrong, part):
     with pytest.raises(ConfigError, match=rf"{words} has token id {wrong}, outside the vocabulary of 50: .* verify"):
         [asked(n) for n in range(6)]
     reader.close()
+
+
+@pytest.mark.parametrize("kind", [Batch, SampleBatch])
+def test_a_filler_stays_one_on_another_device(kind):
+    filler = kind(*(torch.zeros(2, 3, dtype=torch.int64) for _ in range(3)), counted=False)
+    moved = filler.to(torch.device("meta"))
+    assert not moved.counted
+    assert type(moved) is kind
+    assert {tensor.device.type for tensor in (moved.tokens, moved.targets, moved.sample_ids)} == {"meta"}

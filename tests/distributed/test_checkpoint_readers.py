@@ -17,9 +17,9 @@ from gptlite.checkpoint_tool.huggingface import export
 from gptlite.config import Config
 from gptlite.config.saved import from_yaml
 from gptlite.data.build import build_loader, prepare
-from gptlite.data.loader import IGNORE
 from gptlite.models.gpt.model import GPT
 from gptlite.models.model import Model
+from gptlite.ops.inputs import IGNORE
 from gptlite.parallelism.rank_sync import ALONE
 from gptlite.trainer.state import model_tensors
 

@@ -19,7 +19,7 @@ from gptlite.models.gpt.model import GPT
 from gptlite.models.init import init_weights
 from gptlite.models.model import Model
 from gptlite.ops.config import Attention, CrossEntropy
-from gptlite.ops.cross_entropy import IGNORE
+from gptlite.ops.inputs import IGNORE
 from gptlite.ops.select import Ops
 from gptlite.optimizer.fused import FusedAdamW, clip_and_step
 from gpu.device import DEVICE

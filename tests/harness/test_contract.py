@@ -17,8 +17,7 @@ from gptlite.models.model import Model
 from gptlite.models.plain import keep_blocks
 from gptlite.models.sampling import Sampling
 from gptlite.models.spec import ModelSpec
-from gptlite.ops.cross_entropy import IGNORE
-from gptlite.ops.inputs import Inputs
+from gptlite.ops.inputs import IGNORE, Inputs
 from gptlite.run.restore import restore
 from harness.models import PAIRS, saved
 

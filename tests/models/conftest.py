@@ -13,7 +13,7 @@ from gptlite.models.gpt.model import GPT
 from gptlite.models.model import Model
 from gptlite.models.parallelize import parallelize
 from gptlite.ops.config import Attention
-from gptlite.ops.cross_entropy import IGNORE
+from gptlite.ops.inputs import IGNORE
 from gptlite.ops.select import Ops
 from gptlite.parallelism.config import ActivationCheckpointing, ParallelismConfig
 from gptlite.parallelism.mesh import Mesh

@@ -14,8 +14,9 @@ from gptlite.kernels.activation import ACTIVATIONS
 from gptlite.ops.attention import causal_attention, packed_causal_attention
 from gptlite.ops.bias_activation import bias_activation
 from gptlite.ops.config import Attention, CrossEntropy
-from gptlite.ops.cross_entropy import IGNORE, LossTerms, VocabShard, linear_cross_entropy
+from gptlite.ops.cross_entropy import LossTerms, VocabShard, linear_cross_entropy
 from gptlite.ops.dropout import DropoutKey, dropout
+from gptlite.ops.inputs import IGNORE
 from gptlite.ops.layer_norm import Norm, layer_norm, residual_norm, rms_norm
 from gptlite.ops.rope import frequencies, rope, rotary
 from gptlite.ops.softmax import causal_softmax, masked_softmax

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from marking import marked
 from torch.distributed.pipelining import PipelineStage, schedules
+from torch.distributed.pipelining.schedules import get_schedule_class
 
 from gptlite.parallelism.config import ParallelismConfig
 from gptlite.parallelism.layout import SCHEDULES, num_stages, schedule_refuses, stages_of_rank, stages_per_rank
-from gptlite.parallelism.pipeline import SCHEDULES as TORCH_SCHEDULES
 from gptlite.plan.capacity import least_in_flight
 from gptlite.plan.timeline import Timeline, order, timeline
 
@@ -42,7 +42,7 @@ def equal(layout: ParallelismConfig, count: int, message: float = 0.0) -> Timeli
 def torch_order(layout: ParallelismConfig, count: int) -> dict[int, list[tuple[str, int, int]]]:
     """What torch's schedule runs on every rank: of one stage a rank, as it does it; else from the list it goes by."""
     logging.getLogger(schedules.__name__).setLevel(logging.ERROR)  # it warns of bubbles
-    made = TORCH_SCHEDULES[layout.schedule]
+    made = get_schedule_class(SCHEDULES[layout.schedule].torch_name)
     if layout.schedule in ("gpipe", "1f1b"):
         ran = {rank: Stage(layout, rank) for rank in range(layout.pipeline)}
         for stage in ran.values():
@@ -107,7 +107,7 @@ def test_as_many_micro_batches_are_in_flight_as_torch_says():
         if schedule in ("gpipe", "1f1b"):  # of one stage a rank, which torch does not analyze
             continue
         layout = config(schedule, ranks, virtual)
-        made = TORCH_SCHEDULES[schedule]
+        made = get_schedule_class(SCHEDULES[schedule].torch_name)
         torchs = made([Stage(layout, number) for number in range(0, num_stages(layout), ranks)], count)
         for rank in range(ranks):
             found = ANALYZE(
