@@ -18,11 +18,11 @@ from gptlite.data.order_log import FILE_NAME, read_order
 from gptlite.data.sentence_piece_words import _fields
 from gptlite.data.tokenizer import load_tokenizer
 from gptlite.errors import ConfigError
+from gptlite.huggingface.adapters import all_adapters
 from gptlite.launch.hostfile import read as read_hosts
-from gptlite.models.registry import SPECS
 
 SECONDS, BYTES = 1.0, 200_000_000
-ADAPTERS = {each.model_type: each for spec in SPECS for each in spec.huggingface()}
+ADAPTERS = {each.model_type: each for each in all_adapters()}
 
 
 def adapted(path: Path, kind: str, **changes: int) -> None:

@@ -36,11 +36,11 @@ from gptlite.data.tokenizer import DEFINITION, Tokenizer, load_tokenizer
 from gptlite.documents import shown
 from gptlite.errors import ConfigError, did_you_mean, system_error
 from gptlite.files import new_folder, refuse_used, write_synced
+from gptlite.huggingface.adapter import Adapter, Weight
+from gptlite.huggingface.adapters import adapters_of, all_adapters
 from gptlite.invocation import command
 from gptlite.models.config import ModelConfig
-from gptlite.models.huggingface import Adapter, Weight
 from gptlite.models.model import Model
-from gptlite.models.registry import SPECS
 from gptlite.models.spec import spec_of
 from gptlite.progress import Log
 
@@ -115,7 +115,7 @@ def _adapter_for(model: ModelConfig, step: Path) -> Adapter:
 
     Raises ConfigError with the values that the closest adapter does not support.
     """
-    adapters = (spec := spec_of(model)).huggingface()
+    adapters = adapters_of(spec := spec_of(model))
     if not adapters:
         raise ConfigError(f"{step}: the {spec.name} model has no Hugging Face adapter; add `huggingface` to its spec")
     found = [(adapter.differences(model), adapter) for adapter in adapters]
@@ -275,7 +275,7 @@ def _opened(source: Path) -> tuple[dict[str, Any], Adapter, dict[str, Stored]]:
 def _adapter_of(content: Mapping[str, Any]) -> Adapter:
     """Return the adapter for a config.json. Raises ConfigError for a model_type without an adapter."""
     found = content.get("model_type")
-    adapters = [each for spec in SPECS for each in spec.huggingface()]
+    adapters = all_adapters()
     for adapter in adapters:
         if adapter.model_type == found:
             return adapter

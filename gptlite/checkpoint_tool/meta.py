@@ -8,8 +8,8 @@ from typing import Any
 
 from gptlite.checkpoint.huggingface import Stored, load_pickle, read_json
 from gptlite.errors import ConfigError
-from gptlite.models.huggingface import Adapter
-from gptlite.models.registry import SPECS
+from gptlite.huggingface.adapter import Adapter
+from gptlite.huggingface.adapters import all_adapters
 
 PARAMS = "params.json"
 SHARD = re.compile(r"consolidated\.(\d+)\.pth")
@@ -34,7 +34,7 @@ def open_meta(source: Path) -> tuple[dict[str, Any], Adapter, dict[str, Stored]]
         words = ", ".join(path.name for _, path in sorted(found.items())) or "no consolidated.00.pth"
         raise ConfigError(f"source={source} holds {words}; give all shards, numbered from 00 without gaps")
     shards = [load_pickle(path, mapped=True) for _, path in sorted(found.items())]
-    for adapter in (each for spec in SPECS for each in spec.huggingface()):
+    for adapter in all_adapters():
         try:
             read = adapter.from_meta(params, shards)
         except ConfigError as error:

@@ -22,7 +22,6 @@ from gptlite.models.config import ModelConfig
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from gptlite.models.huggingface import Adapter
     from gptlite.models.sampling import Sampling
     from gptlite.ops.inputs import Inputs
     from gptlite.ops.select import Ops
@@ -195,9 +194,10 @@ class ModelSpec(Generic[C]):
         """Return the model's description for the banner, printed after the number of parameters."""
         return ""
 
-    def huggingface(self) -> Sequence[Adapter[C]]:
-        """Return the converters to and from classes of Hugging Face's transformers. If there are none, exports are
-        refused."""
+    def huggingface(self) -> Sequence[Any]:
+        """Return the converters to and from classes of Hugging Face's transformers, subclasses of
+        gptlite.huggingface.adapter.Adapter. By default, those of the spec that this one extends, if it has any;
+        without converters, exports are refused."""
         return ()
 
     # Methods on modules.

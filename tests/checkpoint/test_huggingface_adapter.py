@@ -21,8 +21,8 @@ from gptlite.config import load
 from gptlite.config.saved import from_yaml, to_yaml
 from gptlite.data.tokenizer import NumberTokenizer
 from gptlite.errors import ConfigError
+from gptlite.huggingface.adapter import Adapter, Weight
 from gptlite.invocation import command
-from gptlite.models.huggingface import Adapter, Weight
 from gptlite.models.model import Model
 from gptlite.pretrain import pretrain
 from gptlite.trainer.state import model_tensors

@@ -17,11 +17,12 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Pret
 
 from gptlite.checkpoint_tool.huggingface import import_
 from gptlite.errors import ConfigError
+from gptlite.huggingface.adapters import BUILT_IN
+from gptlite.huggingface.keys import IGNORED
 from gptlite.models.gpt.config import GPTConfig
-from gptlite.models.gpt.huggingface_json import IGNORED
 from gptlite.models.gpt.spec import GPTSpec
 
-ADAPTERS: dict[str, Any] = {each.model_type: each for each in GPTSpec().huggingface()}
+ADAPTERS: dict[str, Any] = {each.model_type: each for each in BUILT_IN[GPTSpec]}
 GPT2_SIZES = {"n_layer": 2, "n_head": 2, "n_embd": 24, "n_positions": 64, "vocab_size": 53, "initializer_range": 0.3}
 CLASSES: dict[str, tuple[type[PreTrainedModel], type[PretrainedConfig], dict[str, Any]]] = {
     "gpt2": (GPT2LMHeadModel, GPT2Config, GPT2_SIZES),

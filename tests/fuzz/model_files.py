@@ -8,9 +8,9 @@ from fuzz.reader import Reader, reader
 from hypothesis import strategies as st
 
 from gptlite.checkpoint.huggingface import read_json
-from gptlite.models.registry import SPECS
+from gptlite.huggingface.adapters import all_adapters
 
-ADAPTERS = {each.model_type: each for spec in SPECS for each in spec.huggingface()}
+ADAPTERS = {each.model_type: each for each in all_adapters()}
 GPT2 = {
     **{
         "model_type": "gpt2",

@@ -11,6 +11,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from gptlite.huggingface.adapters import BUILT_IN
 from gptlite.models.gpt.config import GPTConfig
 from gptlite.models.gpt.flops import num_parameters
 from gptlite.models.gpt.model import GPT
@@ -85,7 +86,7 @@ def test_the_table_has_every_published_preset():
 def test_an_imported_preset_has_the_parameters_of_its_class(row):
     name, _, kind, parameters, published = row
     config = preset(name)
-    (adapter,) = (each for each in GPTSpec().huggingface() if not each.differences(config))
+    (adapter,) = (each for each in BUILT_IN[GPTSpec] if not each.differences(config))
     assert adapter.model_class == kind
     with torch.device("meta"):
         ours = GPT(config)

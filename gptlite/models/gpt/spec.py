@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from gptlite.models.gpt.model import GPT
-    from gptlite.models.huggingface import Adapter
     from gptlite.models.sampling import Sampling
     from gptlite.ops.inputs import Inputs
     from gptlite.ops.select import Ops
@@ -161,13 +160,6 @@ class GPTSpec(ModelSpec[GPTConfig]):
             f"{config.num_layers} layers, {config.num_heads} heads{shared}, d {config.d_model}, "
             f"vocabulary {config.vocab_size}{padded}{experts_words(config)}"
         )
-
-    def huggingface(self) -> Sequence[Adapter[GPTConfig]]:
-        from gptlite.models.gpt.huggingface import GPT2
-        from gptlite.models.gpt.huggingface_llama import Llama, Qwen3
-        from gptlite.models.gpt.huggingface_moe import Mixtral, OLMoE, Qwen3MoE
-
-        return GPT2(), Llama(), Qwen3(), Mixtral(), Qwen3MoE(), OLMoE()
 
     def build(self, config: GPTConfig, ops: Ops, seed: int) -> GPT:
         from gptlite.models.gpt.model import GPT

@@ -13,12 +13,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from gptlite.errors import ConfigError
+from gptlite.huggingface.adapter import Weight
+from gptlite.huggingface.gpt2 import unlike
+from gptlite.huggingface.keys import flag, whole
+from gptlite.huggingface.llama import FIXED, OF_LLAMA, Llama, of_pairs
 from gptlite.limits import EXPERTS
 from gptlite.models.gpt.config import GPTConfig, MLPKind, MoEConfig, Score
-from gptlite.models.gpt.huggingface import unlike
-from gptlite.models.gpt.huggingface_json import flag, whole
-from gptlite.models.gpt.huggingface_llama import FIXED, OF_LLAMA, Llama, of_pairs
-from gptlite.models.huggingface import Weight
 
 if TYPE_CHECKING:
     from torch import Tensor

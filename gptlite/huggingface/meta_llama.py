@@ -12,8 +12,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from gptlite.errors import ConfigError, did_you_mean
-from gptlite.models.gpt.huggingface_json import number, whole
-from gptlite.models.huggingface import Piece
+from gptlite.huggingface.adapter import Piece
+from gptlite.huggingface.keys import number, whole
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from gptlite.documents import shown
 from gptlite.errors import ConfigError, did_you_mean
+from gptlite.huggingface.adapter import Adapter, Weight, unchanged
+from gptlite.huggingface.keys import Keys, flag, number, whole
 from gptlite.models.gpt.config import GPTConfig, MLPKind, Norm, Position
-from gptlite.models.gpt.huggingface_json import Keys, flag, number, whole
-from gptlite.models.huggingface import Adapter, Weight, unchanged
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -1,0 +1,1 @@
+"""Conversion of models to and from Hugging Face's transformers."""

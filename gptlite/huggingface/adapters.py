@@ -1,0 +1,26 @@
+"""Adapters of each model: the built-in ones, and those of plug-ins' specs."""
+
+from typing import Any
+
+from gptlite.huggingface.adapter import Adapter
+from gptlite.huggingface.gpt2 import GPT2
+from gptlite.huggingface.llama import Llama, Qwen3
+from gptlite.huggingface.moe import Mixtral, OLMoE, Qwen3MoE
+from gptlite.models.gpt.spec import GPTSpec
+from gptlite.models.registry import SPECS
+from gptlite.models.spec import ModelSpec
+
+BUILT_IN: dict[type[ModelSpec], tuple[Adapter[Any], ...]] = {
+    GPTSpec: (GPT2(), Llama(), Qwen3(), Mixtral(), Qwen3MoE(), OLMoE())
+}
+
+
+def adapters_of(spec: ModelSpec) -> tuple[Adapter[Any], ...]:
+    """Return the adapters that a spec gives; otherwise, the built-in ones of its class or of the nearest base class."""
+    built_in = (BUILT_IN[each] for each in type(spec).__mro__ if each in BUILT_IN)
+    return tuple(spec.huggingface()) or next(built_in, ())
+
+
+def all_adapters() -> list[Adapter[Any]]:
+    """Return the adapters of all registered models."""
+    return [adapter for spec in SPECS for adapter in adapters_of(spec)]
