@@ -59,7 +59,7 @@ ROOMS = {
     "data": Room(
         "ops parallelism",
         packages="torch numpy",
-        lazy="PIL datasets hydra sentencepiece tiktoken tiktoken_ext tokenizers",
+        lazy="hydra sentencepiece tiktoken tiktoken_ext tokenizers",
     ),
     "preprocess": Room("data", packages="numpy", lazy="pyarrow zstandard"),
     "models": Room("ops", packages="torch", lazy="hydra"),
@@ -92,6 +92,7 @@ ROOMS = {
     ),
     "deepspeed": Room("config precision"),
     "huggingface": Room("models", packages="torch"),
+    "images": Room("data", packages="numpy torch", lazy="PIL datasets"),
     "start": Room("config deepspeed launch parallelism plan pretrain run trainer"),
     "launch": Room(
         "checkpoint config data models ops parallelism pretrain run trainer",

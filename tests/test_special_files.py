@@ -18,7 +18,6 @@ from gptlite.config import load
 from gptlite.config.saved import read_saved
 from gptlite.data.find_tokenizer import find_tokenizer
 from gptlite.data.foreign import open_datatrove, open_llmc, open_nanogpt
-from gptlite.data.image_folder import ImageFolder
 from gptlite.data.indexed import IndexedDataset
 from gptlite.data.order_log import note_spike, read_order
 from gptlite.data.sources import Source
@@ -26,6 +25,7 @@ from gptlite.data.text import scan, split
 from gptlite.data.tiktoken_tokenizer import is_ranks
 from gptlite.data.tokenizer import load_tokenizer
 from gptlite.errors import ConfigError
+from gptlite.images.folder import ImageFolder
 from gptlite.metrics.jsonl import read_rows
 from gptlite.preprocess.inputs import find_sources
 from gptlite.preprocess.streams import Stream

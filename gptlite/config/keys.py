@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+from gptlite.config.plugins import import_installed
 from gptlite.config.schema import CONF_DIR, SCHEMAS, Config, RunConfig, prepared_folders
 from gptlite.data import registry as data_registry
 from gptlite.models import registry
@@ -29,11 +30,13 @@ def presets_of(group: str) -> list[str]:
 
 def known_keys() -> list[str]:
     """Return every key that any preset can have, such as `model.dropout`."""
+    import_installed()  # their presets too
     return sorted({key for key, _ in _keys(Config, "")})
 
 
 def whole_number_keys() -> set[str]:
     """Return the keys of `known_keys` whose values are whole numbers, or null."""
+    import_installed()
     kinds = {int, int | None, "int", "int | None"}
     return {key for key, kind in _keys(Config, "") if kind in kinds}
 

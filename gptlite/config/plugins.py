@@ -20,6 +20,7 @@ from gptlite.errors import ConfigError, text_of
 from gptlite.parallelism.messages import passed_on
 
 GROUP = "gptlite.plugins"  # group of the entry points
+INCLUDED = ("gptlite.images",)  # plugins that come with gptlite
 GIVEN = re.compile(r"\+{0,2}plugins=\[?([^\]]*)\]?$")
 RESOLVER = re.compile(r"\$\{[^}]*:")  # ${oc.env:NAME}, ${now:...}; ${model.peak_lr} is of the configuration
 KEY = re.compile(r"(\+{0,2}|~)[A-Za-z_][\w./-]*")
@@ -68,10 +69,13 @@ def import_plugins(names: Iterable[str]) -> None:
 
 @cache
 def import_installed() -> None:
-    """Import the modules that installed packages declare as entry points of the group gptlite.plugins, once.
+    """Import the plugins that come with gptlite, and the modules that installed packages declare as entry points of the
+    group gptlite.plugins, once.
 
     Raises ConfigError, with the name of the package, if an entry point cannot be imported.
     """
+    for name in INCLUDED:
+        import_module(name)
     for point in entry_points(group=GROUP):
         try:
             point.load()

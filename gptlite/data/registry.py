@@ -1,4 +1,4 @@
-"""Registry of map-style datasets, built in or defined by plugins. Does not import torch."""
+"""Registry of map-style datasets, which plugins define. Does not import torch."""
 
 from __future__ import annotations
 
@@ -6,15 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from gptlite.data.config import (
-    CorpusConfig,
-    DatasetConfig,
-    HuggingFaceConfig,
-    ImageFolderConfig,
-    SyntheticConfig,
-    TextConfig,
-    TokensConfig,
-)
+from gptlite.data.config import CorpusConfig, DatasetConfig, SyntheticConfig, TextConfig, TokensConfig
 from gptlite.errors import ConfigError
 
 
@@ -72,19 +64,3 @@ def source_of(config: DatasetConfig) -> DataSource:
         if source.schema is type(config):
             return source
     raise ConfigError(f"no dataset is registered for the configuration {type(config).__name__}; call register_data")
-
-
-def _image_folder(config: ImageFolderConfig) -> tuple[Any, Any]:
-    from gptlite.data.image_folder import open_image_folder
-
-    return open_image_folder(config)
-
-
-def _huggingface(config: HuggingFaceConfig) -> tuple[Any, Any]:
-    from gptlite.data.huggingface_rows import open_huggingface
-
-    return open_huggingface(config)
-
-
-register_data("image_folder", ImageFolderConfig, _image_folder)
-register_data("huggingface", HuggingFaceConfig, _huggingface)

@@ -13,11 +13,11 @@ from run_files import read_metrics, without_plots
 
 from gptlite.config import load
 from gptlite.data.build import build_loader, open_data
-from gptlite.data.config import ImageFolderConfig
-from gptlite.data.image_folder import open_image_folder
-from gptlite.data.images import ToTensor, held_out
 from gptlite.data.samples import open_samples
 from gptlite.errors import ConfigError
+from gptlite.images.config import ImageFolderConfig
+from gptlite.images.folder import open_image_folder
+from gptlite.images.tensors import ToTensor, held_out
 from gptlite.parallelism.config import ParallelismConfig
 from gptlite.parallelism.mesh import build_mesh
 from gptlite.pretrain import pretrain

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from gptlite.data.huggingface_rows import _files
-from gptlite.data.image_folder import find_images
 from gptlite.data.streaming import _local
 from gptlite.data.text import find_files, newly_followed
 from gptlite.errors import ConfigError
+from gptlite.images.folder import find_images
+from gptlite.images.rows import _files
 from gptlite.preprocess.inputs import find_sources
 
 

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from gptlite.data.config import HuggingFaceConfig
-from gptlite.data.images import ToTensor, divided, require
 from gptlite.data.samples import TARGETS
 from gptlite.data.walk import files_below
 from gptlite.errors import ConfigError, did_you_mean
+from gptlite.images.config import HuggingFaceConfig
+from gptlite.images.tensors import ToTensor, divided, require
 
 if TYPE_CHECKING:
     from datasets import Dataset

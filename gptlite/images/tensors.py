@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gptlite.data.config import ImagesConfig
 from gptlite.errors import ConfigError
+from gptlite.images.config import ImagesConfig
 
 if TYPE_CHECKING:
     from PIL.Image import Image

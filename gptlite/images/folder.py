@@ -8,11 +8,11 @@ from pathlib import Path
 
 from torch import Tensor
 
-from gptlite.data.config import ImageFolderConfig
-from gptlite.data.images import ToTensor, divided, require
 from gptlite.data.walk import files_below, refuse_loop
 from gptlite.errors import ConfigError
 from gptlite.files import open_regular
+from gptlite.images.config import ImageFolderConfig
+from gptlite.images.tensors import ToTensor, divided, require
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".ppm", ".pgm", ".tif", ".tiff")
 VALIDATION = ("val", "valid", "validation", "test")
