@@ -108,7 +108,7 @@ def build_sinks(
 
 def wandb_id(sinks: Sequence[Sink]) -> str | None:
     """Return the ID of the W&B run, which checkpoints store; None without a W&B sink."""
-    return next((sink.id for sink in sinks if hasattr(sink, "id")), None)
+    return next(filter(None, (getattr(sink, "id", None) for sink in sinks)), None)
 
 
 def _require(package: str) -> None:

@@ -56,8 +56,8 @@ def update_bytes(config: OptimizerConfig) -> int:
 def products(config: OptimizerConfig, rows: int, columns: int) -> list[tuple[int, int, int]]:
     """Return the GEMMs [m, k] x [k, n], as (m, k, n), of the update of one whole matrix in a block: Muon's are those of
     the Newton-Schulz iteration."""
-    if hasattr(config, "products"):
-        return config.products(rows, columns)
+    if own := getattr(config, "products", None):
+        return own(rows, columns)
     if not isinstance(config, MuonConfig):
         return []
     low, high = sorted((rows, columns))
@@ -66,8 +66,8 @@ def products(config: OptimizerConfig, rows: int, columns: int) -> list[tuple[int
 
 def state_bytes(config: OptimizerConfig, shards: Sequence[Shard]) -> int:
     """Return the size in bytes of a rank's state."""
-    if hasattr(config, "state_bytes"):
-        return config.state_bytes(shards)
+    if own := getattr(config, "state_bytes", None):
+        return own(shards)
     match config:
         case AdamW8bitConfig():  # and the lookup tables of the codes
             return sum(state_in_8_bits(each.elements) * each.count for each in shards) + 2 * FP32 * CODES_8BIT
