@@ -78,10 +78,10 @@ class MemoryReport:
         due, self._steps = self.due(last), self._steps + 1
         if not due:
             return step(state)
-        from gptlite.monitor.memory_watch import MemoryWatch
-
         with ExitStack() as stack:
             with excluded():
+                from gptlite.monitor.memory_watch import MemoryWatch
+
                 count = state.loader.micro_batches(state.consumed_samples)
                 watch = MemoryWatch(state.parts, state.optimizer, state.runner.mesh.device, count)
                 stack.enter_context(watch)
