@@ -95,7 +95,7 @@ def against_dd(folder: Path, megabytes: int, repeats: int) -> None:
 
 def intervals(folder: Path, overrides: list[str], steps: int, repeats: int) -> None:
     """Measure training intervals without and with an asynchronous save, and print the medians."""
-    from gptlite.launch.launcher import keep_freed_memory
+    from gptlite.launch.process import keep_freed_memory
 
     keep_freed_memory()  # before any tensor is created: torch reads its huge page setting only once
     from gptlite.checkpoint.checkpointer import Checkpointer

@@ -17,7 +17,7 @@ from typing import Any
 from timing import in_turn, seconds
 
 from gptlite.config.command_line import run_tool
-from gptlite.launch.launcher import keep_freed_memory
+from gptlite.launch.process import keep_freed_memory
 
 EXPERTS, TOP_K, D_MODEL, D_FF, TOKENS, LAYERS = 8, 2, 384, 768, 2048, 6
 

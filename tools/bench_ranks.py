@@ -64,7 +64,7 @@ class Arguments:
 def main(arguments: Arguments) -> None:
     """Print a line for each layout and program, and the ratio of our time to the peer's."""
     layouts = _check(arguments)
-    from gptlite.launch.launcher import keep_freed_memory
+    from gptlite.launch.process import keep_freed_memory
 
     keep_freed_memory()  # before imports that create tensors: torch reads the setting only once
     import torch

@@ -150,7 +150,7 @@ def report(name: str, size: Size, times: dict[str, float]) -> None:
 
 def our_step(size: Size, arguments: Arguments, other: str = "") -> Callable[[], Any]:
     """Return a step of the trainer, without data loader and log. `other`: one of `others`, or "" for the plain GPT."""
-    from gptlite.launch.launcher import keep_freed_memory
+    from gptlite.launch.process import keep_freed_memory
 
     if arguments.keep_freed_memory:
         keep_freed_memory()  # before imports that create tensors: torch reads the setting only once

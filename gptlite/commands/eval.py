@@ -27,11 +27,12 @@ from __future__ import annotations
 import json
 import re
 import time
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn
 
+from gptlite.commands.eval_arguments import Arguments
 from gptlite.commands.train import run_command
 from gptlite.config.command_line import parse_arguments
 from gptlite.config.schema import Config
@@ -40,29 +41,6 @@ from gptlite.progress import counted
 
 OF_TASKS, OF_TEXT = ("limit", "num_fewshot", "include_path", "output"), ("data", "samples")
 LAYOUT = re.compile(r"\+?parallelism[.=]")
-
-
-@dataclass
-class Arguments:
-    """Command-line arguments except those of the layout."""
-
-    checkpoint: str = "latest"
-    data: str | None = None
-    samples: int | None = None
-    tasks: str | None = None
-    limit: int | None = None
-    num_fewshot: int | None = None
-    include_path: str | None = None
-    output: str | None = None
-    micro_batch_size: int = 16
-    precision: str = "auto"
-    tokenizer: str | None = None
-    plugins: list[str] = field(default_factory=list)
-
-    @property
-    def task_names(self) -> tuple[str, ...]:
-        """Names in `tasks`."""
-        return tuple(filter(None, (each.strip() for each in (self.tasks or "").strip("[]").split(","))))
 
 
 def main() -> NoReturn:

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gptlite.commands.eval import Arguments
+from gptlite.commands.eval_arguments import Arguments
 from gptlite.config.compose import load
 from gptlite.config.keys import presets_of
 from gptlite.config.overrides import hydra_value

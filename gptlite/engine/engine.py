@@ -30,15 +30,16 @@ from gptlite.engine.module import ModuleSpec
 from gptlite.engine.settings import compose
 from gptlite.engine.weights import check_module, fill_from, on_meta, refuse_ties
 from gptlite.errors import ConfigError
-from gptlite.launch.launcher import environment_restored
+from gptlite.launch.process import environment_restored
 from gptlite.launch.starter import starter
 from gptlite.models.model import Model
 from gptlite.models.parallelize import build_passes
 from gptlite.models.plain import call
+from gptlite.parallelism.collectives import broadcast_text
 from gptlite.parallelism.layout import check_micro_batches
 from gptlite.parallelism.mesh import Mesh, build_mesh
 from gptlite.parallelism.pipeline import OnePart, Pipeline
-from gptlite.parallelism.process_group import broadcast_text, join, leave
+from gptlite.parallelism.process_group import join, leave
 from gptlite.parallelism.rank_sync import from_main
 from gptlite.precision import resolve_precision
 from gptlite.run.build import build_state, single_input

@@ -61,7 +61,7 @@ def main(arguments: list[str], pretrain: Callable[..., int] | None = None) -> No
     config = None
     try:
         with nullcontext() if log else working(f"starting {world} ranks", print):
-            from gptlite.launch.launcher import keep_freed_memory, share_cores
+            from gptlite.launch.process import keep_freed_memory, share_cores
 
             keep_freed_memory()  # before the imports below create tensors: torch reads its huge page setting only once
             from gptlite.launch.rank_stop import LauncherStop
@@ -103,7 +103,7 @@ def under(
     Each rank composes a `config`, but all use rank 0's, since folder names contain the time. `advise()` returns lines
     that are printed if the rank runs out of memory. Raises ConfigError on all ranks if the run is refused.
     """
-    from gptlite.launch.launcher import keep_freed_memory, ran_out, share_cores
+    from gptlite.launch.process import keep_freed_memory, ran_out, share_cores
 
     keep_freed_memory()  # first, as in main
     from gptlite.parallelism.process_group import leave
@@ -150,7 +150,7 @@ def train_rank(
     `node` is set if torchrun or srun started this rank, by the environment variables `names`. Then the configuration
     comes from rank 0, and the first rank of each machine other than rank 0's prints the folder of the logs.
     """
-    from gptlite.parallelism.process_group import broadcast_text
+    from gptlite.parallelism.collectives import broadcast_text
 
     if int(os.environ["WORLD_SIZE"]) > 1:  # a single rank needs no process group
         _meet(config.parallelism.timeout_seconds, log, node, names)

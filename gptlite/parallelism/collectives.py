@@ -98,3 +98,8 @@ def _device(group: dist.ProcessGroup | None) -> torch.device:
 
 def _tensor(data: bytes, device: torch.device) -> Tensor:
     return torch.frombuffer(bytearray(data) + b"\0", dtype=torch.uint8)[:-1].to(device)  # frombuffer takes no empty one
+
+
+def broadcast_text(text: str) -> str:
+    """Return rank 0's text on every rank."""
+    return broadcast_bytes(text.encode()).decode()

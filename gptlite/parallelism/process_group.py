@@ -87,13 +87,6 @@ def leave() -> None:
         dist.destroy_process_group()
 
 
-def broadcast_text(text: str) -> str:
-    """Return rank 0's text on every rank."""
-    from gptlite.parallelism.collectives import broadcast_bytes  # imports FSDP, which the launcher does without
-
-    return broadcast_bytes(text.encode()).decode()
-
-
 def _refuse_address() -> None:
     """Raise ConfigError if rank 0's address does not resolve, which torch would try for minutes, or if this is rank 0
     and cannot listen on its port."""

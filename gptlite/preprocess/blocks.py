@@ -10,49 +10,15 @@ from dataclasses import dataclass, field
 from gptlite.data.corpus import document_hash
 from gptlite.data.cuts import WINDOW, context_before, last_cut
 from gptlite.data.tokenizer import Tokenizer
-from gptlite.documents import Count
 from gptlite.errors import ConfigError
 from gptlite.preprocess.inputs import STDIN, Source
+from gptlite.preprocess.parquet import parquet_pieces
+from gptlite.preprocess.pieces import Piece, Place
 from gptlite.preprocess.streams import DamagedInput, Stream
 
 BLOCK = 1 << 20  # bytes
 _PART = 8 << 20  # bytes; a longer text file without separator is read in parts of about this size
 BLANK_LINES = "blank"  # separator=blank
-
-
-@dataclass(frozen=True)
-class Place:
-    """Position in the input: index of the source, `offset` in decompressed bytes (rows for Parquet), line from 1.
-
-    `digest` is the hash of standard input up to here. A resumed run compares it to detect different input.
-    """
-
-    source: Count = 0
-    offset: Count = 0
-    line: Count = 1
-    digest: str = ""
-
-
-@dataclass
-class Piece:
-    """Records of one source, from `line` on. `data` holds whole records with their separators; for Parquet, rows.
-
-    A `whole` piece is one document, or a part of a long one if it is not the `first` part or has `more` after it. Its
-    `digest` is the hash of the document up to the end of the piece, and `context` is the text before it, as
-    `encode_after` needs it. `damage` is the reason why data after these records was left out. `start` is the position
-    of `data` in the source, in decompressed bytes.
-    """
-
-    source: int
-    line: int
-    data: bytes | list[bytes | None]
-    whole: bool = False
-    first: bool = True
-    more: bool = False
-    digest: bytes | None = None
-    context: str = ""
-    damage: str = ""
-    start: int = 0
 
 
 @dataclass
@@ -118,8 +84,6 @@ def _pieces(source: Source, place: Place, cutting: Cutting, tokenizer: Tokenizer
     at = place
     try:
         if source.format == "parquet":
-            from gptlite.preprocess.parquet import parquet_pieces
-
             found = parquet_pieces(source, place, cutting.column)
         elif source.format == "text" and not cutting.separator:
             found = _document(source, place, cutting.max_record_bytes, tokenizer)

@@ -13,7 +13,8 @@ from gptlite.data.corpus import document_hash, is_held_out
 from gptlite.data.cuts import encode_after
 from gptlite.data.indexed import token_dtype
 from gptlite.data.tokenizer import load_tokenizer
-from gptlite.preprocess.blocks import BLANK_LINES, Block, Cutting, Piece
+from gptlite.preprocess.blocks import BLANK_LINES, Block, Cutting
+from gptlite.preprocess.pieces import Piece
 
 _BLANK = re.compile(rb"\n(?:[ \t\r]*\n)+")
 _BOM = b"\xef\xbb\xbf"

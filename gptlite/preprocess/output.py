@@ -22,9 +22,9 @@ from gptlite.data.tokenizer import Tokenizer
 from gptlite.documents import Between, Count, DocumentError, read_json
 from gptlite.errors import ConfigError
 from gptlite.files import sync_folder, write_whole
-from gptlite.preprocess.blocks import Place
 from gptlite.preprocess.encode import Bad, Split
 from gptlite.preprocess.inputs import Source
+from gptlite.preprocess.pieces import Place
 from gptlite.progress import Log, Progress
 
 STATE, WHOLE, SKIPPED = "state.json", "whole", "skipped.jsonl"

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from gptlite.errors import needed_package
-from gptlite.preprocess.blocks import Piece, Place
 from gptlite.preprocess.inputs import Source
+from gptlite.preprocess.pieces import Piece, Place
 from gptlite.preprocess.streams import DamagedInput
 
 _ROWS = 256  # rows in a piece

@@ -13,10 +13,11 @@ from gptlite.data.indexed import IndexedDataset
 from gptlite.data.tokenizer import Tokenizer
 from gptlite.errors import ConfigError, did_you_mean
 from gptlite.files import sync_folder, sync_tree, try_lock, write_synced, write_whole
-from gptlite.preprocess.blocks import Block, Piece, Place, read_blocks
+from gptlite.preprocess.blocks import Block, read_blocks
 from gptlite.preprocess.encode import Bad, Encoded, Encoder
 from gptlite.preprocess.inputs import STDIN
 from gptlite.preprocess.output import SKIPPED, STATE, WHOLE, Counts, Output
+from gptlite.preprocess.pieces import Piece, Place
 from gptlite.preprocess.pool import Pool
 from gptlite.preprocess.settings import FILE, Settings, difference, read_settings
 from gptlite.progress import Log, Progress, format_count

@@ -7,9 +7,10 @@ from gptlite.data.corpus import document_hash, is_held_out, limited
 from gptlite.data.sentence_piece import train_sentencepiece
 from gptlite.data.tokenizer import ByteTokenizer, CharTokenizer, Tokenizer
 from gptlite.errors import ConfigError, did_you_mean
-from gptlite.preprocess.blocks import Place, read_blocks
+from gptlite.preprocess.blocks import read_blocks
 from gptlite.preprocess.encode import Bad, documents
 from gptlite.preprocess.inputs import COMPRESSED
+from gptlite.preprocess.pieces import Place
 from gptlite.preprocess.settings import Settings
 from gptlite.progress import Log, Progress
 

@@ -21,7 +21,8 @@ from gptlite.config.saved import to_yaml
 from gptlite.config.schema import Config, require_config
 from gptlite.errors import ConfigError
 from gptlite.launch.host_memory import lift
-from gptlite.launch.launcher import alone, environment_restored, freed_memory_kept
+from gptlite.launch.launcher import alone
+from gptlite.launch.process import environment_restored, freed_memory_kept
 from gptlite.launch.starter import starter
 from gptlite.progress import Console
 from gptlite.run.result import Result

@@ -21,7 +21,7 @@ def main() -> NoReturn:
     folder, world, started, parent = sys.argv[1:]
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup makes its child processes ignore it
     die_with(int(parent))
-    from gptlite.launch.launcher import keep_freed_memory
+    from gptlite.launch.process import keep_freed_memory
 
     keep_freed_memory()  # before anything creates tensors
     from gptlite.config.saved import from_yaml

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from gptlite.config.schema import Config
 from gptlite.errors import without_exit
-from gptlite.launch import launcher
+from gptlite.launch import launcher, process
 from gptlite.launch.host_memory import lift, out_of_memory
 from gptlite.launch.starter import Starter, is_main, starter
 from gptlite.progress import working
@@ -24,7 +24,7 @@ def launch(config: Config, started: float) -> int:
     `started` is the start of the command in time.monotonic() seconds, from which `trainer.max_time` counts. Under
     torchrun or srun this process is one of their ranks; otherwise it starts as many ranks as the layout requires.
     """
-    launcher.keep_freed_memory()  # before the planner creates tensors; ranks started here inherit the environment
+    process.keep_freed_memory()  # before the planner creates tensors; ranks started here inherit the environment
     outer = starter()
     with working("starting", print if is_main() else lambda _: None):  # imports torch, and checks the memory
         config, world = settled(config, outer)
@@ -37,7 +37,7 @@ def launch(config: Config, started: float) -> int:
             if not (reason := out_of_memory(error)):
                 raise
             lift()  # the report needs memory
-            return launcher.ran_out(reason, config, advice(config, world))
+            return process.ran_out(reason, config, advice(config, world))
     if outer:
         return under(outer, config, started).exit_code
     return start_ranks(config, world, started).exit_code

@@ -9,7 +9,8 @@ import torch
 from models.toy import ConvSpec, config_of
 from torch import nn
 
-from gptlite.commands.eval import Arguments, check, laid_out
+from gptlite.commands.eval import check, laid_out
+from gptlite.commands.eval_arguments import Arguments
 from gptlite.config.schema import CONF_DIR
 from gptlite.errors import ConfigError
 from gptlite.harness.scorer import Prompt, Scored, Scorer

@@ -11,7 +11,7 @@ import pytest
 from marking import marked
 
 from gptlite.config import load
-from gptlite.launch import launcher, worker
+from gptlite.launch import process, worker
 from gptlite.launch.starter import Starter
 from gptlite.start import run
 
@@ -22,7 +22,7 @@ MIB = 2**20
 # the memory of a tensor freed alone is short by less than a page for the next one, where it is not aligned by chance.
 PROGRAM = """
 import re, resource, sys
-from gptlite.launch.launcher import keep_freed_memory
+from gptlite.launch.process import keep_freed_memory
 if sys.argv[1] == "kept":
     keep_freed_memory()
 import torch
@@ -117,7 +117,7 @@ class Kept(Exception):
 
 
 def test_a_command_keeps_its_memory_before_all_else(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(launcher, "keep_freed_memory", mock.Mock(side_effect=Kept))
+    monkeypatch.setattr(process, "keep_freed_memory", mock.Mock(side_effect=Kept))
     monkeypatch.setattr(run, "settled", None)
     with pytest.raises(Kept):
         run.launch(load(["run.dir=unused"]), 0.0)
@@ -128,8 +128,8 @@ def test_a_rank_of_torchrun_or_srun_keeps_its_memory_before_it_trains(
     monkeypatch: pytest.MonkeyPatch, name: str, shared: list[str]
 ):
     calls = []
-    monkeypatch.setattr(launcher, "keep_freed_memory", lambda: calls.append("keep"))
-    monkeypatch.setattr(launcher, "share_cores", lambda ranks: calls.append(f"a core of {ranks}"))
+    monkeypatch.setattr(process, "keep_freed_memory", lambda: calls.append("keep"))
+    monkeypatch.setattr(process, "share_cores", lambda ranks: calls.append(f"a core of {ranks}"))
     monkeypatch.setattr(worker, "train_rank", lambda *_: calls.append("train"))
     for variable in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(variable, os.environ.get(variable, ""))  # which the starter sets; restored after the test
