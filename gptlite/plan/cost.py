@@ -23,7 +23,8 @@ from gptlite.plan.hardware import Device, Links, device_of, ranks_on_node, waiti
 from gptlite.plan.memory import most
 from gptlite.plan.optimizers import products, update_bytes
 from gptlite.plan.parameters import Alike, Cut, cut, inventory, num_blocks, runs, stages
-from gptlite.plan.profile import Op, Segment, plain_profile
+from gptlite.plan.profile import plain_profile
+from gptlite.plan.segments import Op, Segment
 from gptlite.plan.timeline import pipeline_seconds
 from gptlite.plan.traffic import among, message_bytes, moved, outside_layers, reductions
 from gptlite.plan.workload import MASTER, Prediction, RankBytes, Workload

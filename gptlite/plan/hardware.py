@@ -15,7 +15,7 @@ from gptlite.config.cluster import ClusterConfig, LinkConfig
 from gptlite.errors import ConfigError
 from gptlite.parallelism.axes import WORLD
 from gptlite.parallelism.layout import Layout
-from gptlite.plan.profile import ATTENTION, MATMUL, MOVE, Op
+from gptlite.plan.segments import ATTENTION, MATMUL, MOVE, Op
 from gptlite.plan.workload import TURNS, Transfer
 
 EFFICIENCY = 0.7  # of large matrix products, if the cluster has no value for the dtype

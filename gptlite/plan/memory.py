@@ -20,7 +20,8 @@ from gptlite.parallelism.layout import rule, splits_backward
 from gptlite.plan.cache import cached
 from gptlite.plan.optimizers import Shard, state_bytes
 from gptlite.plan.parameters import Stage, copies, cut, expert_shards, gathered_elements, shared, stages
-from gptlite.plan.profile import Segment, halves_of, profile_key, profile_of
+from gptlite.plan.profile import halves_of, profile_key, profile_of
+from gptlite.plan.segments import Segment
 from gptlite.plan.traffic import buffers_bytes, message_bytes, sums_copies_often
 from gptlite.plan.walk import Turn, turns
 from gptlite.plan.workload import MASTER, RankBytes, Workload, frees_messages

@@ -31,12 +31,11 @@ from gptlite.parallelism.boxes import local_tensor
 from gptlite.parallelism.config import Offload, ParallelismConfig
 from gptlite.parallelism.layout import Layout, splits_backward
 from gptlite.plan.parameters import BLOCKS, num_blocks, repeats, with_blocks
-from gptlite.plan.profile import ADDED, GRADIENT, PARTS, PLAIN, UPSTREAM, Event, Halves, Op, Profile, Segment
+from gptlite.plan.segments import ADDED, GRADIENT, PARTS, PLAIN, UPSTREAM, Event, Halves, Op, Profile, Segment
 from gptlite.plan.simulate import CPU, as_on, assume_loads, mesh_of, ops_of, policy_of, zero_batch
 from gptlite.plan.torch_private import flash_attention_only, stage_backward_input, stage_backward_weight
-from gptlite.plan.traffic import block_input
 from gptlite.plan.watch import Change, Watch
-from gptlite.plan.workload import Transfer, Workload
+from gptlite.plan.workload import Transfer, Workload, block_input
 from gptlite.precision import Policy
 from gptlite.trainer.build import build_parts
 

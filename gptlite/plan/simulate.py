@@ -44,7 +44,7 @@ from gptlite.parallelism.pipeline import OnePart
 from gptlite.parallelism.point_to_point import PairwiseAllGather, PairwiseReduceScatter
 from gptlite.parallelism.stage_runner import StageRunner
 from gptlite.parallelism.zero import sharded_modules
-from gptlite.plan.profile import Op
+from gptlite.plan.segments import Op
 from gptlite.plan.torch_private import imagined_world, schedule_stages
 from gptlite.plan.watch import Change, Watch
 from gptlite.plan.workload import RankBytes, Transfer, Workload

@@ -17,11 +17,10 @@ from gptlite.models.spec import spec_of
 from gptlite.parallelism.axes import DATA_AXES, EXPERT_DATA_AXES
 from gptlite.parallelism.config import Offload
 from gptlite.parallelism.layout import Layout, num_stages, splits_backward, stages_of_rank
-from gptlite.plan.cache import cached
 from gptlite.plan.parameters import Parameter, Stage, all_loads, copies, cut, stages
 from gptlite.plan.profile import halves_of, profile_of
 from gptlite.plan.walk import gathers
-from gptlite.plan.workload import MASTER, Transfer, Workload, frees_messages
+from gptlite.plan.workload import MASTER, Transfer, Workload, block_input, frees_messages
 
 PAGE = 4096  # bytes; each parameter in an optimizer state file begins at a multiple of it
 SUM = 8  # bytes of a value in the all-reduces of metrics and expert loads, float64
@@ -170,27 +169,6 @@ def message_bytes(work: Workload, stage: int) -> int:
     if not 0 < stage < len(layers):
         return 0
     return prod(block_input(work, layers[stage].start)) * work.stream_item
-
-
-def block_input(work: Workload, block: int) -> tuple[int, ...]:
-    """Return the shape of a micro-batch's activations at the input of a block."""
-    slices = work.layout.size("tp") if work.parallelism.sequence else 1
-    size, length = work.micro_batch_size, work.rank_length // slices
-    return spec_of(work.model).activations(work.model, size, length) or _inputs(work)[block]
-
-
-@cached(lambda work: (work.same, work.micro_batch_size))
-def _inputs(work: Workload) -> list[tuple[int, ...]]:
-    """Return the shape of each block's input, for a model whose blocks differ."""
-    import torch
-
-    from gptlite.models.plain import input_shapes
-
-    shape, dtype = (work.rank_length,), torch.int64
-    if work.sample:
-        shape, dtype = work.sample.x.shape[1:], work.sample.x.dtype
-    x = torch.empty((work.micro_batch_size, *shape), dtype=dtype, device="meta")
-    return input_shapes(spec_of(work.model), work.model, x)
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from torch.utils.flop_counter import flop_registry
 from gptlite.models.parallelize import is_kept
 from gptlite.parallelism.axes import EXPERT
 from gptlite.parallelism.mesh import Mesh
-from gptlite.plan.profile import ATTENTION, MATMUL, MOVE, Op
+from gptlite.plan.segments import ATTENTION, MATMUL, MOVE, Op
 from gptlite.plan.torch_private import held_messages, is_last_sum, shapes_unseen, watched_resizes
 from gptlite.plan.workload import Transfer
 from gptlite.plan.workspace import FILTERS, is_measured, tape_of, tensors_of, workspace_bytes

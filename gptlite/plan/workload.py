@@ -15,7 +15,7 @@ from gptlite.optimizer.config import OptimizerConfig
 from gptlite.parallelism.axes import EXPERT
 from gptlite.parallelism.config import Offload, ParallelismConfig
 from gptlite.parallelism.layout import Layout, accumulation
-from gptlite.plan.cache import same_model
+from gptlite.plan.cache import cached, same_model
 
 MASTER = 4  # bytes of an fp32 number
 INDEX = 8  # bytes of a token id, int64
@@ -228,3 +228,24 @@ class Prediction:
     mfu: float
     memory: RankBytes
     memory_rank: int
+
+
+def block_input(work: Workload, block: int) -> tuple[int, ...]:
+    """Return the shape of a micro-batch's activations at the input of a block."""
+    slices = work.layout.size("tp") if work.parallelism.sequence else 1
+    size, length = work.micro_batch_size, work.rank_length // slices
+    return spec_of(work.model).activations(work.model, size, length) or _inputs(work)[block]
+
+
+@cached(lambda work: (work.same, work.micro_batch_size))
+def _inputs(work: Workload) -> list[tuple[int, ...]]:
+    """Return the shape of each block's input, for a model whose blocks differ."""
+    import torch
+
+    from gptlite.models.plain import input_shapes
+
+    shape, dtype = (work.rank_length,), torch.int64
+    if work.sample:
+        shape, dtype = work.sample.x.shape[1:], work.sample.x.dtype
+    x = torch.empty((work.micro_batch_size, *shape), dtype=dtype, device="meta")
+    return input_shapes(spec_of(work.model), work.model, x)

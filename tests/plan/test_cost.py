@@ -18,7 +18,8 @@ from gptlite.plan.cost import COPY_OPS, OPS, cost_per_billion_tokens, model_seco
 from gptlite.plan.hardware import Device, Group, Links, device_of, rank_share, waiting_for_cores
 from gptlite.plan.memory import most
 from gptlite.plan.parameters import stages
-from gptlite.plan.profile import ATTENTION, MATMUL, MOVE, Op, plain_profile
+from gptlite.plan.profile import plain_profile
+from gptlite.plan.segments import ATTENTION, MATMUL, MOVE, Op
 from gptlite.plan.timeline import pipeline_seconds, timeline
 from gptlite.plan.workload import Transfer, Workload
 

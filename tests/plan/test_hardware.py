@@ -10,8 +10,9 @@ from gptlite.parallelism.axes import WORLD
 from gptlite.parallelism.config import ActivationCheckpointing
 from gptlite.plan.cost import predict
 from gptlite.plan.hardware import Group, Links, device_of
-from gptlite.plan.profile import ATTENTION, MATMUL, MOVE, Op, plain_profile
+from gptlite.plan.profile import plain_profile
 from gptlite.plan.search import UNKNOWN
+from gptlite.plan.segments import ATTENTION, MATMUL, MOVE, Op
 from plan.published.row import preset
 from plan.test_cost import GPT, IDEAL, REAL, work
 

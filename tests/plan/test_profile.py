@@ -16,7 +16,8 @@ from gptlite.plan.memory import estimate, most
 from gptlite.plan.parameters import inventory, num_blocks, num_parameters, stages
 from gptlite.plan.planning import make_plan, space_of
 from gptlite.plan.probe import record
-from gptlite.plan.profile import ADDED, GRADIENT, MATMUL, MOVE, SIZES, between, halves_of, profile_of
+from gptlite.plan.profile import halves_of, profile_of
+from gptlite.plan.segments import ADDED, GRADIENT, MATMUL, MOVE, SIZES, between
 from gptlite.plan.simulate import simulate
 from gptlite.plan.traffic import transfers
 from plan.truth import BASE, workload

@@ -11,8 +11,9 @@ from gptlite.plan.largest import largest_models
 from gptlite.plan.memory import most
 from gptlite.plan.parameters import num_blocks, num_parameters
 from gptlite.plan.planning import make_plan
-from gptlite.plan.profile import MATMUL, profile_of
+from gptlite.plan.profile import profile_of
 from gptlite.plan.report import report
+from gptlite.plan.segments import MATMUL
 from plan.test_memory import wrong_twice
 from plan.truth import workload
 from plan.truth_layouts import MODELS, Layout
