@@ -41,7 +41,7 @@ from gptlite.huggingface.adapters import adapters_of, all_adapters
 from gptlite.invocation import command
 from gptlite.models.config import ModelConfig
 from gptlite.models.model import Model
-from gptlite.models.spec import spec_of
+from gptlite.models.registry import spec_of
 from gptlite.progress import Log
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -15,7 +15,7 @@ from gptlite.config.schema import Config
 from gptlite.documents import DocumentError, checked
 from gptlite.errors import ConfigError
 from gptlite.limits import INTEGER, LAYERS, RANKS, SIZE, VOCABULARY
-from gptlite.models.spec import spec_of
+from gptlite.models.registry import spec_of
 from gptlite.parallelism.axes import every_axis
 
 SOME, FINITE = sys.float_info.min, sys.float_info.max  # the smallest positive normal float, the largest finite one

@@ -15,7 +15,8 @@ from gptlite.config.schema import Config, RunConfig, schema_names
 from gptlite.data.check import check_settings as check_data
 from gptlite.errors import ConfigError, did_you_mean
 from gptlite.metrics.sinks import check as check_logger
-from gptlite.models.spec import ModelSpec, spec_of
+from gptlite.models.registry import spec_of
+from gptlite.models.spec import ModelSpec
 from gptlite.ops import apex
 from gptlite.ops.config import LayerNorm
 from gptlite.optimizer.checks import check_device as check_optimizer_device

@@ -7,7 +7,7 @@ import dataclasses
 from gptlite.config.schema import Config
 from gptlite.data.config import SyntheticConfig
 from gptlite.errors import ConfigError
-from gptlite.models.spec import spec_of
+from gptlite.models.registry import spec_of
 
 
 def with_vocabulary(config: Config, vocab_size: int) -> Config:

@@ -14,7 +14,7 @@ from gptlite.errors import ConfigError
 from gptlite.launch.host_memory import limit
 from gptlite.launch.room import check_disk, check_memory
 from gptlite.launch.starter import Starter
-from gptlite.models.spec import spec_of
+from gptlite.models.registry import spec_of
 from gptlite.parallelism.layout import wanted_world
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from gptlite.cpu import memory_bytes
 from gptlite.errors import ConfigError
 from gptlite.files import unwritable
 from gptlite.invocation import command
-from gptlite.models.spec import spec_of
+from gptlite.models.registry import spec_of
 from gptlite.parallelism.axes import EXPERT
 from gptlite.parallelism.config import Offload
 from gptlite.parallelism.layout import Layout

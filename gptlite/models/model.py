@@ -14,7 +14,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from gptlite.errors import ConfigError, one_line, text_of
 from gptlite.models.metrics import check_metrics
 from gptlite.models.plain import build_whole, input_shapes
-from gptlite.models.spec import ModelSpec, spec_of
+from gptlite.models.registry import spec_of
+from gptlite.models.spec import ModelSpec
 from gptlite.ops.inputs import Inputs
 from gptlite.ops.select import Ops
 from gptlite.parallelism.layout import split_layers

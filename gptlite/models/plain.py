@@ -4,7 +4,7 @@ loss."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,10 +14,6 @@ from gptlite.errors import ConfigError, one_line
 from gptlite.ops.inputs import IGNORE, Inputs
 from gptlite.ops.select import Ops
 from gptlite.ops.token_scores import token_scores
-
-if TYPE_CHECKING:
-    from gptlite.models.spec import ModelSpec
-
 
 # Number of blocks by `build` method and configuration. Global on purpose: a search over layouts needs it for the same
 # model thousands of times.
@@ -45,7 +41,7 @@ def _find_lists(module: nn.Module, found: list[nn.ModuleList]) -> None:
             _find_lists(child, found)
 
 
-def build_whole(spec: ModelSpec, config: Any, ops: Ops, seed: int) -> nn.Module:
+def build_whole(spec: Any, config: Any, ops: Ops, seed: int) -> nn.Module:
     """Build a whole model on the meta device, without allocating memory. Raises ConfigError if the spec's `build`
     fails."""
     try:
@@ -61,7 +57,7 @@ def build_whole(spec: ModelSpec, config: Any, ops: Ops, seed: int) -> nn.Module:
     return whole
 
 
-def count_blocks(spec: ModelSpec, config: Any) -> int | None:
+def count_blocks(spec: Any, config: Any) -> int | None:
     """Return the number of children of a model that is an nn.Sequential; None for any other module."""
     key = type(spec).build, repr(config)
     if key not in _COUNTS:
@@ -70,7 +66,7 @@ def count_blocks(spec: ModelSpec, config: Any) -> int | None:
     return _COUNTS[key]
 
 
-def embeddings(spec: ModelSpec, config: Any) -> tuple[str, ...]:
+def embeddings(spec: Any, config: Any) -> tuple[str, ...]:
     """Return the names of the parameters of a model's embedding modules. A tied parameter has its first name."""
     whole = build_whole(spec, spec.with_vocabulary(config, 1), Ops(), 0)
     modules = (each for each in whole.modules() if isinstance(each, nn.Embedding | nn.EmbeddingBag))
@@ -78,7 +74,7 @@ def embeddings(spec: ModelSpec, config: Any) -> tuple[str, ...]:
     return tuple(name for name, parameter in whole.named_parameters() if id(parameter) in held)
 
 
-def shared_parameters(spec: ModelSpec, config: Any) -> dict[str, str]:
+def shared_parameters(spec: Any, config: Any) -> dict[str, str]:
     """Return `{other name: first name}` of the parameters that several modules of a model share."""
     named = build_whole(spec, spec.with_vocabulary(config, 1), Ops(), 0).named_parameters(remove_duplicate=False)
     first: dict[nn.Parameter, str] = {}
@@ -95,7 +91,7 @@ def keep_blocks(part: nn.Module, blocks: range) -> None:
 
 
 @torch.no_grad()
-def input_shapes(spec: ModelSpec, config: Any, x: Tensor) -> list[tuple[int, ...]]:
+def input_shapes(spec: Any, config: Any, x: Tensor) -> list[tuple[int, ...]]:
     """Return the shape of each block's input, for a micro-batch with the shape and dtype of x. The values of x are not
     read."""
     with torch.device("meta"):
@@ -118,7 +114,7 @@ def call(part: nn.Module, x: Any) -> Any:
     return part(*x) if isinstance(x, tuple | list) else part(x)
 
 
-def cross_entropy(spec: ModelSpec, out: Any, inputs: Inputs) -> Tensor:
+def cross_entropy(spec: Any, out: Any, inputs: Inputs) -> Tensor:
     """Return the summed cross entropy of logits [B, ..., classes]. If the spec declares the metric "accuracy", record
     the number of correct predictions.
 
@@ -145,13 +141,14 @@ def cross_entropy(spec: ModelSpec, out: Any, inputs: Inputs) -> Tensor:
         ) from error
 
 
-def scores(spec: ModelSpec, part: nn.Module, x: Any, targets: Tensor) -> Tensor:
-    """Return the scores of targets [B, S] from the module's logits [B, S, V]: see ModelSpec.scores."""
-    from gptlite.models.spec import ModelSpec  # here, since the spec imports this module
+def no_scores(spec: Any) -> str:
+    """Return the beginning of a message about a model without scores."""
+    return f"the {spec.name} model returns no token logits, which lm-eval's tasks need"
 
-    words = f"the {spec.name} model returns no token logits, which lm-eval's tasks need"
-    if type(spec).forward is not ModelSpec.forward:
-        raise ConfigError(f"{words}: {type(spec).__name__} overrides `forward`; define its `scores` too")
+
+def scores(spec: Any, part: nn.Module, x: Any, targets: Tensor) -> Tensor:
+    """Return the scores of targets [B, S] from the module's logits [B, S, V]: see ModelSpec.scores."""
+    words = no_scores(spec)
     out = call(part, x)
     if not has_end(part):
         return out

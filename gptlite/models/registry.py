@@ -1,5 +1,7 @@
 """Registry of models. Does not import torch."""
 
+from typing import Any
+
 from gptlite.errors import ConfigError
 from gptlite.models.config import ModelConfig
 from gptlite.models.gpt.spec import GPTSpec
@@ -9,6 +11,14 @@ from gptlite.models.spec import ModelSpec
 SPECS: list[ModelSpec] = [GPTSpec()]
 SCHEMAS: dict[str, type[ModelConfig]] = {f"{spec.name}_schema": spec.schema for spec in SPECS}
 PRESETS: list[str] = []  # names of registered models: `model=<name>` has the schema's default values
+
+
+def spec_of(config: Any) -> ModelSpec:
+    """Return the spec of a model's configuration. Raises TypeError for a class without one."""
+    for spec in SPECS:
+        if spec.schema is type(config):
+            return spec
+    raise TypeError(f"{type(config).__name__} is not the configuration of a registered model")
 
 
 def register_model(spec: ModelSpec) -> None:

@@ -246,8 +246,10 @@ class ModelSpec(Generic[C]):
         By default, scores are computed from the module's output, logits [B, S, V]. The default raises ConfigError for
         any other output, or if the spec overrides `forward`.
         """
-        from gptlite.models.plain import scores
+        from gptlite.models.plain import no_scores, scores
 
+        if type(self).forward is not ModelSpec.forward:
+            raise ConfigError(f"{no_scores(self)}: {type(self).__name__} overrides `forward`; define its `scores` too")
         return scores(self, part, x, inputs.targets)
 
     def count(self, targets: Tensor) -> Tensor | int:
@@ -335,13 +337,3 @@ class ModelSpec(Generic[C]):
         from gptlite.models.plain import embeddings
 
         return Matrices(embeddings=embeddings(self, config))
-
-
-def spec_of(config: Any) -> ModelSpec:
-    """Return the spec of a model's configuration. Raises TypeError for a class without one."""
-    from gptlite.models.registry import SPECS  # here, since the registry imports this module
-
-    for spec in SPECS:
-        if spec.schema is type(config):
-            return spec
-    raise TypeError(f"{type(config).__name__} is not the configuration of a registered model")

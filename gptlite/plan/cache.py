@@ -7,7 +7,7 @@ from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
 from gptlite.models.config import ModelConfig
-from gptlite.models.spec import spec_of
+from gptlite.models.registry import spec_of
 
 MOST = 4096  # default number of results in a cache; a full cache is cleared
 P = ParamSpec("P")

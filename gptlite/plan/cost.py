@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gptlite.config.cluster import ClusterConfig
-from gptlite.models.spec import spec_of
+from gptlite.models.registry import spec_of
 from gptlite.parallelism.axes import DATA_AXES, EXPERT, EXPERT_DATA_AXES, WORLD
 from gptlite.parallelism.config import ActivationCheckpointing, Offload
 from gptlite.parallelism.layout import CONTEXT, splits_backward

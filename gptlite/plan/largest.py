@@ -9,7 +9,7 @@ from functools import cache
 from gptlite.config.cluster import ClusterConfig
 from gptlite.config.schema import Config
 from gptlite.errors import ConfigError
-from gptlite.models.spec import spec_of
+from gptlite.models.registry import spec_of
 from gptlite.parallelism.layout import num_stages
 from gptlite.plan.capacity import rank_memory, too_large
 from gptlite.plan.local import this_machine

@@ -15,7 +15,8 @@ from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gptlite.models.config import ModelConfig
-from gptlite.models.spec import Matrices, ModelSpec, spec_of
+from gptlite.models.registry import spec_of
+from gptlite.models.spec import Matrices, ModelSpec
 from gptlite.parallelism.axes import EXPERT
 from gptlite.parallelism.layout import num_stages, split_layers, stages_of_rank
 from gptlite.plan.cache import cached, same_model

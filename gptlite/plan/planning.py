@@ -18,7 +18,7 @@ from gptlite.data.vocabulary import find_vocabulary
 from gptlite.errors import ConfigError
 from gptlite.invocation import command
 from gptlite.models.config import ModelConfig
-from gptlite.models.spec import spec_of
+from gptlite.models.registry import spec_of
 from gptlite.ops.config import Attention, Implementation, OpsConfig
 from gptlite.parallelism.config import ActivationCheckpointing, ParallelismConfig
 from gptlite.parallelism.layout import Layout, divisors, largest_micro_batch

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from gptlite.errors import ConfigError, first_line
 from gptlite.models.batch_norm import SyncedBatchNorm
 from gptlite.models.model import Model
-from gptlite.models.spec import spec_of
+from gptlite.models.registry import spec_of
 from gptlite.ops.inputs import Inputs
 from gptlite.parallelism.axes import EXPERT
 from gptlite.parallelism.boxes import local_tensor

@@ -15,7 +15,7 @@ from gptlite.config.schema import Config
 from gptlite.files import write_whole
 from gptlite.invocation import arguments, command
 from gptlite.metrics.console import WIDTH, banner, format_bytes, format_count, format_duration, format_parameters, table
-from gptlite.models.spec import spec_of
+from gptlite.models.registry import spec_of
 from gptlite.parallelism.config import Offload
 from gptlite.plan.capacity import GIB, MEMORY_ERROR
 from gptlite.plan.cost import cost_per_billion_tokens, stage_seconds

@@ -16,7 +16,7 @@ from typing import Any
 
 from gptlite.config.cluster import ClusterConfig
 from gptlite.errors import ConfigError
-from gptlite.models.spec import spec_of
+from gptlite.models.registry import spec_of
 from gptlite.parallelism.config import ActivationCheckpointing, Offload, ParallelismConfig
 from gptlite.parallelism.layout import SCHEDULES, ScheduleRule, divisors, resolve
 from gptlite.plan.capacity import least_bytes, least_too_large, too_large

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import chain, product
 from math import prod
 
-from gptlite.models.spec import spec_of
+from gptlite.models.registry import spec_of
 from gptlite.parallelism.axes import DATA_AXES, EXPERT_DATA_AXES
 from gptlite.parallelism.config import Offload
 from gptlite.parallelism.layout import Layout, num_stages, splits_backward, stages_of_rank

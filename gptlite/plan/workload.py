@@ -9,7 +9,7 @@ from importlib.metadata import version
 from typing import Any, NamedTuple
 
 from gptlite.models.config import ModelConfig
-from gptlite.models.spec import spec_of
+from gptlite.models.registry import spec_of
 from gptlite.ops.config import Attention
 from gptlite.optimizer.config import OptimizerConfig
 from gptlite.parallelism.axes import EXPERT

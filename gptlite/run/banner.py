@@ -18,7 +18,7 @@ from gptlite.metrics.meter import Throughput
 from gptlite.metrics.sinks import Sink, build_sinks, wandb_id
 from gptlite.models.flops import Uncounted, count_flops
 from gptlite.models.model import Model
-from gptlite.models.spec import spec_of
+from gptlite.models.registry import spec_of
 from gptlite.ops.backend import sdpa_words
 from gptlite.ops.config import Attention
 from gptlite.ops.select import Ops

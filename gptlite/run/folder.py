@@ -31,7 +31,7 @@ from gptlite.documents import read_text
 from gptlite.errors import ConfigError, RunEnded, printable, system_error
 from gptlite.files import existing, open_inside, open_regular, try_lock, unwritable, write_whole
 from gptlite.models.batch_norm import has_batch_norm
-from gptlite.models.spec import spec_of
+from gptlite.models.registry import spec_of
 from gptlite.parallelism.mesh import Mesh
 from gptlite.parallelism.messages import passed_on
 from gptlite.parallelism.rank_sync import from_all, from_main

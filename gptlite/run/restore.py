@@ -14,7 +14,7 @@ from gptlite.data.tokenizer import Tokenizer, load_tokenizer
 from gptlite.errors import ConfigError, did_you_mean
 from gptlite.models.model import Model
 from gptlite.models.parallelize import materialize
-from gptlite.models.spec import spec_of
+from gptlite.models.registry import spec_of
 from gptlite.ops.config import OpsConfig
 from gptlite.parallelism.config import ParallelismConfig
 from gptlite.parallelism.mesh import build_mesh

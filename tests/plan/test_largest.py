@@ -9,7 +9,7 @@ from gptlite.commands.plan import planned_config
 from gptlite.config import load
 from gptlite.config.cluster import ClusterConfig
 from gptlite.errors import ConfigError
-from gptlite.models.spec import spec_of
+from gptlite.models.registry import spec_of
 from gptlite.plan.capacity import GIB, rank_memory
 from gptlite.plan.largest import largest_models
 from gptlite.plan.memory import most
