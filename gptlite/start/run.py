@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from gptlite.config.schema import Config
 from gptlite.errors import without_exit
-from gptlite.launch import launcher, process
+from gptlite.launch import launcher, process, worker
 from gptlite.launch.host_memory import lift, out_of_memory
 from gptlite.launch.starter import Starter, is_main, starter
 from gptlite.progress import working
@@ -63,13 +63,13 @@ def start_ranks(config: Config, world: int, started: float) -> Ended:
 
 
 def under(outer: Starter, config: Config, started: float) -> Result:
-    """Run this process as a rank of torchrun or srun."""
-    from gptlite.launch.worker import under
+    """Run this process as a rank of torchrun or srun, and return the result of the run."""
+    process.keep_freed_memory()
     from gptlite.pretrain import pretrain
 
     memory = "" if outer.rank else predicted(config, outer.world_size)  # rank 0 prints the banner
     train = partial(pretrain, memory=memory)
-    return under(outer, config, started, train, partial(advice, config, outer.world_size))
+    return worker.under(outer, config, started, train, partial(advice, config, outer.world_size))
 
 
 def predicted(config: Config, world: int) -> str:
