@@ -54,7 +54,7 @@ EFFECTS: dict[str, Effect] = {
     "logger": Effect.safe,
     "cluster": Effect.safe,  # hardware assumptions of the planner
     "run": Effect.safe,
-    # Name of each section's schema, from gptlite.config.to_dict.
+    # Name of each section's schema, from gptlite.config.saved.to_dict.
     "schemas": Effect.safe,
     "schemas.model": Effect.refused,
     "schemas.data": Effect.refused,

@@ -22,8 +22,8 @@ FAULTS = {
         "read_json(folder / RESULT, Values)",
         "read_json(folder / RESULT)",
     ),
-    "types of RoPE": ("huggingface_config", "models/gpt/huggingface_llama.py", "not isinstance(found, dict)", "False"),
-    "numbers": ("huggingface_config", "models/gpt/huggingface_json.py", "type(value) not in (int, float) or", ""),
+    "types of RoPE": ("huggingface_config", "huggingface/llama.py", "not isinstance(found, dict)", "False"),
+    "numbers": ("huggingface_config", "huggingface/keys.py", "type(value) not in (int, float) or", ""),
     "types of a heartbeat": (
         "heartbeat",
         "monitor/verdict.py",

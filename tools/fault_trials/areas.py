@@ -14,18 +14,28 @@ from fault_trials.python_faults import python_faults, same_code
 
 # The files of each area. A file that several areas match belongs to the first.
 AREAS: dict[str, tuple[str, ...]] = {
-    "configuration": ("gptlite/config/**/*.py", "gptlite/launch/*.py", "gptlite/**/*config.py"),
+    "configuration": (
+        *("gptlite/config/**/*.py", "gptlite/deepspeed/*.py", "gptlite/start/*.py", "gptlite/launch/*.py"),
+        "gptlite/**/*config.py",
+    ),
     "kernels": (
         *("kernels/cpu/*.cpp", "kernels/cpu/*.h", "kernels/binding/*.cpp", "kernels/binding/*.h"),
         "kernels/include/*.h",
         *(f"kernels/{name}.py" for name in "activation build cache fakes info library tables toolchain units".split()),
     ),
     "collectives": (
-        *("gptlite/parallelism/*.py", "gptlite/ops/cross_entropy.py", "gptlite/ops/embedding.py"),
+        *(
+            "gptlite/parallelism/*.py",
+            "gptlite/monitor/*.py",
+            "gptlite/ops/cross_entropy.py",
+            "gptlite/ops/embedding.py",
+        ),
         *("gptlite/ops/linear.py", "gptlite/models/vocab_parallel.py"),
     ),
-    "data order": ("gptlite/data/*.py",),
-    "checkpoint": ("gptlite/checkpoint/*.py", "gptlite/checkpoint_tool/*.py", "gptlite/files.py"),
+    "data order": ("gptlite/data/*.py", "gptlite/images/*.py"),
+    "checkpoint": (
+        *("gptlite/checkpoint/*.py", "gptlite/checkpoint_tool/*.py", "gptlite/huggingface/*.py", "gptlite/files.py"),
+    ),
     "planner": ("gptlite/plan/*.py",),
     "training step": (
         *("gptlite/trainer/*.py", "gptlite/models/**/*.py", "gptlite/optimizer/*.py", "gptlite/ops/*.py"),
