@@ -9,12 +9,14 @@ from gptlite.config.batch import check_world
 from gptlite.config.checks import check_device
 from gptlite.config.schema import Config
 from gptlite.config.vocabulary import refuse_larger_vocabulary, with_vocabulary
+from gptlite.data.config import SyntheticConfig, TokensConfig
 from gptlite.data.vocabulary import find_vocabulary
 from gptlite.errors import ConfigError
 from gptlite.launch.host_memory import limit
 from gptlite.launch.room import check_disk, check_memory
 from gptlite.launch.starter import Starter
 from gptlite.models.registry import spec_of
+from gptlite.parallelism.config import Offload
 from gptlite.parallelism.layout import wanted_world
 
 if TYPE_CHECKING:
@@ -45,7 +47,8 @@ def check_here(config: Config, outer: Starter | None, ranks: int | None = None) 
     """
     import torch
 
-    gpus, sized = torch.cuda.device_count(), with_known_vocabulary(config)
+    gpus = torch.cuda.device_count()
+    sized = with_known_vocabulary(config, guess=not gpus or config.parallelism.offload is Offload.nvme)
     world = outer.world_size if outer else ranks or wanted_world(config.parallelism, gpus)
     layout = check_world(config, world)
     check_device(config, "cuda" if gpus else "cpu")
@@ -62,18 +65,21 @@ def check_here(config: Config, outer: Starter | None, ranks: int | None = None) 
     return world
 
 
-def with_known_vocabulary(config: Config) -> Config:
-    """Return the configuration with a vocabulary size, which is a guess if the data's tokenizer is not known yet.
+def with_known_vocabulary(config: Config, guess: bool) -> Config:
+    """Return the configuration with the vocabulary size of prepared or synthetic data. With other data, whose text may
+    have to be read for it, a size that is not set is a guess if `guess` is True, and is not needed otherwise.
 
-    Raises ConfigError if the tokenizer is known and its vocabulary does not fit the model.
+    Raises ConfigError if the data's vocabulary does not fit the model.
     """
-    if config.data.unit != "tokens":
+    prepared = isinstance(config.data, TokensConfig | SyntheticConfig)
+    unset = config.data.unit == "tokens" and spec_of(config.model).vocab_size(config.model) is None
+    if not prepared and not (unset and guess):
         return config
     found = find_vocabulary(config.data, lambda _: None)
+    if found.assumed and not unset:
+        return config
     if not found.assumed:
         refuse_larger_vocabulary(config, found.size)
-    elif spec_of(config.model).vocab_size(config.model) is not None:
-        return config
     return with_vocabulary(config, found.size)
 
 

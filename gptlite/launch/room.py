@@ -9,14 +9,13 @@ from gptlite.cpu import memory_bytes
 from gptlite.errors import ConfigError
 from gptlite.files import unwritable
 from gptlite.invocation import command
+from gptlite.launch.host_memory import GIB
 from gptlite.models.registry import spec_of
 from gptlite.parallelism.axes import EXPERT
 from gptlite.parallelism.config import Offload
 from gptlite.parallelism.layout import Layout
 
-ALIGN = 4096  # bytes: a file has each parameter's state in whole pages, see parallelism/state_file.py
 FP32 = 4  # bytes
-GIB = 2**30
 
 
 def check_memory(config: Config, layout: Layout, here: int) -> None:
@@ -54,7 +53,10 @@ def check_disk(config: Config, layout: Layout, here: int) -> None:
 
 
 def state_file_bytes(config: Config, layout: Layout, here: int) -> int:
-    """Return the bytes of the files with the optimizer state of `here` ranks, if all ranks' files are equal."""
+    """Return the bytes of the files with the optimizer state of `here` ranks, if all ranks' files are equal. A file has
+    each parameter's state in whole pages."""
+    from gptlite.parallelism.state_file import ALIGN
+
     pages = sum(math.ceil(FP32 * shard / ALIGN) for shard in shards(config, layout))
     return math.ceil(here * config.optimizer.state_elements() * ALIGN * pages / layout.size("pp"))
 

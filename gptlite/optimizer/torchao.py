@@ -1,4 +1,4 @@
-"""What torchao supports, without importing it, which takes seconds. Callers raise the errors."""
+"""Limits of torchao, found without importing it, which takes seconds. Callers raise the errors."""
 
 import re
 from importlib.metadata import PackageNotFoundError, version

@@ -18,8 +18,8 @@ from gptlite.optimizer.config import (
     SGDConfig,
 )
 from gptlite.optimizer.torchao import BLOCK_8BIT, in_8_bits
+from gptlite.plan.workload import MASTER
 
-FP32 = 4  # bytes
 CODES_8BIT = 256  # entries in the lookup table of 8-bit codes; each of the two moments has its own table
 ADAM_BYTES = 40  # moved per element by clipping and Adam in one kernel
 UPDATE_BYTES = {
@@ -70,23 +70,23 @@ def state_bytes(config: OptimizerConfig, shards: Sequence[Shard]) -> int:
         return own(shards)
     match config:
         case AdamW8bitConfig():  # and the lookup tables of the codes
-            return sum(state_in_8_bits(each.elements) * each.count for each in shards) + 2 * FP32 * CODES_8BIT
+            return sum(state_in_8_bits(each.elements) * each.count for each in shards) + 2 * MASTER * CODES_8BIT
         case MuonConfig():  # one moment for a matrix in a block, two moments and a step count for others
             matrices = [each for each in shards if each.in_block and len(each.shape) in (2, 3)]  # 3: of experts
             others = [each for each in shards if each not in matrices]
-            alone = FP32 * sum(each.elements * each.count for each in matrices)
-            return alone + FP32 * sum((2 * each.elements + 1) * each.count for each in others)
+            alone = MASTER * sum(each.elements * each.count for each in matrices)
+            return alone + MASTER * sum((2 * each.elements + 1) * each.count for each in others)
         case AdafactorConfig():
-            return FP32 * sum((1 + _means(each.shape)) * each.count for each in shards)
+            return MASTER * sum((1 + _means(each.shape)) * each.count for each in shards)
     elements = sum(each.elements * each.count for each in shards)
-    return FP32 * (config.state_elements() * elements + config.counts * sum(each.count for each in shards))
+    return MASTER * (config.state_elements() * elements + config.counts * sum(each.count for each in shards))
 
 
 def state_in_8_bits(elements: int) -> int:
     """Return the bytes of a tensor's two moments and step count. 8-bit moments have a byte per element and a scale per
     block."""
-    moment = elements + FP32 * elements // BLOCK_8BIT if in_8_bits(elements) else FP32 * elements
-    return 2 * moment + FP32
+    moment = elements + MASTER * elements // BLOCK_8BIT if in_8_bits(elements) else MASTER * elements
+    return 2 * moment + MASTER
 
 
 def _means(shape: tuple[int, ...]) -> int:

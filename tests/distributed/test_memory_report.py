@@ -11,8 +11,8 @@ from torch.optim import SGD
 from gptlite.config import Config, load
 from gptlite.errors import ConfigError
 from gptlite.launch import room
+from gptlite.launch.host_memory import GIB
 from gptlite.launch.launcher import check_here
-from gptlite.launch.room import GIB
 from gptlite.monitor.memory_phases import AFTER, phase_peaks
 from gptlite.monitor.memory_watch import MemoryWatch, Sample, most_beside
 from gptlite.ops.select import select_ops
