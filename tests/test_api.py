@@ -5,6 +5,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -195,6 +196,7 @@ def test_several_layouts_in_one_process(tmp_path: Path, monkeypatch: pytest.Monk
     output, errors = capfd.readouterr()
     assert output.count("step 6/6  loss") == 1
     assert "data 2 (zero 1)" in output
+    assert re.findall(r"^  memory +(rank 0: )?parameters", output, re.MULTILINE) == ["", "rank 0: "]  # as predicted
     assert errors == ""
     again = launch(load(["run.dir=run"]), ranks=2)  # complete
     assert again == second
@@ -221,6 +223,7 @@ def test_a_folder_in_use_is_refused_by_the_ranks(tmp_path: Path) -> None:
 
 FAILING = """
 import os
+import re
 from gptlite.trainer.step import Step
 begin = Step.begin
 def failing(self, state, *given, **more):

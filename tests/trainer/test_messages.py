@@ -11,6 +11,7 @@ from run_files import differing, read_metrics, snapshot
 from gptlite.checkpoint.find import candidates
 from gptlite.config import load
 from gptlite.errors import ConfigError
+from gptlite.pretrain import pretrain
 from gptlite.trainer import eval as evaluation
 from gptlite.trainer import report
 
@@ -135,3 +136,10 @@ def test_paths_where_presets_or_checkpoints_belong_are_answered_with_the_right_k
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"is a Hugging Face model; convert it first: .* import "):
         candidates(str(tmp_path), "checkpoint.resume")
+
+
+def test_the_banner_has_the_memory_that_it_is_given(tiny: list[str], tmp_path: Path) -> None:
+    pretrain(
+        load([*tiny, f"run.dir={tmp_path / 'a'}", "run.name=a", "trainer.max_steps=1"]), memory="12 MiB, says a plan"
+    )
+    assert re.search(r"^  memory +12 MiB, says a plan$", (tmp_path / "a" / "train.log").read_text(), re.MULTILINE)
