@@ -140,6 +140,6 @@ def test_paths_where_presets_or_checkpoints_belong_are_answered_with_the_right_k
 
 def test_the_banner_has_the_memory_that_it_is_given(tiny: list[str], tmp_path: Path) -> None:
     pretrain(
-        load([*tiny, f"run.dir={tmp_path / 'a'}", "run.name=a", "trainer.max_steps=1"]), memory="12 MiB, says a plan"
+        load([*tiny, f"run.dir={tmp_path / 'a'}", "run.name=a", "trainer.stop_step=1"]), memory="12 MiB, says a plan"
     )
     assert re.search(r"^  memory +12 MiB, says a plan$", (tmp_path / "a" / "train.log").read_text(), re.MULTILINE)
