@@ -14,8 +14,8 @@ from gptlite.run.build import build_run
 from gptlite.run.folder import RunFolder
 from gptlite.run.result import Result
 from gptlite.run.summary import conclude
-from gptlite.trainer.loop import Settings, train
 from gptlite.trainer.signals import StopSignal
+from gptlite.trainer.trainer import Settings, Surroundings, Trainer
 from gptlite.trainer.watch import watch_ranks
 
 
@@ -61,5 +61,6 @@ def pretrain(
             conclude(config, folder, state, reporter, started, watch) as conclusion,
             stop_signal or nullcontext(StopSignal()) as stop,
         ):
-            conclusion.outcome = train(state, run.passes, settings, reporter, folder, stop, watch, started)
+            around = Surroundings(reporter, folder, stop, watch, started)
+            conclusion.outcome = Trainer(state, run.passes, settings, around).run()
         return Result.of(folder.path, conclusion.exit_code, conclusion.result)

@@ -66,5 +66,5 @@ def differing(one: Path, other: Path, step: int) -> list[str]:
 @contextmanager
 def without_plots() -> Iterator[None]:
     """Runs end without a picture of their curves, which takes a third of a tiny run."""
-    with mock.patch("gptlite.run.summary.plot_curves", lambda _, out: out):
+    with mock.patch("gptlite.start.run.drawn"):
         yield

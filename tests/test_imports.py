@@ -55,7 +55,7 @@ ROOMS = {
     "ops": Room("kernels", packages="torch", lazy="apex"),
     "parallelism": Room("ops", packages="torch"),
     "precision": Room(lazy="torch"),  # the schema imports it for its dataclass
-    "metrics": Room(packages="torch", lazy="matplotlib numpy tensorboard wandb"),
+    "metrics": Room(packages="torch", lazy="tensorboard wandb"),
     "data": Room(
         "ops parallelism",
         packages="torch numpy",
@@ -73,7 +73,7 @@ ROOMS = {
         packages="hydra omegaconf yaml",  # PyYAML comes with omegaconf
     ),
     "plan": Room(
-        "config data kernels metrics models monitor ops optimizer parallelism precision trainer",
+        "config data kernels metrics models monitor ops optimizer parallelism plots precision trainer",
         packages="numpy torch",
         lazy="matplotlib yaml",
     ),
@@ -86,14 +86,14 @@ ROOMS = {
         lazy="torch",
     ),
     "sweep": Room(
-        "checkpoint config launch metrics parallelism plan run start",
+        "checkpoint config launch metrics parallelism plan plots run start",
         packages="hydra numpy omegaconf",
         lazy="jinja2 matplotlib",
     ),
     "deepspeed": Room("config precision"),
     "huggingface": Room("models", packages="torch"),
     "images": Room("data", packages="numpy torch", lazy="PIL datasets"),
-    "start": Room("config deepspeed launch parallelism plan pretrain run trainer"),
+    "start": Room("config deepspeed launch parallelism plan plots pretrain run trainer"),
     "launch": Room(
         "checkpoint config data models ops parallelism pretrain run trainer",
         packages="torch",
@@ -106,8 +106,9 @@ ROOMS = {
     "checkpoint_tool": Room(
         "config checkpoint data huggingface metrics models ops", packages="torch omegaconf", lazy="transformers"
     ),
-    "data_tool": Room("config data metrics", packages="numpy", lazy="matplotlib"),
+    "data_tool": Room("config data metrics plots", packages="numpy", lazy="matplotlib"),
     "harness": Room("data models ops parallelism", packages="lm_eval torch"),
+    "plots": Room("metrics run", lazy="matplotlib numpy"),
     "parity": Room("config launch parallelism precision run trainer", packages="torch"),
     "template": Room("data models ops", lazy="torch"),  # the files of `gptlite new`
     # Folders of their own, installed as gptlite.<name>.

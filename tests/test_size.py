@@ -91,7 +91,7 @@ def test_a_training_step_is_read_in_3000_lines():
 
 
 @pytest.mark.parametrize(
-    ("name", "limit"), [("train.py", 80), ("gptlite/pretrain.py", 81), ("gptlite/trainer/loop.py", 300)]
+    ("name", "limit"), [("train.py", 80), ("gptlite/pretrain.py", 81), ("gptlite/trainer/trainer.py", 300)]
 )
 def test_the_files_read_first_stay_short(name, limit):
     assert len((ROOT / name).read_bytes().splitlines()) < limit

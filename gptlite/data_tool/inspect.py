@@ -17,7 +17,7 @@ from gptlite.data.indexed import IndexedDataset
 from gptlite.data_tool.places import all_prefixes, tokenizer_beside
 from gptlite.errors import ConfigError, printable
 from gptlite.metrics.console import format_bytes, format_count, table
-from gptlite.metrics.plot import STYLE, label_log_ticks
+from gptlite.plots.style import STYLE, label_log_ticks
 
 _BAR = 40  # characters
 _BINS = 48  # histogram bins of the plot

@@ -14,6 +14,7 @@ from gptlite.progress import format_bytes, format_count, format_duration
 WIDTH = 80  # columns of a terminal
 PART = "val_loss/"  # prefix of the loss of one dataset of a blend
 TRAIN_METRIC, VAL_METRIC = "train_", "val_"  # prefixes of a model's own metrics
+EXPERT_LOADS = "expert_loads"  # key of a row: tokens of each expert, by layer
 
 
 def format_parameters(count: int, idle: int = 0) -> str:

@@ -20,14 +20,14 @@ class HostCopy:
 
     @property
     def arrived(self) -> bool:
-        """True if `tolist` would not block."""
+        """True if `wait` would not block."""
         return self._event is None or self._event.query()
 
-    def tolist(self) -> list:
-        """Wait for the copy and return the values."""
+    def wait(self) -> Tensor:
+        """Wait for the copy and return it."""
         if self._event is not None:
             self._event.synchronize()
-        return self._values.tolist()
+        return self._values
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 from gptlite.errors import ConfigError
 from gptlite.files import replacing
-from gptlite.metrics.plot import FAINT, INK, STYLE
 from gptlite.plan.capacity import GIB
 from gptlite.plan.timeline import Timeline
 from gptlite.plan.workload import RankBytes
+from gptlite.plots.style import FAINT, INK, STYLE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

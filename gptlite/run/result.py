@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypedDict
 
 from gptlite.documents import Count, Size, read_json
 
-RESULT, CURVES, EXPERTS = "result.json", "curves.png", "experts.png"  # in the run folder
+RESULT, CURVES = "result.json", "curves.png"  # in the run folder
 
 
 class Pipeline(TypedDict):
@@ -90,7 +90,7 @@ class Result:
     @classmethod
     def of(cls, folder: Path, exit_code: int, values: Mapping[str, Any]) -> Result:
         """Return the result of the run in `folder`, given the content of its result.json."""
-        folder, curves = folder.absolute(), folder.absolute() / CURVES
+        folder = folder.absolute()
         metrics = {key: value for key, value in values.items() if key not in ("status", "checkpoint")}
         saved = values.get("checkpoint")
         return cls(
@@ -99,8 +99,13 @@ class Result:
             outcome="stopped: signal" if exit_code > 128 else values.get("status", "done"),
             metrics=metrics,
             checkpoint=folder / "checkpoints" / Path(saved).name if saved else None,  # the folder may have moved
-            curves=Picture(curves) if curves.is_file() else None,
-        )
+            curves=None,
+        ).with_curves()
+
+    def with_curves(self) -> Result:
+        """Return this result with the plot of the run, if there is one by now."""
+        path = self.folder / CURVES
+        return replace(self, curves=Picture(path) if path.is_file() else None)
 
     @classmethod
     def read(cls, folder: Path, exit_code: int) -> Result:

@@ -21,18 +21,15 @@ from gptlite.errors import RunEnded, one_line, printable, text_of
 from gptlite.invocation import command, launched_command
 from gptlite.metrics.console import banner, format_bytes, format_duration
 from gptlite.metrics.memory import memory_bytes
-from gptlite.metrics.plot import plot_curves
-from gptlite.metrics.plot_experts import plot_loads
 from gptlite.models.sampling import Sampling
 from gptlite.optimizer.schedule import Schedule
 from gptlite.parallelism.config import Offload
 from gptlite.parallelism.layout import num_stages, stages_per_rank
 from gptlite.progress import counted
 from gptlite.run.folder import RunFolder
-from gptlite.run.result import CURVES, EXPERTS
-from gptlite.trainer.loop import Ending, Outcome
 from gptlite.trainer.report import Reporter
 from gptlite.trainer.state import TrainState
+from gptlite.trainer.trainer import Ending, Outcome
 from gptlite.trainer.watch import Watch
 
 
@@ -92,7 +89,7 @@ def conclude(
     if conclusion.outcome is not None:
         try:
             _close(config, run, state, reporter, started, conclusion.outcome)
-        except Exception as error:  # training is complete and saved, so a failed plot is only a warning
+        except Exception as error:  # training is complete and saved, so a failed report is only a warning
             run.log(f"warning: the closing report failed: {type(error).__name__}: {text_of(error)}")
 
 
@@ -151,7 +148,7 @@ def _pipeline(config: Config, state: TrainState) -> dict[str, Any] | None:
 def _close(
     config: Config, run: RunFolder, state: TrainState, reporter: Reporter, started: float, outcome: Outcome
 ) -> None:
-    """Generate the sample on all ranks; on rank 0, plot the curves, and print the results and the next commands."""
+    """Generate the sample on all ranks; on rank 0, print the results and the next commands."""
     duration = format_duration(time.monotonic() - started)  # without the sample, as in result.json
     if outcome.ending is Ending.done:
         try:
@@ -183,10 +180,6 @@ def _close(
     lines += reporter.memory.lines()
     if config.parallelism.offload is not Offload.none:
         lines += reporter.memory.offloaded()
-    if reporter.speeds:
-        lines.append(("curves", str(plot_curves(run.path / "metrics.jsonl", run.path / CURVES))))
-        if state.model.spec.experts(state.model.config) is not None:
-            lines.append(("expert loads", str(plot_loads(run.path / "metrics.jsonl", run.path / EXPERTS))))
     more = [as_override(config.plugins)] if config.plugins else []
     if outcome.ending is Ending.done:
         more.append(config.trainer.doubled)

@@ -21,12 +21,11 @@ from gptlite.config.saved import to_yaml
 from gptlite.config.schema import Config, require_config
 from gptlite.errors import ConfigError
 from gptlite.launch.host_memory import lift
-from gptlite.launch.launcher import alone
 from gptlite.launch.process import environment_restored, freed_memory_kept
 from gptlite.launch.starter import starter
 from gptlite.progress import Console
 from gptlite.run.result import Result
-from gptlite.start.run import predicted, settled, under
+from gptlite.start.run import alone, settled, under
 from gptlite.trainer.signals import SIGNALS, StopSignal
 
 LOOK_SECONDS = 0.2
@@ -76,7 +75,7 @@ def launch(config: Config, *, ranks: int | None = None, handle_signals: bool = F
         held.enter_context(environment_restored())
         if config.trainer.host_memory_limit is not None:
             held.callback(lift)
-        return alone(config, started, StopSignal() if handle_signals else None, predicted(config, 1))
+        return alone(config, started, StopSignal() if handle_signals else None)
 
 
 def in_processes(config: Config, world: int, started: float, handle_signals: bool) -> Result:

@@ -1,13 +1,16 @@
-"""Start of a run by a command: the planner resolves `parallelism=auto`, predicts the memory, and advises if it runs
-out."""
+"""Run of a command: the planner resolves `parallelism=auto`, predicts the memory, and advises if it runs out.
+
+At the end, the run is plotted.
+"""
 
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gptlite.config.schema import Config
-from gptlite.errors import without_exit
+from gptlite.errors import one_line, printable, without_exit
 from gptlite.launch import launcher, process, worker
 from gptlite.launch.host_memory import lift, out_of_memory
 from gptlite.launch.starter import Starter, is_main, starter
@@ -16,6 +19,7 @@ from gptlite.progress import working
 if TYPE_CHECKING:
     from gptlite.launch.elastic import Ended
     from gptlite.run.result import Result
+    from gptlite.trainer.signals import StopSignal
 
 
 def launch(config: Config, started: float) -> int:
@@ -32,7 +36,7 @@ def launch(config: Config, started: float) -> int:
         from gptlite.trainer.signals import StopSignal
 
         try:
-            return launcher.alone(config, started, StopSignal(), predicted(config, world)).exit_code
+            return alone(config, started, StopSignal()).exit_code
         except Exception as error:
             if not (reason := out_of_memory(error)):
                 raise
@@ -57,9 +61,18 @@ def settled(config: Config, outer: Starter | None, ranks: int | None = None) -> 
     return config, launcher.check_here(config, outer, ranks)
 
 
+def alone(config: Config, started: float, stop: StopSignal | None) -> Result:
+    """Run the configuration in this process, and return the result of the run."""
+    result = launcher.alone(config, started, stop, predicted(config, 1))
+    drawn(result.folder, result.exit_code)
+    return result.with_curves()
+
+
 def start_ranks(config: Config, world: int, started: float) -> Ended:
     """Run the configuration in new processes, even for one rank. Raises ConfigError if a rank refuses it."""
-    return launcher.start_ranks(config, world, started, predicted(config, world), partial(advice, config, world))
+    ended = launcher.start_ranks(config, world, started, predicted(config, world), partial(advice, config, world))
+    drawn(Path(config.run.dir).expanduser(), ended.exit_code)
+    return ended
 
 
 def under(outer: Starter, config: Config, started: float) -> Result:
@@ -69,7 +82,26 @@ def under(outer: Starter, config: Config, started: float) -> Result:
 
     memory = "" if outer.rank else predicted(config, outer.world_size)  # rank 0 prints the banner
     train = partial(pretrain, memory=memory)
-    return worker.under(outer, config, started, train, partial(advice, config, outer.world_size))
+    result = worker.under(outer, config, started, train, partial(advice, config, outer.world_size))
+    if not outer.rank:
+        drawn(result.folder, result.exit_code)
+    return result.with_curves()
+
+
+def drawn(folder: Path, exit_code: int) -> None:
+    """Plot a run that is done or was stopped, and print the paths. The run is saved, so an error is only a warning."""
+    if 0 < exit_code <= 128:  # failed
+        return
+    try:
+        with working("plotting the run", print):
+            from gptlite.plots.run import plot_run
+
+            plots = plot_run(folder)
+    except Exception as error:
+        print(f"warning: the run was not plotted: {one_line(error)}")
+        return
+    for name, path in plots.items():
+        print(printable(f"{f'{name}:':<10} {path}"), flush=True)
 
 
 def predicted(config: Config, world: int) -> str:

@@ -16,8 +16,8 @@ import numpy as np
 from gptlite.files import replacing
 from gptlite.metrics.console import format_bytes, format_count
 from gptlite.metrics.jsonl import read_rows
-from gptlite.metrics.plot import INK, STYLE, label_log_ticks, short_tick
 from gptlite.plan.pictures import MEMORY, TIME, draw_timeline
+from gptlite.plots.style import INK, STYLE, label_log_ticks, short_tick
 from gptlite.sweep.compare import ROUNDING, SPEED, Comparison, Row, bubble_share, schedule_words, timeline_of
 from gptlite.sweep.folder import OK
 from gptlite.sweep.table import shorten

@@ -1,9 +1,12 @@
 """On-device decision whether to apply a step, so that the host does not wait for the loss and gradient norm."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from gptlite.trainer.loss_scale import LossScaler
+from gptlite.trainer.totals import StepTotals
 
 
 class Decisions:
@@ -22,17 +25,13 @@ class Decisions:
         """Loss scale of the next step: fp32, 0-dim; 1.0 without loss scaling."""
         return 1.0 if self._values is None else self._values[0].float()
 
-    def decide(self, sums: Tensor) -> Tensor:
-        """Return fp32 1 to skip the step, 0 to apply it. `sums` starts with the step's loss and gradient norm."""
-        overflow = sums[:2].isfinite().all().logical_not()
+    def decide(self, totals: StepTotals) -> tuple[Tensor, StepTotals]:
+        """Return fp32 1 to skip the step, 0 to apply it; and the totals with the loss scale's new values."""
+        overflow = (totals.loss.isfinite() & totals.norm.isfinite()).logical_not()
         # Tensor operations instead of branches: reading a value on the host would synchronise with the device.
         skips, ends = overflow | self._halted, overflow
         if self._scaler is not None and self._values is not None:
             self._values, exhausted = self._scaler.advanced(self._values, overflow)
             ends = overflow & exhausted
         self._halted = self._halted | ends  # stays set until the host reads the result and raises
-        return skips.float()
-
-    def with_scales(self, sums: Tensor) -> Tensor:
-        """Return the values that the host reads after a step: `sums` and, with loss scaling, the new SCALE_VALUES."""
-        return sums if self._values is None else torch.cat([sums.double(), self._values])
+        return skips.float(), replace(totals, scale=self._values)

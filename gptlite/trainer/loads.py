@@ -20,10 +20,9 @@ class Loads:
     losses: list[float]
 
     @classmethod
-    def of(cls, table: Sequence[float], columns: int, tokens: int) -> Loads:
-        """Build the loads from ModelSpec.end_step's table, flattened, for a batch of `tokens` tokens."""
-        rows = [table[start : start + columns] for start in range(0, len(table), columns)]
-        return cls([[int(each) for each in row[:-1]] for row in rows], [row[-1] / tokens for row in rows])
+    def of(cls, table: Sequence[Sequence[float]], tokens: int) -> Loads:
+        """Build the loads from the rows of ModelSpec.end_step's table, for a batch of `tokens` tokens."""
+        return cls([[int(load) for load in row[:-1]] for row in table], [row[-1] / tokens for row in table])
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics of a training row.

@@ -1,8 +1,7 @@
 """Memory measurement of one step on each rank, and the start banner's line on offloaded state."""
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
-from typing import TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 import torch
 
@@ -15,9 +14,9 @@ from gptlite.parallelism.host_copy import HostCopy
 from gptlite.parallelism.memory import MASTER
 from gptlite.parallelism.mesh import Mesh
 from gptlite.parallelism.torch_private import profiler_runs, watched_shards
+from gptlite.trainer.observers import Observer
 from gptlite.trainer.state import TrainState
 
-Taken = TypeVar("Taken")
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations")
 
 
@@ -40,16 +39,18 @@ def offload_words(state: TrainState, config: ParallelismConfig) -> list[tuple[st
                         f"buffers of {buffers} in total; each step reads {size} and writes {size}")]  # fmt: skip
 
 
-class MemoryReport:
-    """Memory measurement of one step, usually the second, when all persistent state exists.
+class MemoryReport(Observer):
+    """Memory measurement of one step: the second, when all persistent state exists, or the run's last step, if earlier.
 
     `row` has the values for metrics rows: the maximum over ranks of each category, in bytes. It is empty before the
-    measurement.
+    measurement. `excluded()` is entered while the measurement is set up and read, to exclude this time from the
+    throughput.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, last_step: int, excluded: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
+        self._last_step, self._excluded = last_step, excluded
         self.row: dict[str, int] = {}
-        self._found: list[list[int]] = []  # bytes of each of CATEGORIES, per rank
+        self._sizes: list[list[int]] = []  # bytes of each of CATEGORIES, per rank
         self._phases: dict[str, int] = {}  # peak bytes by phase of the step, maximum over ranks
         # Per rank: peak bytes, average bytes, device utilisation in millionths.
         self._usage: list[list[int]] = []
@@ -59,44 +60,37 @@ class MemoryReport:
         self._to_device: list[int] = []
         self._to_host: list[int] = []
 
-    def due(self, last: bool) -> bool:
-        """Return True if the next step must be measured. Equal on all ranks. `last`: it is the run's last step."""
+    def reads(self, state: TrainState) -> bool:
+        """Return True if the next step is measured."""
+        last = state.step + 1 == self._last_step
         return not self.row and (self._steps > 0 or last) and not profiler_runs()
 
-    def take(
-        self,
-        step: Callable[[TrainState], Taken],
-        state: TrainState,
-        last: bool,
-        excluded: Callable[[], AbstractContextManager[None]],
-    ) -> Taken:
-        """Run a step and return its result; measure its memory if due.
-
-        `excluded()` is entered while the measurement is set up and read, to exclude this time from the throughput.
-        Exceptions of the step propagate.
-        """
-        due, self._steps = self.due(last), self._steps + 1
-        if not due:
-            return step(state)
+    @contextmanager
+    def during(self, state: TrainState) -> Iterator[None]:
+        """Measure the step's memory if due."""
+        measures, self._steps = self.reads(state), self._steps + 1
+        if not measures:
+            yield
+            return
+        mesh = state.runner.mesh
         with ExitStack() as stack:
-            with excluded():
+            with self._excluded():
                 from gptlite.monitor.memory_watch import MemoryWatch
 
                 count = state.loader.micro_batches(state.consumed_samples)
-                watch = MemoryWatch(state.parts, state.optimizer, state.runner.mesh.device, count)
+                watch = MemoryWatch(state.parts, state.optimizer, mesh.device, count)
                 stack.enter_context(watch)
                 stack.enter_context(watched_shards(state.parts, self._to_device.append, self._to_host.append))
-            result = step(state)
-            with excluded():
+            yield
+            with self._excluded():
                 stack.close()
                 found = watch.found()
-                each = (found.state.parameters, found.state.gradients, found.state.optimizer, found.activations)
-                self._found = _everyone(each, state.runner.mesh)
-                phases = _everyone(list(found.phases.values()), state.runner.mesh)
+                sizes = (found.state.parameters, found.state.gradients, found.state.optimizer, found.activations)
+                self._sizes = _everyone(sizes, mesh)
+                phases = _everyone(list(found.phases.values()), mesh)
         self._phases = dict(zip(found.phases, map(max, zip(*phases, strict=True)), strict=True))
-        most = map(max, zip(*self._found, strict=True))
+        most = map(max, zip(*self._sizes, strict=True))
         self.row = {f"memory_{name}_bytes": size for name, size in zip(CATEGORIES, most, strict=True)}
-        return result
 
     def gather(self, peak: int | None, average: int | None, utilization: float | None, mesh: Mesh) -> None:
         """Exchange each rank's peak and average memory in bytes, and its device utilisation (0 to 1), so far.
@@ -110,7 +104,7 @@ class MemoryReport:
     def _take_usage(self) -> None:
         """Store the newest values if they have arrived. Never waits, so that a run can end after a hang."""
         if self._coming is not None and self._coming.arrived:
-            self._usage, self._coming = self._coming.tolist(), None
+            self._usage, self._coming = self._coming.wait().tolist(), None
 
     def ranks(self) -> list[dict[str, float | None]]:
         """Return each rank's bytes of CATEGORIES in the measured step, `peak`, `average` and `utilization`.
@@ -118,11 +112,11 @@ class MemoryReport:
         Unknown values are None.
         """
         self._take_usage()
-        count = max(len(self._found), len(self._usage))
-        found = self._found or [[None] * len(CATEGORIES)] * count
+        count = max(len(self._sizes), len(self._usage))
+        measured = self._sizes or [[None] * len(CATEGORIES)] * count
         usage = self._usage or [[0, 0, -1]] * count
         rows: list[dict[str, float | None]] = []
-        for sizes, (peak, average, used) in zip(found, usage, strict=True):
+        for sizes, (peak, average, used) in zip(measured, usage, strict=True):
             row: dict[str, float | None] = dict(zip(CATEGORIES, sizes, strict=True))
             device = {
                 "peak": peak or None,

@@ -6,14 +6,13 @@ from typing import Any
 
 import torch
 
-from gptlite.metrics.console import TRAIN_METRIC, VAL_METRIC, eval_line, step_line
+from gptlite.metrics.console import EXPERT_LOADS, TRAIN_METRIC, VAL_METRIC, eval_line, step_line
 from gptlite.metrics.memory import memory_bytes
 from gptlite.metrics.meter import Throughput
-from gptlite.metrics.plot_experts import EXPERT_LOADS
 from gptlite.metrics.sinks import Sink
 from gptlite.metrics.usage import Usage
 from gptlite.trainer.eval import Evaluation
-from gptlite.trainer.memory import MemoryReport, Taken
+from gptlite.trainer.memory import MemoryReport
 from gptlite.trainer.spike import Spike
 from gptlite.trainer.state import TrainState
 from gptlite.trainer.step import StepResult
@@ -41,15 +40,11 @@ class Reporter:
         self.sinks, self.throughput, self.device = sinks, throughput, device
         self.max_steps, self.log, self.unit, self.epoch = max_steps, log, unit, epoch
         self.speeds: list[float] = []  # tokens per second of each training row
-        self.memory = MemoryReport()
+        self.memory = MemoryReport(max_steps, throughput.excluded)
         self.usage = Usage(device)
         self.spikes: list[dict[str, int]] = []  # rewinds of this process: step and skipped samples
         self._last: dict[str, Any] = {}  # the last training row
         self._told = throughput.clock()  # time of the last console line of a step
-
-    def take(self, step: Callable[[TrainState], Taken], state: TrainState) -> Taken:
-        """Run a step and return its result. Measures the memory of one of the first steps."""
-        return self.memory.take(step, state, state.step + 1 == self.max_steps, self.throughput.excluded)
 
     def step(
         self, state: TrainState, result: StepResult, communication: Callable[[float], dict[str, Any]] = lambda _: {}

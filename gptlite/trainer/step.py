@@ -2,13 +2,14 @@
 
 import hashlib
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from gptlite.data.batch_loader import Batch
 from gptlite.errors import RunEnded
 from gptlite.models.metrics import Recording
 from gptlite.models.parallelize import finish_gradients
@@ -25,9 +26,9 @@ from gptlite.parallelism.pipeline import MicroBatches, OnePart, Pipeline
 from gptlite.parallelism.tensor import is_cut, of_experts
 from gptlite.trainer.decisions import Decisions
 from gptlite.trainer.loads import Loads
-from gptlite.trainer.loss_scale import SCALE_VALUES
 from gptlite.trainer.signals import Stopping
 from gptlite.trainer.state import Progress, TrainState
+from gptlite.trainer.totals import StepTotals
 
 
 class Diverged(RunEnded):
@@ -106,129 +107,63 @@ class Step:
         parameters change. With `decisions`, the host does not wait. From a step that diverges on, the device leaves the
         parameters unchanged. Reading that step's result raises Diverged and restores the state's progress.
         """
-        loader, before = state.loader, state.progress
+        before, loader = state.progress, state.loader
         batches = [loader.batch(before.consumed, index) for index in range(loader.micro_batches(before.consumed))]
         # Counted before the passes, in which each micro-batch's loss is divided by the count.
-        valid = torch.stack([state.model.count(batch.targets) for batch in batches]).sum()
-        all_reduce(valid, self.mesh, DATA_AXES)
+        targets = torch.stack([state.model.count(batch.targets) for batch in batches]).sum()
+        all_reduce(targets, self.mesh, DATA_AXES)
         # With decisions, the host's loss scale is one step behind the device's.
         scale = decisions.scale if decisions else state.scaler.scale if state.scaler else 1.0
-        if not state.model.spec.keyed_dropout:
-            self._seed(loader.stream.seed, before.step)
-        divisor = valid / scale if state.scaler else valid
-        state.model.spec.begin_step(state.model.config, state.parts, 1 / divisor)
-        total = self.passes.run(
-            MicroBatches(
-                [batch.tokens for batch in batches],
-                [batch.targets for batch in batches],
-                [batch.sample_ids for batch in batches],
-                [batch.documents for batch in batches if batch.documents is not None] or None,
-            ),
-            divisor,  # dividing the loss by valid / scale also multiplies it by the scale
-        )
+        loss = self._run_passes(state, batches, targets / scale if state.scaler else targets)
         loads = finish_gradients(state.model, state.parts, self.mesh)
         if inspect is not None:
             inspect(state)
-        forward = self.passes.forward
-        own = forward.take(total.device) if isinstance(forward, Recording) else None
-        norm, sums = self._settle(state, total, own)
-        if own is not None:  # already summed over ranks
-            sums = torch.cat([sums, valid.to(sums)[None]])
-        if loads is not None:
-            sums = torch.cat([sums.double(), loads.flatten()])  # equal on all ranks
-        lr, size = self.peak_lr * state.schedule.factor(state.schedule_step), loader.schedule.size(before.consumed)
-        after = Progress(
-            before.step + 1,
-            loader.schedule.after(before.consumed),
-            # With context parallelism, a rank holds only a slice of each sequence.
-            before.tokens + size * batches[0].length * self.mesh.size(CONTEXT),
-        )
-        about = _About(before, after, size, lr, None if loads is None else (loads.shape[0], loads.shape[1]))
+        totals = replace(self._total(state, loss), targets=targets, loads=loads)
+        plan = self._plan(state, batches[0].length)
         if decisions is None:
-            result = self._result(state, about, sums.tolist())
+            result = self._result(state, plan, totals.unpack(totals.pack().cpu()))
             if not result.skipped:
-                self._update(state, lr, norm, scale)
+                self._update(state, plan.lr, totals.norm, scale)
             if state.scaler is not None:
                 state.scaler.update(overflow=result.skipped)
             result_of = partial(_known, result)
         else:
-            self._update(state, lr, norm, scale, decisions.decide(sums))
-            result_of = partial(self._arrived, state, about, HostCopy(decisions.with_scales(sums)))
+            skips, totals = decisions.decide(totals)
+            self._update(state, plan.lr, totals.norm, scale, skips)
+            result_of = partial(self._arrived, state, plan, totals, HostCopy(totals.pack()))
         state.optimizer.zero_grad(set_to_none=True)
-        state.progress = after
+        state.progress = plan.after
         return result_of
+
+    def _run_passes(self, state: TrainState, batches: Sequence[Batch], divisor: Tensor) -> Tensor:
+        """Run the forward and backward passes of this rank's micro-batches. Return its share of the loss.
+
+        Each loss is divided by `divisor`, the number of targets of the global batch over the loss scale.
+        """
+        if not state.model.spec.keyed_dropout:
+            self._seed(state.loader.stream.seed, state.step)
+        state.model.spec.begin_step(state.model.config, state.parts, 1 / divisor)
+        micro_batches = MicroBatches(
+            [batch.tokens for batch in batches],
+            [batch.targets for batch in batches],
+            [batch.sample_ids for batch in batches],
+            [batch.documents for batch in batches if batch.documents is not None] or None,
+        )
+        return self.passes.run(micro_batches, divisor)
 
     def _seed(self, seed: int, step: int) -> None:
         """Seed torch's generators for a step, so that a resumed run draws the same dropout masks as without a stop."""
         key = f"{seed} {step} {self.mesh.data_rank} {self.mesh.coordinate('pp')}"
         torch.manual_seed(int.from_bytes(hashlib.sha256(key.encode()).digest()[:8]) >> 1)
 
-    def _update(
-        self, state: TrainState, lr: float, norm: Tensor, scale: float | Tensor, found_inf: Tensor | None = None
-    ) -> None:
-        set_lr(state.optimizer, lr)
-        set_step(state.optimizer, state.step)
-        parameters = (p for part in state.parts for p in part.parameters())
-        clip_and_step(state.optimizer, parameters, self.clip_norm, norm, scale, found_inf)
-
-    def _arrived(self, state: TrainState, about: "_About", copy: HostCopy) -> StepResult:
-        """Wait for the values of a step with on-device decisions, and return its result. Raises Diverged."""
-        values = copy.tolist()
-        count = len(SCALE_VALUES) if state.scaler else 0
-        scales, values = values[len(values) - count :], values[: len(values) - count]
-        try:
-            result = self._result(state, about, values)  # uses state.scaler, still with the scale of this step
-        except Diverged:
-            state.progress = about.before  # the device has not applied any later step
-            raise
-        if state.scaler is not None:
-            state.scaler.take(scales)
-        return result
-
-    def _result(self, state: TrainState, about: "_About", values: list[float]) -> StepResult:
-        """Return the result of a step from `values`, the sums over all ranks. Raises Diverged."""
-        names, scaler, metrics, experts = state.model.spec.metrics, state.scaler, {}, None
-        if about.loads is not None:
-            rows, columns = about.loads
-            values, table = values[: -rows * columns], values[-rows * columns :]
-            experts = Loads.of(table, columns, about.after.tokens - about.before.tokens)
-        if names:
-            *values, valid = values
-            values, sums = values[: -len(names)], values[-len(names) :]
-            metrics = {name: total / valid if valid else math.nan for name, total in zip(names, sums, strict=True)}
-        loss, norm, *words = values
-        if words:
-            self.stopping.heard(words)
-            norm = math.sqrt(norm) if norm >= 0 else math.nan  # with several ranks, the square is summed
-        scale = scaler.scale if scaler else 1.0
-        loss, norm = loss / scale, norm / scale
-        finite = math.isfinite(loss) and math.isfinite(norm)
-        if not finite and (scaler is None or scaler.exhausted):
-            at = f", at loss scale {scale:g}, which cannot be reduced further" if scaler else ""
-            raise Diverged(about.after.step, f"loss {loss}, gradient norm {norm}{at}")
-        return StepResult(
-            *(loss, norm, about.lr, scale if scaler else None, not finite),
-            step=about.after.step,
-            begin=about.before.consumed,
-            stop=about.after.consumed,
-            samples=about.samples,
-            tokens=about.after.tokens,
-            metrics=metrics | (experts.metrics() if experts else {}),
-            experts=experts,
-        )
-
-    def _settle(self, state: TrainState, total: Tensor, own: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the gradient norm and the sums for the host, both on the device. `own`: sums of the model's metrics.
-
-        With one rank, the sums are loss, norm and `own`. With several ranks, they are loss, squared norm, stop flags
-        and `own`, summed over ranks.
-        """
-        fused = isinstance(state.optimizer, FusedStep)
-        if self.mesh.world_size == 1:
+    def _total(self, state: TrainState, loss: Tensor) -> StepTotals:
+        """Return the totals over all ranks, on the device. `loss` is this rank's share."""
+        forward = self.passes.forward
+        metrics = forward.take(loss.device) if isinstance(forward, Recording) else None
+        fused, mesh = isinstance(state.optimizer, FusedStep), self.mesh
+        if mesh.world_size == 1:
             norm = local_grad_norm((p for part in state.parts for p in part.parameters()), fused)
-            sums = torch.stack([total, norm.to(total.device)])
-            return norm, sums if own is None else torch.cat([sums.double(), own])
-        mesh = self.mesh
+            return StepTotals(loss, norm.to(loss.device), metrics=metrics)
         computes = mesh.is_first("uncut")
         # Count each gradient element on only one of the ranks that hold it.
         first = mesh.is_first("all")
@@ -236,24 +171,92 @@ class Step:
         counted = (p for p in state.weights() if _counts(p, first if p.ndim else alone, computes))
         # fp64: the square of a norm above 1.8e19 would overflow fp32.
         square = local_grad_norm(counted, fused).double() ** 2
-        loss = total.double() if computes else torch.zeros_like(total, dtype=torch.float64)
-        words = to_device(self.stopping.words(), loss.device)  # part of the same all-reduce, so stopping needs no other
-        parts = [torch.stack([loss, square.to(loss.device)]), words]
-        if own is not None:
-            parts.append(own if computes else torch.zeros_like(own))
-        sums = all_reduce(torch.cat(parts), mesh)
-        return sums[1].sqrt().float(), sums
+        share = StepTotals(
+            loss if computes else torch.zeros_like(loss),
+            square.to(loss.device),
+            # Part of the same all-reduce, so stopping needs no other.
+            to_device(self.stopping.words(), loss.device),
+            metrics if metrics is None or computes else torch.zeros_like(metrics),
+        )
+        totals = share.unpack(all_reduce(share.pack(), mesh))
+        return replace(totals, norm=totals.norm.sqrt())
+
+    def _plan(self, state: TrainState, length: int) -> "_Plan":
+        """Return what the host knows of the step. `length` is that of this rank's slice of the sequences."""
+        before, schedule = state.progress, state.loader.schedule
+        samples = schedule.size(before.consumed)
+        # With context parallelism, a rank holds only a slice of each sequence.
+        tokens = samples * length * self.mesh.size(CONTEXT)
+        after = Progress(before.step + 1, schedule.after(before.consumed), before.tokens + tokens)
+        return _Plan(before, after, samples, self.peak_lr * state.schedule.factor(state.schedule_step))
+
+    def _update(
+        self, state: TrainState, lr: float, norm: Tensor, scale: float | Tensor, skips: Tensor | None = None
+    ) -> None:
+        set_lr(state.optimizer, lr)
+        set_step(state.optimizer, state.step)
+        parameters = (p for part in state.parts for p in part.parameters())
+        clip_and_step(state.optimizer, parameters, self.clip_norm, norm.float(), scale, skips)
+
+    def _arrived(self, state: TrainState, plan: "_Plan", totals: StepTotals, copy: HostCopy) -> StepResult:
+        """Wait for the totals of a step with on-device decisions, and return its result. Raises Diverged."""
+        totals = totals.unpack(copy.wait())
+        try:
+            result = self._result(state, plan, totals)  # uses state.scaler, still with the scale of this step
+        except Diverged:
+            state.progress = plan.before  # the device has not applied any later step
+            raise
+        if state.scaler is not None and totals.scale is not None:
+            state.scaler.take(totals.scale.tolist())
+        return result
+
+    def _result(self, state: TrainState, plan: "_Plan", totals: StepTotals) -> StepResult:
+        """Return the result of a step from its totals, on the host. Raises Diverged."""
+        scaler = state.scaler
+        if totals.flags is not None:
+            self.stopping.heard(totals.flags.tolist())
+        scale = scaler.scale if scaler else 1.0
+        loss, norm = totals.loss.item() / scale, totals.norm.item() / scale
+        finite = math.isfinite(loss) and math.isfinite(norm)
+        if not finite and (scaler is None or scaler.exhausted):
+            at = f", at loss scale {scale:g}, which cannot be reduced further" if scaler else ""
+            raise Diverged(plan.after.step, f"loss {loss}, gradient norm {norm}{at}")
+        experts = None
+        if totals.loads is not None:
+            experts = Loads.of(totals.loads.tolist(), plan.after.tokens - plan.before.tokens)
+        return StepResult(
+            loss=loss,
+            grad_norm=norm,
+            lr=plan.lr,
+            loss_scale=scale if scaler else None,
+            skipped=not finite,
+            step=plan.after.step,
+            begin=plan.before.consumed,
+            stop=plan.after.consumed,
+            samples=plan.samples,
+            tokens=plan.after.tokens,
+            metrics=_means(state.model.spec.metrics, totals) | (experts.metrics() if experts else {}),
+            experts=experts,
+        )
 
 
 @dataclass(frozen=True)
-class _About:
+class _Plan:
     """Values of a step that the host knows without reading from the device."""
 
     before: Progress
     after: Progress
     samples: int
     lr: float
-    loads: tuple[int, int] | None  # shape of the table of expert loads, if any
+
+
+def _means(names: Sequence[str], totals: StepTotals) -> dict[str, float]:
+    """Return the means over the targets of the model's own metrics, by name."""
+    if totals.metrics is None or totals.targets is None:
+        return {}
+    targets = totals.targets.item()
+    sums = zip(names, totals.metrics.tolist(), strict=True)
+    return {name: total / targets if targets else math.nan for name, total in sums}
 
 
 def _counts(parameter: Tensor, first: bool, computes: bool) -> bool:

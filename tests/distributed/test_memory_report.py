@@ -1,6 +1,6 @@
 """What a run says of its memory: the banner's prediction, and the step that is measured."""
 
-from contextlib import closing, nullcontext
+from contextlib import closing
 from dataclasses import astuple, replace
 
 import pytest
@@ -48,13 +48,14 @@ def expected(config: Config, state: TrainState, step: Step) -> RankBytes:
     return estimate(planned(config, step.mesh.layout, step.mesh.device, policy, ops.attention), 0)
 
 
-def take(report: MemoryReport, step: Step, state: TrainState, last: bool = False) -> float:
-    return report.take(step, state, last, nullcontext).loss
+def take(report: MemoryReport, step: Step, state: TrainState) -> float:
+    with report.during(state):
+        return step(state).loss
 
 
 def test_the_second_step_is_measured_and_no_other():
     (_, state, step), (_, plain, plain_step) = started(), started()
-    report, losses = MemoryReport(), []
+    report, losses = MemoryReport(9), []
     with closing(state.loader), closing(plain.loader):
         losses.append(take(report, step, state))
         assert report.row == {}
@@ -78,9 +79,9 @@ def test_the_second_step_is_measured_and_no_other():
 
 def test_a_run_of_one_step_is_measured_too():
     _, state, step = started()
-    report = MemoryReport()
+    report = MemoryReport(1)
     with closing(state.loader):
-        take(report, step, state, last=True)
+        take(report, step, state)
     assert list(report.row) == KEYS
 
 
@@ -89,7 +90,7 @@ def test_a_step_that_fails_leaves_nothing_on():
     with torch.no_grad():
         next(state.parts[0].parameters()).fill_(torch.nan)
     with closing(state.loader), pytest.raises(Diverged):
-        take(MemoryReport(), step, state, last=True)
+        take(MemoryReport(1), step, state)
     assert not profiler_runs()
     assert not state.parts[0]._forward_hooks
     assert not state.optimizer._optimizer_step_pre_hooks
@@ -97,10 +98,10 @@ def test_a_step_that_fails_leaves_nothing_on():
 
 def test_a_step_under_the_profiler_is_not_measured():
     _, state, step = started()
-    report = MemoryReport()
+    report = MemoryReport(1)
     with closing(state.loader):
         with torch.profiler.profile():
-            take(report, step, state, last=True)
+            take(report, step, state)
         assert report.row == {}
         take(report, step, state)
         assert list(report.row) == KEYS

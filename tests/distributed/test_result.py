@@ -75,7 +75,7 @@ def test_figures_are_at_the_median_speed(monkeypatch: pytest.MonkeyPatch, second
 
 
 def test_what_is_not_known_of_a_rank_is_none():
-    report = MemoryReport()
+    report = MemoryReport(3)
     assert report.ranks() == []
     report.gather(None, None, None, ONE)
     assert report.ranks() == [dict.fromkeys((*CATEGORIES, "peak", "average", "utilization"))]

@@ -20,10 +20,10 @@ from distributed.ranks import Ranks
 from gptlite.config import Config, load
 from gptlite.parallelism.boxes import local_tensor
 from gptlite.pretrain import pretrain
-from gptlite.trainer.loop import train
 from gptlite.trainer.signals import Stopping, StopSignal
 from gptlite.trainer.step import StepResult
 from gptlite.trainer.steps import Steps
+from gptlite.trainer.trainer import Trainer
 
 
 def taken(config: Config, count: int, lag: int) -> tuple[list[StepResult], str]:
@@ -51,7 +51,7 @@ def stopped(overrides: list[str], lag: int, rank: int, at: int) -> tuple[int, in
             stop.received = signal.SIGTERM
         return words(self)
 
-    with patch.object(Stopping, "words", counted), patch("gptlite.pretrain.train", partial(train, lag=lag)):
+    with patch.object(Stopping, "words", counted), patch("gptlite.pretrain.Trainer", partial(Trainer, lag=lag)):
         return pretrain(load(overrides), stop_signal=stop).exit_code, asked
 
 

@@ -14,7 +14,7 @@ EXECUTIONS = 5000
 FAULTS = {
     "types of a manifest": ("manifest", "checkpoint/manifest.py", "checked(content, _Content)", "content"),
     "types of a row": ("data_order", "data/order_log.py", "checked(row, OrderRow)", "OrderRow(**row)"),
-    "types of metrics": ("metrics", "metrics/plot.py", "if type(row.get(key)) in (int, float)", "if key in row"),
+    "types of metrics": ("metrics", "plots/curves.py", "if type(row.get(key)) in (int, float)", "if key in row"),
     "types of a record": ("sweep_record", "sweep/folder.py", "if each.name in values}, Record)", "}, Record)"),
     "types of a result": (
         "result",

@@ -107,7 +107,7 @@ def test_each_rank_keeps_its_memory_and_has_it_in_huge_pages(starter):
     command = [sys.executable, "-c", RANK, starter]
     found = subprocess.run(command, env=given, capture_output=True, text=True, timeout=120, check=False)
     assert found.stdout, found.stderr
-    faults, huge = map(int, found.stdout.split())
+    faults, huge = map(int, found.stdout.split()[-2:])  # after "starting ...", on a slow machine
     assert faults < 64
     assert huge >= 32 * MIB or not HUGE.exists() or "[never]" in HUGE.read_text()
 

@@ -178,7 +178,7 @@ def test_the_bias_evens_the_loads_without_changing_weights():
 
 
 def test_loads_in_metrics():
-    loads = Loads.of([4, 0, 4, 0, 8.0, 2, 2, 2, 2, 16.0], 5, tokens=4)
+    loads = Loads.of([[4, 0, 4, 0, 8.0], [2, 2, 2, 2, 16.0]], tokens=4)
     assert loads.tokens == [[4, 0, 4, 0], [2, 2, 2, 2]]
     assert loads.metrics() == {"expert_imbalance": 2.0, "expert_entropy": pytest.approx(0.75), "router_loss": 6.0}
 

@@ -196,7 +196,7 @@ class Recorder(TorchDispatchMode):
         yield mock.patch.object(point_to_point.PairwiseReduceScatter, "__call__", self._pairwise("reduce_scatter"))
         for name, phase in MESSAGE_METHODS.items():
             yield mock.patch.object(_Stage, name, self._asking(name, phase))
-        yield mock.patch.object(Step, "_settle", during(self, WORLD_PHASE, Step._settle))
+        yield mock.patch.object(Step, "_total", during(self, WORLD_PHASE, Step._total))
         for owner in (OnePart, Pipeline):
             yield mock.patch.object(owner, "run", during(self, "forward", owner.run))
         for owner, name in (

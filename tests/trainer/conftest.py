@@ -1,30 +1,17 @@
-"""Runs without a picture of their curves, a short one that tests begin from, and a run's banner."""
+"""A short run that tests begin from, and a run's banner."""
 
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import closing, nullcontext
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
-from run_files import without_plots
 
 from gptlite.config import load
 from gptlite.parallelism.mesh import build_mesh
 from gptlite.run.banner import announce
 from gptlite.run.build import build_run
 from gptlite.run.folder import RunFolder
-
-
-@pytest.fixture(autouse=True)
-def plots(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Runs draw their curves only in tests with the fixture `drawn`."""
-    with nullcontext() if "drawn" in request.fixturenames else without_plots():
-        yield
-
-
-@pytest.fixture
-def drawn() -> None:
-    """Runs draw their curves."""
 
 
 @pytest.fixture(scope="session")

@@ -14,15 +14,15 @@ from torch import nn
 from examples.resnet import ResNetConfig, ResNetSpec
 from gptlite.config import load
 from gptlite.errors import ConfigError
-from gptlite.metrics.plot import own_metrics, plot_curves
 from gptlite.models.metrics import Recording
 from gptlite.models.model import Model
 from gptlite.models.spec import ModelSpec
 from gptlite.ops.inputs import Inputs
 from gptlite.parallelism.config import ParallelismConfig
 from gptlite.parallelism.mesh import build_mesh
+from gptlite.plots.curves import own_metrics, plot_curves
 from gptlite.run.build import build_run
-from gptlite.trainer import loop
+from gptlite.trainer.trainer import Trainer
 
 LIKE = ("step", "loss", "grad_norm", "train_accuracy", "val_accuracy")
 
@@ -43,7 +43,7 @@ def test_a_lag_changes_nothing(tmp_path, monkeypatch, precision):
     found = []
     for lag in (0, 1):
         with monkeypatch.context() as patch:
-            patch.setattr(sys.modules["gptlite.pretrain"], "train", partial(loop.train, lag=lag))
+            patch.setattr(sys.modules["gptlite.pretrain"], "Trainer", partial(Trainer, lag=lag))
             assert train(str(tmp_path / str(lag)), f"precision={precision}", "checkpoint.interval=0") == 0
         found.append([[row.get(key) for key in LIKE] for row in read_metrics(tmp_path / str(lag))])
     assert found[0] == found[1]

@@ -33,12 +33,12 @@ from gptlite.parallelism.mesh import Mesh
 from gptlite.parity.record import build
 from gptlite.precision import Policy
 from gptlite.trainer.decisions import Decisions
-from gptlite.trainer.loop import train
 from gptlite.trainer.loss_scale import LossScaler
 from gptlite.trainer.report import Reporter
 from gptlite.trainer.state import TrainState
 from gptlite.trainer.step import Diverged
 from gptlite.trainer.steps import Steps, lag_of
+from gptlite.trainer.trainer import Trainer
 
 CPU = torch.device("cpu")
 SPIKE = [
@@ -57,7 +57,7 @@ def late(run: Callable, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
 
     def start(lag: int, name: str, *overrides: str) -> int:
         with monkeypatch.context() as patch:
-            patch.setattr(sys.modules["gptlite.pretrain"], "train", partial(train, lag=lag))
+            patch.setattr(sys.modules["gptlite.pretrain"], "Trainer", partial(Trainer, lag=lag))
             return run(name, *overrides)[0]
 
     return start

@@ -10,29 +10,11 @@ from gptlite.errors import ConfigError, printable
 from gptlite.files import replacing
 from gptlite.metrics.console import TRAIN_METRIC, VAL_METRIC, format_count, format_duration
 from gptlite.metrics.jsonl import read_rows
+from gptlite.plots.style import FAINT, INK, STYLE, TRAIN, VALIDATION, short_tick
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.axis import Axis
-
-TRAIN, VALIDATION, INK, FAINT = "#2460a7", "#d1602a", "#23272e", "#7a828e"
-STYLE: dict[Any, Any] = {
-    "font.family": "DejaVu Sans",
-    "font.size": 9,
-    "text.color": INK,
-    "axes.edgecolor": "#c3c8d0",
-    "axes.labelcolor": FAINT,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": "#eceef1",
-    "grid.linewidth": 0.8,
-    "xtick.color": "#c3c8d0",
-    "ytick.color": "#c3c8d0",
-    "xtick.labelcolor": FAINT,
-    "ytick.labelcolor": FAINT,
-}
 
 LEFT = 0.045  # left edge of the titles and the loss panel, as a fraction of the figure
 LABEL_HEIGHT = 28  # points: two lines of text and some space
@@ -105,16 +87,6 @@ def smooth(values: list[float], width: float) -> list[float]:
     inside = slice(reach, reach + len(values))
     weighted, weight = (np.convolve(x, kernel)[inside] for x in (values, np.ones(len(values))))
     return (weighted / weight).tolist()
-
-
-def label_log_ticks(axis: "Axis", words: Callable[[float], str]) -> None:
-    """Label a logarithmic axis, whose limits must be set, in plain text instead of matplotlib's formulas."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-
-    low, high = axis.get_view_interval()
-    axis.set_major_locator(LogLocator(subs=(1, 2, 3, 5) if high < 100 * low else (1,)))
-    axis.set_major_formatter(FuncFormatter(lambda value, _: words(value)))
-    axis.set_minor_formatter(NullFormatter())
 
 
 def own_metrics(rows: list[dict[str, Any]]) -> list[str]:
@@ -214,12 +186,6 @@ def _ticks(axis: "Axis", words: Callable[[float], str], **where: Any) -> None:
 
 def _tick(value: float) -> str:
     return f"{value:g}" if abs(value) < 1000 else f"{value / 1000:g}k" if abs(value) < 1e6 else f"{value / 1e6:g}M"
-
-
-def short_tick(value: float) -> str:
-    """Return a value as `3e-4` or `1.5e-4`."""
-    mantissa, exponent = f"{value:.1e}".split("e")
-    return f"{mantissa.removesuffix('.0')}e{int(exponent)}" if value else "0"
 
 
 def _marker(values: list[float]) -> str:

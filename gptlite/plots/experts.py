@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from gptlite.files import replacing
+from gptlite.metrics.console import EXPERT_LOADS
 from gptlite.metrics.jsonl import read_rows
-from gptlite.metrics.plot import FAINT, STYLE
+from gptlite.plots.style import FAINT, STYLE
 
-EXPERT_LOADS = "expert_loads"  # key of a row: tokens of each expert, by layer
 MOST_LAYERS, MOST_STEPS = 8, 400  # limits of the picture; the layers and steps shown are evenly spaced
 
 

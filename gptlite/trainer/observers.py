@@ -1,0 +1,110 @@
+"""Observers of a run: profiler, memory report and replica check follow the steps without a part in them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from gptlite.trainer.state import TrainState
+    from gptlite.trainer.step import StepResult
+
+
+class Observer:
+    """Follower of a run's steps. A method that is not overridden does nothing.
+
+    All ranks have the same observers, so a method may call a collective.
+    """
+
+    def before(self, state: TrainState) -> None:
+        """Called before a step begins."""
+
+    def during(self, state: TrainState) -> AbstractContextManager[None]:
+        """Return a context for the beginning of a step, in which its passes run."""
+        return nullcontext()
+
+    def after(self, result: StepResult) -> None:
+        """Called with the result of each step, in order. The state may be one step ahead."""
+
+    def reads(self, state: TrainState) -> bool:
+        """Return True if the next step must not begin before the last step's result is read. Equal on all ranks."""
+        return False
+
+    def settled(self, state: TrainState) -> None:
+        """Called between two steps when the result of the first is read, so that the state is not ahead."""
+
+    def ended(self, state: TrainState) -> None:
+        """Called after the last step, unless the run fails."""
+
+    def close(self) -> None:
+        """Release resources. Called however the run ends."""
+
+
+class Observers(Observer):
+    """Observers that are called in order."""
+
+    def __init__(self, *observers: Observer) -> None:
+        self._observers = observers
+
+    def before(self, state: TrainState) -> None:
+        """Call all observers."""
+        for observer in self._observers:
+            observer.before(state)
+
+    @contextmanager
+    def during(self, state: TrainState) -> Iterator[None]:
+        """Enter the contexts of all observers."""
+        with ExitStack() as stack:
+            for observer in self._observers:
+                stack.enter_context(observer.during(state))
+            yield
+
+    def after(self, result: StepResult) -> None:
+        """Call all observers."""
+        for observer in self._observers:
+            observer.after(result)
+
+    def reads(self, state: TrainState) -> bool:
+        """Return True if any observer does."""
+        return any(observer.reads(state) for observer in self._observers)
+
+    def settled(self, state: TrainState) -> None:
+        """Call all observers."""
+        for observer in self._observers:
+            observer.settled(state)
+
+    def ended(self, state: TrainState) -> None:
+        """Call all observers."""
+        for observer in self._observers:
+            observer.ended(state)
+
+    def close(self) -> None:
+        """Close all observers."""
+        with ExitStack() as stack:
+            for observer in self._observers:
+                stack.callback(observer.close)
+
+
+class ReplicaCheck(Observer):
+    """Comparison of the copies of each parameter on all ranks, every `interval` steps; never if it is 0."""
+
+    def __init__(self, interval: int) -> None:
+        self._interval = interval
+
+    def reads(self, state: TrainState) -> bool:
+        """Return True if a check is due after this step."""
+        return due(state.step, self._interval)
+
+    def settled(self, state: TrainState) -> None:
+        """Check if it is due. Raises ReplicasDiffer."""
+        if not due(state.step, self._interval):
+            return
+        from gptlite.monitor.replicas import check_replicas
+
+        check_replicas(state.named_parameters(), state.tied_names(), state.runner.mesh, state.step)
+
+
+def due(step: int, interval: int) -> bool:
+    """Return True at each multiple of `interval`; always False if it is 0."""
+    return interval > 0 and step % interval == 0
