@@ -19,8 +19,9 @@ from gptlite.ops.config import LayerNorm, OpsConfig
 from gptlite.ops.layer_norm import Norm, layer_norm, residual_norm
 from gptlite.ops.select import select_ops
 from gptlite.optimizer.build import build_optimizer
-from gptlite.optimizer.config import AdamWConfig, ApexAdamConfig, ApexLambConfig, LambConfig, OptimizerConfig
+from gptlite.optimizer.config import AdamWConfig, OptimizerConfig
 from gptlite.optimizer.state import optimizer_state
+from gptlite.optimizers.configs import ApexAdamConfig, ApexLambConfig, LambConfig
 from gptlite.parallelism.boxes import local_tensor
 from gptlite.plan.torch_private import imagined_world
 

@@ -63,7 +63,7 @@ ROOMS = {
     ),
     "preprocess": Room("data", packages="numpy", lazy="pyarrow zstandard"),
     "models": Room("ops", packages="torch", lazy="hydra"),
-    "optimizer": Room("ops parallelism", packages="numpy torch", lazy="torchao hydra"),
+    "optimizer": Room("ops parallelism", packages="numpy torch", lazy="hydra"),
     "checkpoint": Room("parallelism", packages="torch"),
     "monitor": Room("parallelism", packages="torch"),
     "trainer": Room("ops parallelism precision metrics data models monitor optimizer checkpoint", packages="torch"),
@@ -73,7 +73,7 @@ ROOMS = {
         packages="hydra omegaconf yaml",  # PyYAML comes with omegaconf
     ),
     "plan": Room(
-        "config data kernels metrics models monitor ops optimizer parallelism plots precision trainer",
+        "config data kernels metrics models monitor ops optimizer optimizers parallelism plots precision trainer",
         packages="numpy torch",
         lazy="matplotlib yaml",
     ),
@@ -92,6 +92,7 @@ ROOMS = {
     ),
     "deepspeed": Room("config precision"),
     "huggingface": Room("models", packages="torch"),
+    "optimizers": Room("ops optimizer parallelism", packages="torch", lazy="torchao"),
     "images": Room("data", packages="numpy torch", lazy="PIL datasets"),
     "start": Room("config deepspeed launch parallelism plan plots pretrain run trainer"),
     "launch": Room(
@@ -216,8 +217,8 @@ def test_the_core_imports_no_satellite():
     assert [str(f) for f in found if (f.module + ".").startswith(satellites)] == []
     texts = {path: path.read_text(encoding="utf-8") for name in CORE for path in files_of(name)}
     quoted = {(path.name, text) for path in texts for text in re.findall(r'"(gptlite\.\w+)"', texts[path])}
-    # Imported by their names: the plug-in that comes with gptlite, as a user's is, and the recipe of a corpus.
-    named = {("plugins.py", "gptlite.images"), ("check.py", "gptlite.recipes")}
+    # Imported by their names: the plug-ins that come with gptlite, as a user's are, and the recipe of a corpus.
+    named = {("plugins.py", "gptlite.images"), ("plugins.py", "gptlite.optimizers"), ("check.py", "gptlite.recipes")}
     assert {each for each in quoted if f"{each[1]}.".startswith(satellites)} == named
 
 

@@ -22,8 +22,9 @@ from gptlite.config.saved import from_yaml, to_yaml
 from gptlite.config.schema import CONF_DIR, model_name
 from gptlite.errors import ConfigError
 from gptlite.models.registry import register_model
-from gptlite.optimizer.config import OPTIMIZERS, LionConfig, SGDConfig
+from gptlite.optimizer.config import OPTIMIZERS, SGDConfig
 from gptlite.optimizer.registry import register_optimizer
+from gptlite.optimizers.configs import LionConfig
 from gptlite.parallelism.config import Offload
 from gptlite.plan.memory import estimate
 from gptlite.plan.parameters import num_parameters

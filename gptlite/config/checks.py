@@ -19,8 +19,6 @@ from gptlite.models.registry import spec_of
 from gptlite.models.spec import ModelSpec
 from gptlite.ops import apex
 from gptlite.ops.config import LayerNorm
-from gptlite.optimizer.checks import check_device as check_optimizer_device
-from gptlite.optimizer.checks import check_placement
 from gptlite.optimizer.registry import elementwise_optimizers, optimizer_name
 from gptlite.parallelism.config import ActivationCheckpointing, Offload
 from gptlite.parallelism.layout import (
@@ -60,7 +58,7 @@ def check_layout(config: Config) -> None:
     check_batch(config)
     _fp8(config)
     _master_weights(config)
-    check_placement(config.optimizer, layout.zero, layout.tensor, layout.offload.value)
+    config.optimizer.check_placement(layout.zero, layout.tensor, layout.offload.value)
 
 
 def check_forward(config: Config, world: int) -> Layout:
@@ -72,7 +70,7 @@ def check_forward(config: Config, world: int) -> Layout:
 
 def check_device(config: Config, device: str) -> None:
     """Raise a one-line ConfigError for settings that this type of device, cpu or cuda, does not support."""
-    check_optimizer_device(config.optimizer, device)
+    config.optimizer.check_device(device)
 
 
 def _run(run: RunConfig) -> None:

@@ -20,7 +20,7 @@ from gptlite.errors import ConfigError, text_of
 from gptlite.parallelism.messages import passed_on
 
 GROUP = "gptlite.plugins"  # group of the entry points
-INCLUDED = ("gptlite.images",)  # plugins that come with gptlite
+INCLUDED = ("gptlite.images", "gptlite.optimizers")  # plugins that come with gptlite
 GIVEN = re.compile(r"\+{0,2}plugins=\[?([^\]]*)\]?$")
 RESOLVER = re.compile(r"\$\{[^}]*:")  # ${oc.env:NAME}, ${now:...}; ${model.peak_lr} is of the configuration
 KEY = re.compile(r"(\+{0,2}|~)[A-Za-z_][\w./-]*")

@@ -1,53 +1,17 @@
 """Checks of optimizer and schedule settings before a run starts. This module does not import torch."""
 
-from gptlite.errors import ConfigError
-from gptlite.ops import apex
-from gptlite.optimizer import torchao
-from gptlite.optimizer.config import AdamW8bitConfig, ApexAdamConfig, ApexLambConfig, OptimizerConfig, require
+from gptlite.optimizer.config import OptimizerConfig, require
 from gptlite.optimizer.schedule import resolve_warmup_steps
 from gptlite.optimizer.schedule_config import CosineConfig, LinearConfig, ScheduleConfig, WarmupConfig, WSDConfig
-
-# Alternatives to Apex's optimizers.
-INSTEAD = {"optimizer=apex_adam": "optimizer=adamw", "optimizer=apex_lamb": "optimizer=lamb"}
 
 
 def check_optimizer(optimizer: OptimizerConfig, schedule: ScheduleConfig, max_steps: int | None) -> None:
     """Raise ConfigError, with the key and the fix, for settings that are invalid or do not fit `max_steps`, which is
     None if it is not known yet."""
     optimizer.check()
-    key = _apex_key(optimizer)
-    if key and (reason := apex.why_not(apex.OPTIMIZERS)):
-        raise ConfigError(f"{key}: {reason}, or use {INSTEAD[key]}")
-    if isinstance(optimizer, AdamW8bitConfig) and (reason := torchao.why_not()):
-        raise ConfigError(f"optimizer=adamw_8bit: {reason}, or use optimizer=adamw")
     _check_shape(schedule)
     if max_steps is not None:
         _check_length(schedule, max_steps)
-
-
-def check_device(optimizer: OptimizerConfig, device: str) -> None:
-    """Raise ConfigError for an optimizer that does not run on this type of device."""
-    if device != "cuda" and (key := _apex_key(optimizer)):
-        raise ConfigError(f"{key} needs a GPU, but this runs on {device}; use {INSTEAD[key]}")
-
-
-def check_placement(optimizer: OptimizerConfig, zero: int, tensor: int, offload: str) -> None:
-    """Raise ConfigError if parameters are sharded or offloaded and the optimizer does not support that."""
-    if offload != "none" and (key := _apex_key(optimizer)):
-        raise ConfigError(
-            f"{key} steps on a GPU, but parallelism.offload={offload} keeps its state elsewhere; use {INSTEAD[key]}"
-        )
-    if isinstance(optimizer, ApexLambConfig) and (zero > 0 or tensor > 1):
-        key = f"parallelism.zero={zero}" if zero > 0 else f"parallelism.tensor={tensor}"
-        raise ConfigError(
-            f"optimizer=apex_lamb needs the norms of whole parameters, but {key} shards them; use optimizer=lamb"
-        )
-
-
-def _apex_key(optimizer: OptimizerConfig) -> str:
-    if isinstance(optimizer, ApexAdamConfig | ApexLambConfig):
-        return "optimizer=apex_adam" if isinstance(optimizer, ApexAdamConfig) else "optimizer=apex_lamb"
-    return ""
 
 
 def _check_shape(config: ScheduleConfig) -> None:

@@ -22,11 +22,13 @@ class Range(NamedTuple):
     fix: str
 
 
-def _positive(value: float) -> bool:
+def positive(value: float) -> bool:
+    """Return True for a number above 0 and below infinity."""
     return 0 < value < math.inf
 
 
-def _not_negative(value: float) -> bool:
+def not_negative(value: float) -> bool:
+    """Return True for 0 and for finite numbers above it."""
     return 0 <= value < math.inf
 
 
@@ -36,7 +38,7 @@ def _decay_rate(example: float) -> Range:
 
 MOMENTUM = {"momentum": _decay_rate(0.9)}
 BETAS = {"beta1": _decay_rate(0.9), "beta2": _decay_rate(0.95)}
-BETAS_AND_EPS = {**BETAS, "eps": Range(_positive, "must be above 0, e.g. 1e-8")}
+BETAS_AND_EPS = {**BETAS, "eps": Range(positive, "must be above 0, e.g. 1e-8")}
 
 
 @dataclass
@@ -56,9 +58,9 @@ class OptimizerConfig:
     elementwise: ClassVar[bool] = False
     adam_kernel: ClassVar[bool] = False
     ranges: ClassVar[dict[str, Range]] = {
-        "lr": Range(_positive, "must be above 0 and finite, e.g. optimizer.lr=6e-4"),
-        "weight_decay": Range(_not_negative, "must be 0 or more"),
-        "clip_norm": Range(_not_negative, "must be 0 (no clipping) or more"),
+        "lr": Range(positive, "must be above 0 and finite, e.g. optimizer.lr=6e-4"),
+        "weight_decay": Range(not_negative, "must be 0 or more"),
+        "clip_norm": Range(not_negative, "must be 0 (no clipping) or more"),
     }
 
     lr: float = 6e-4
@@ -70,6 +72,12 @@ class OptimizerConfig:
         for name, (legal, fix) in self.ranges.items():
             require(legal(getattr(self, name)), f"optimizer.{name}", getattr(self, name), fix)
 
+    def check_device(self, device: str) -> None:
+        """Raise ConfigError if the optimizer does not run on this type of device."""
+
+    def check_placement(self, zero: int, tensor: int, offload: str) -> None:
+        """Raise ConfigError if parameters are sharded or offloaded and the optimizer does not support that."""
+
     def left_to_adamw(self, names: Iterable[str], embeddings: Collection[str]) -> set[str]:
         """Return those of the parameter names that AdamW updates instead of this optimizer, besides vectors."""
         return set()
@@ -80,7 +88,7 @@ class OptimizerConfig:
 
 
 @dataclass
-class _TwoMoments(OptimizerConfig):
+class TwoMoments(OptimizerConfig):
     """Fields of optimizers with running means of the gradient and of its square."""
 
     ranges: ClassVar[dict[str, Range]] = {**OptimizerConfig.ranges, **BETAS_AND_EPS}
@@ -91,7 +99,7 @@ class _TwoMoments(OptimizerConfig):
 
 
 @dataclass
-class AdamWConfig(_TwoMoments):
+class AdamWConfig(TwoMoments):
     """Adam with decoupled weight decay (Loshchilov and Hutter 2019, arXiv:1711.05101)."""
 
     adam_kernel: ClassVar[bool] = True
@@ -99,7 +107,7 @@ class AdamWConfig(_TwoMoments):
 
 
 @dataclass
-class AdamConfig(_TwoMoments):
+class AdamConfig(TwoMoments):
     """Adam (Kingma and Ba 2015, arXiv:1412.6980); weight decay is an L2 penalty."""
 
     adam_kernel: ClassVar[bool] = True
@@ -130,72 +138,6 @@ class SGDConfig(OptimizerConfig):
     def state_elements(self) -> int:
         """Return 1 for the momentum buffer, or 0 without momentum."""
         return 1 if self.momentum else 0
-
-
-@dataclass
-class _Lamb(_TwoMoments):
-    """Defaults of LAMB."""
-
-    weight_decay: float = 0.01
-    beta2: float = 0.999
-    eps: float = 1e-6
-
-
-@dataclass
-class LambConfig(_Lamb):
-    """LAMB: Adam's update, rescaled to the norm of its weight matrix (You et al. 2019, arXiv:1904.00962)."""
-
-    rule: ClassVar[str] = "gptlite.optimizer.lamb"
-    ranges: ClassVar[dict[str, Range]] = {**_Lamb.ranges, "min_trust": Range(_not_negative, "must be 0 or more")}
-
-    min_trust: float = 0.0  # bounds on the factor that rescales an update; DeepSpeed's are 0.01 and 10
-    max_trust: float | None = None
-
-    def check(self) -> None:
-        """Raise ConfigError for values out of range."""
-        super().check()
-        legal = self.max_trust is None or (self.max_trust > 0 and self.min_trust <= self.max_trust)
-        require(legal, "optimizer.max_trust", self.max_trust, "must be above 0 and at least optimizer.min_trust")
-
-
-@dataclass
-class ApexAdamConfig(AdamWConfig):
-    """AdamW, computed by NVIDIA Apex's FusedAdam."""
-
-    rule: ClassVar[str] = "gptlite.optimizer.apex"
-    adam_kernel: ClassVar[bool] = False
-    elementwise: ClassVar[bool] = False
-
-
-@dataclass
-class ApexLambConfig(_Lamb):
-    """LAMB, computed by NVIDIA Apex's FusedLAMB. Its norms cover only this rank's shard of each parameter."""
-
-    rule: ClassVar[str] = "gptlite.optimizer.apex"
-
-
-@dataclass
-class LionConfig(OptimizerConfig):
-    """Lion: an update by the sign of a momentum (Chen et al. 2023, arXiv:2302.06675)."""
-
-    rule: ClassVar[str] = "gptlite.optimizer.lion"
-    moments: ClassVar[int] = 1
-    counts: ClassVar[bool] = False
-    elementwise: ClassVar[bool] = True
-    ranges: ClassVar[dict[str, Range]] = {**OptimizerConfig.ranges, **BETAS}
-
-    lr: float = 1e-4
-    weight_decay: float = 1.0
-    beta1: float = 0.95
-    beta2: float = 0.98
-
-
-@dataclass
-class AdamW8bitConfig(_TwoMoments):
-    """AdamW with 8-bit moments (Dettmers et al. 2022, arXiv:2110.02861), computed by torchao."""
-
-    rule: ClassVar[str] = "gptlite.optimizer.adamw_8bit"
-    moments: ClassVar[int] = 0
 
 
 class MuonScale(Enum):
@@ -232,7 +174,7 @@ class MuonConfig(OptimizerConfig):
         **BETAS_AND_EPS,
         **MOMENTUM,
         "newton_schulz_steps": Range(lambda value: 1 <= value <= 100, "must be from 1 to 100; 5 is usual"),
-        "adamw_lr_ratio": Range(_positive, "must be above 0 and finite, e.g. 1.0"),
+        "adamw_lr_ratio": Range(positive, "must be above 0 and finite, e.g. 1.0"),
     }
 
     momentum: float = 0.95
@@ -262,39 +204,10 @@ class MuonConfig(OptimizerConfig):
         return {name for name in names if name in embeddings or any(word in name.lower() for word in words)}
 
 
-@dataclass
-class AdafactorConfig(OptimizerConfig):
-    """Adafactor: factored second moments, and a relative `lr` (Shazeer and Stern 2018, arXiv:1804.04235)."""
-
-    rule: ClassVar[str] = "gptlite.optimizer.adafactor"
-    moments: ClassVar[int] = 0
-    ranges: ClassVar[dict[str, Range]] = {
-        **OptimizerConfig.ranges,
-        "decay": Range(lambda value: 0 < value <= 1, "must be above 0 and at most 1, e.g. 0.8"),
-        "clip_threshold": Range(_positive, "must be above 0 and finite, e.g. 1.0"),
-        # The smallest normal fp32 number is about 1.2e-38.
-        "eps1": Range(lambda value: 1e-37 <= value < math.inf, "must be 1e-37 or more, e.g. 1e-30"),
-        "eps2": Range(_positive, "must be above 0, e.g. 1e-3"),
-    }
-
-    lr: float = 1e-2
-    weight_decay: float = 0.0
-    decay: float = 0.8  # beta2 of step t is 1 - t^-decay
-    clip_threshold: float = 1.0  # upper limit of the RMS of each update
-    eps1: float = 1e-30  # added to squared gradients
-    eps2: float = 1e-3  # lower bound on the RMS of a parameter
-
-
-# Keys are the names of the presets.
+# Keys are the names of the presets. `gptlite.optimizers` and plug-ins register others.
 OPTIMIZERS: dict[str, type[OptimizerConfig]] = {
     "adamw": AdamWConfig,
-    "adamw_8bit": AdamW8bitConfig,
     "adam": AdamConfig,
     "sgd": SGDConfig,
-    "lamb": LambConfig,
-    "apex_adam": ApexAdamConfig,
-    "apex_lamb": ApexLambConfig,
-    "lion": LionConfig,
     "muon": MuonConfig,
-    "adafactor": AdafactorConfig,
 }

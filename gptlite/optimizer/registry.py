@@ -7,11 +7,11 @@ from gptlite.optimizer.config import OPTIMIZERS, OptimizerConfig
 SCHEMAS: dict[str, type[OptimizerConfig]] = {f"{name}_schema": kind for name, kind in OPTIMIZERS.items()}
 
 
-def register_optimizer(name: str, kind: type[OptimizerConfig]) -> None:
-    """Register an optimizer, and a preset of its name with the class's defaults. Raises ConfigError if the name is
-    taken.
+def register_optimizer(name: str, kind: type[OptimizerConfig], preset: bool = True) -> None:
+    """Register an optimizer, and a preset of its name with the class's defaults, unless `preset` is False.
 
-    A plugin calls this when it is imported. Calling it again for the same class has no effect.
+    A plugin calls this when it is imported. Calling it again for the same class has no effect. Raises ConfigError if
+    the name is taken.
     """
     from hydra.core.config_store import ConfigStore
 
@@ -21,7 +21,8 @@ def register_optimizer(name: str, kind: type[OptimizerConfig]) -> None:
     OPTIMIZERS[name] = SCHEMAS[f"{name}_schema"] = kind
     store = ConfigStore.instance()
     store.store(group="optimizer", name=f"{name}_schema", node=kind)
-    store.store(group="optimizer", name=name, node=kind)
+    if preset:
+        store.store(group="optimizer", name=name, node=kind)
 
 
 def optimizer_name(kind: type[OptimizerConfig]) -> str:

@@ -8,16 +8,9 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from gptlite.optimizer.config import (
-    AdafactorConfig,
-    AdamW8bitConfig,
-    LambConfig,
-    LionConfig,
-    MuonConfig,
-    OptimizerConfig,
-    SGDConfig,
-)
-from gptlite.optimizer.torchao import BLOCK_8BIT, in_8_bits
+from gptlite.optimizer.config import MuonConfig, OptimizerConfig, SGDConfig
+from gptlite.optimizers.configs import AdafactorConfig, AdamW8bitConfig, LambConfig, LionConfig
+from gptlite.optimizers.torchao import BLOCK_8BIT, in_8_bits
 from gptlite.plan.workload import MASTER
 
 CODES_8BIT = 256  # entries in the lookup table of 8-bit codes; each of the two moments has its own table

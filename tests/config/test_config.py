@@ -20,8 +20,8 @@ from gptlite.config.saved import from_yaml, to_yaml
 from gptlite.config.schema import CONF_DIR, SCHEMAS
 from gptlite.errors import ConfigError
 from gptlite.ops import apex
-from gptlite.optimizer.config import LionConfig
 from gptlite.optimizer.schedule_config import CosineConfig
+from gptlite.optimizers.configs import LionConfig
 
 pytestmark = pytest.mark.usefixtures("composed_by_hydra")
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from distributed.ranks import GrowingRanks
 from distributed.reshard_cases import drawn, joined
 from distributed.reshard_pairs import Layout
+from gptlite.config.plugins import import_installed
 from gptlite.optimizer.build import build_optimizer
 from gptlite.optimizer.config import OPTIMIZERS
 from gptlite.optimizer.rounded import round_steps, set_step
@@ -39,6 +40,7 @@ SHAPES = [
     (2, 1, 3, 4),
 ]
 FEW = [(), (1, 40), (40, 1), (1,), (1, 4, 6)]
+import_installed()  # registers those in gptlite.optimizers
 NAMES = [name for name in OPTIMIZERS if not name.startswith("apex_")]  # Apex needs a GPU
 LAYOUTS = [
     Layout(tensor=2, data=2, zero=3),

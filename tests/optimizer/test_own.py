@@ -10,11 +10,8 @@ from torch.optim._muon import _zeropower_via_newtonschulz
 from gptlite.models.gpt.spec import EDGES
 from gptlite.optimizer.build import build_optimizer
 from gptlite.optimizer.config import (
-    AdafactorConfig,
     AdamConfig,
     AdamWConfig,
-    LambConfig,
-    LionConfig,
     MuonConfig,
     MuonDtype,
     MuonScale,
@@ -23,6 +20,7 @@ from gptlite.optimizer.config import (
     SGDConfig,
 )
 from gptlite.optimizer.muon import EPS, QUINTIC, Stack, coefficients, newton_schulz
+from gptlite.optimizers.configs import AdafactorConfig, LambConfig, LionConfig
 
 STEPS = 6
 SHAPES = [(6, 5), (5, 7), (5,), (1, 5), (2, 3, 4), ()]

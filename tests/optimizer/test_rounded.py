@@ -12,9 +12,10 @@ from gptlite.config.checks import check
 from gptlite.errors import ConfigError
 from gptlite.optimizer import rounded
 from gptlite.optimizer.build import build_optimizer
-from gptlite.optimizer.config import AdamConfig, AdamWConfig, LionConfig, OptimizerConfig, SGDConfig
+from gptlite.optimizer.config import AdamConfig, AdamWConfig, OptimizerConfig, SGDConfig
 from gptlite.optimizer.rounded import round_box_, round_steps, set_step
 from gptlite.optimizer.state import optimizer_state
+from gptlite.optimizers.configs import LionConfig
 
 BF16_STOCHASTIC = "precision=bf16_stochastic"
 

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from gptlite.optimizer import config as classes
 from gptlite.optimizer.build import build_optimizer
 from gptlite.optimizer.state import optimizer_state
+from gptlite.optimizers import configs
 from gptlite.plan.optimizers import Shard, state_bytes
 
 CONFIGS = [
@@ -15,10 +16,10 @@ CONFIGS = [
     classes.SGDConfig(lr=0.1),
     classes.SGDConfig(lr=0.1, nesterov=True),
     classes.SGDConfig(momentum=0.0),
-    classes.LambConfig(),
-    classes.LionConfig(),
+    configs.LambConfig(),
+    configs.LionConfig(),
     classes.MuonConfig(lr=0.1),
-    classes.AdafactorConfig(),
+    configs.AdafactorConfig(),
 ]
 ADAM_KEYS = ["step", "exp_avg", "exp_avg_sq"]
 
@@ -77,8 +78,8 @@ def test_materializing_before_the_first_step_changes_nothing(config):
         (classes.AdamWConfig(), ADAM_KEYS),
         (classes.AdamConfig(), ADAM_KEYS),
         (classes.SGDConfig(), ["momentum_buffer"]),
-        (classes.LambConfig(), ADAM_KEYS),
-        (classes.LionConfig(), ["exp_avg"]),
+        (configs.LambConfig(), ADAM_KEYS),
+        (configs.LionConfig(), ["exp_avg"]),
     ],
 )
 def test_keys_are_global_names_and_the_same_before_and_after_a_step(config, names):
@@ -97,7 +98,7 @@ def test_keys_are_global_names_and_the_same_before_and_after_a_step(config, name
     ("config", "matrix", "vector"),
     [
         (classes.MuonConfig(), {"momentum_buffer": (3, 4)}, {"step": (), "exp_avg": (3,), "exp_avg_sq": (3,)}),
-        (classes.AdafactorConfig(), {"step": (), "row_var": (3,), "col_var": (4,)}, {"step": (), "variance": (3,)}),
+        (configs.AdafactorConfig(), {"step": (), "row_var": (3,), "col_var": (4,)}, {"step": (), "variance": (3,)}),
     ],
 )
 def test_matrices_and_vectors_may_have_other_states(config, matrix, vector):

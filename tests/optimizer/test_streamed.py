@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from gptlite.optimizer.lion import Lion
 from gptlite.optimizer.state import optimizer_state
 from gptlite.optimizer.streamed import OffloadFailed, Stream, stream_state
+from gptlite.optimizers.lion import Lion
 from gptlite.parallelism.config import Offload, ParallelismConfig
 from gptlite.parallelism.memory import state_of, storage_sizes
 from gptlite.parallelism.state_file import ALIGN, StateFile

@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 from marking import combinations, marked
 
-from gptlite.optimizer.config import AdafactorConfig, AdamWConfig, LambConfig, LionConfig, MuonConfig, SGDConfig
+from gptlite.optimizer.config import AdamWConfig, MuonConfig, SGDConfig
+from gptlite.optimizers.configs import AdafactorConfig, LambConfig, LionConfig
 from gptlite.parallelism.memory import paper_bytes_a_parameter
 from gptlite.plan import watch
 from gptlite.plan.memory import estimate, most, passes_of

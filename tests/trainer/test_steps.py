@@ -26,9 +26,10 @@ from gptlite.data.loader import Batch, Loader
 from gptlite.models.gpt.model import GPT
 from gptlite.models.parallelize import copy_weights
 from gptlite.optimizer.build import build_optimizer
-from gptlite.optimizer.config import AdamConfig, AdamWConfig, LambConfig, LionConfig, MuonConfig, SGDConfig
+from gptlite.optimizer.config import AdamConfig, AdamWConfig, MuonConfig, SGDConfig
 from gptlite.optimizer.fused import clip_and_step, decides_on_device
 from gptlite.optimizer.rounded import round_steps
+from gptlite.optimizers.configs import LambConfig, LionConfig
 from gptlite.parallelism.mesh import Mesh
 from gptlite.parity.record import build
 from gptlite.precision import Policy

@@ -15,11 +15,12 @@ from torch import Tensor, nn
 
 from gptlite.config import load
 from gptlite.errors import ConfigError
-from gptlite.optimizer import torchao
-from gptlite.optimizer.adamw_8bit import AdamW8bit
 from gptlite.optimizer.build import build_optimizer
-from gptlite.optimizer.config import AdamW8bitConfig, AdamWConfig
+from gptlite.optimizer.config import AdamWConfig
 from gptlite.optimizer.state import optimizer_state, take_optimizer_state
+from gptlite.optimizers import torchao
+from gptlite.optimizers.adamw_8bit import AdamW8bit
+from gptlite.optimizers.configs import AdamW8bitConfig
 from gptlite.parallelism.memory import state_of, storage_sizes
 from gptlite.plan.optimizers import CODES_8BIT, state_in_8_bits
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from gptlite.optimizer.base import BuildContext, OwnOptimizer, local_gradients, local_parameters
-from gptlite.optimizer.config import LionConfig
+from gptlite.optimizers.configs import LionConfig
 
 
 def build(config: LionConfig, context: BuildContext) -> Lion:

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from gptlite.optimizer.base import BuildContext, OwnOptimizer, local_gradients, local_parameters, step_count
-from gptlite.optimizer.config import AdamW8bitConfig
-from gptlite.optimizer.torchao import BLOCK_8BIT, in_8_bits
+from gptlite.optimizers.configs import AdamW8bitConfig
+from gptlite.optimizers.torchao import BLOCK_8BIT, in_8_bits
 from gptlite.parallelism.boxes import cut_like, local_tensor
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

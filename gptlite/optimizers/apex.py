@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from gptlite.optimizer.base import BuildContext, OwnOptimizer, adam_state, local_gradients, local_parameters
-from gptlite.optimizer.config import ApexAdamConfig, ApexLambConfig
+from gptlite.optimizers.configs import ApexAdamConfig, ApexLambConfig
 
 
 def build(config: ApexAdamConfig | ApexLambConfig, context: BuildContext) -> ApexOptimizer:

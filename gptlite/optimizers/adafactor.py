@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from gptlite.optimizer.base import BuildContext, OwnOptimizer, local_gradients, local_parameters, step_count
 from gptlite.optimizer.clip import square_norms
-from gptlite.optimizer.config import AdafactorConfig
+from gptlite.optimizers.configs import AdafactorConfig
 from gptlite.parallelism.boxes import Cut, cuts, local_box, local_tensor
 from gptlite.parallelism.collectives import sum_over_cuts
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from gptlite.optimizer.base import BuildContext, OwnOptimizer, adam_state, local_gradients, local_parameters
 from gptlite.optimizer.clip import square_norms
-from gptlite.optimizer.config import LambConfig
+from gptlite.optimizers.configs import LambConfig
 from gptlite.parallelism.boxes import cuts
 from gptlite.parallelism.collectives import sum_over_cuts
 
