@@ -59,9 +59,9 @@ def prepare_process() -> None:
 
 
 def command(name: str) -> str:
-    """Return the start of a command line: Python and a script in a checkout, otherwise e.g. `gptlite train`.
+    """Return the start of a command line: `gptlite NAME`, or `python -m gptlite NAME` if that command is not installed.
 
-    In a checkout, the script's path is relative to the working directory, or absolute if the script is outside it.
+    In a checkout, train is the script, with a path relative to the working directory, or absolute outside the checkout.
     """
     words = arguments(name)
     # Suggest `gptlite` only if it belongs to this interpreter, as another environment may have its own `gptlite`.
@@ -104,8 +104,8 @@ def _torchrun() -> list[str]:
 def arguments(name: str) -> list[str]:
     """Return the arguments with which Python or torchrun starts a command."""
     assert name in COMMANDS, name
-    script = "train.py" if name == "train" else f"tools/{name.replace('-', '_')}.py"
-    return _script(script) or ["-m", "gptlite", name]
+    script = _script("train.py") if name == "train" else None
+    return script or ["-m", "gptlite", name]
 
 
 def recipe(corpus: str) -> str:

@@ -88,19 +88,15 @@ def test_the_hints_ask_for_commands_that_there_are(code: Code):
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_command_is_a_module_with_a_main(name: str):
     assert find_spec(COMMANDS[name][0])
-    script = ROOT / "tools" / f"{name.replace('-', '_')}.py"
-    if script.is_file():  # what is in tools/ is the same command
-        assert f"from {COMMANDS[name][0]} import main" in script.read_text()
 
 
-def test_in_a_checkout_a_command_is_a_script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_train_and_recipes_are_scripts_in_a_checkout(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     python = invocation.python()
     monkeypatch.chdir(ROOT)
     assert command("train") == f"{python} train.py"
-    assert command("train-tokenizer") == f"{python} tools/train_tokenizer.py"
     assert recipe("kjv") == f"{python} data/kjv/prepare.py"
-    monkeypatch.chdir(ROOT / "tools")
-    assert command("plan") == f"{python} plan.py"
+    monkeypatch.chdir(ROOT / "data")
+    assert recipe("kjv") == f"{python} kjv/prepare.py"
     monkeypatch.chdir(tmp_path)
     assert command("train") == f"{python} {shlex.quote(str(ROOT / 'train.py'))}"
 

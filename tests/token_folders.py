@@ -1,4 +1,4 @@
-"""Prepared folders of bytes, as tools/preprocess.py leaves them, and Megatron's own files."""
+"""Prepared folders of bytes, as `gptlite preprocess` leaves them, and Megatron's own files."""
 
 import random
 import struct

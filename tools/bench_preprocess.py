@@ -1,4 +1,4 @@
-"""Benchmark of tools/preprocess.py and Megatron-LM's preprocessing: tokens per second and memory.
+"""Benchmark of `gptlite preprocess` and Megatron-LM's preprocessing: tokens per second and memory.
 
 python tools/bench_preprocess.py text=FILE.txt tokenizer=FILE.model [megabytes=64] [workers=1,2] [repeats=3]
     [megatron='COMMAND']
@@ -38,7 +38,6 @@ from gptlite.config.command_line import run_tool
 from gptlite.errors import ConfigError
 from gptlite.progress import Progress
 
-OURS = Path(__file__).with_name("preprocess.py")
 NEW_WORDS = 50  # one in this many words is random
 PARAGRAPHS = 40  # maximum number per document
 PART = 1 << 20  # bytes per read
@@ -137,7 +136,7 @@ def run(case: Case, corpus: Path, arguments: Arguments, folder: Path) -> tuple[R
     name, workers = case
     output = folder / "output"
     if name == "gptlite":
-        command = [sys.executable, str(OURS), f"input={corpus}", f"tokenizer={arguments.tokenizer}"]
+        command = [sys.executable, "-m", "gptlite", "preprocess", f"input={corpus}", f"tokenizer={arguments.tokenizer}"]
         command += [f"output={output}", f"workers={workers}", "validation_fraction=0"]
         prefix = output / "train"
     else:

@@ -1,4 +1,4 @@
-"""tools/parity.py as a user calls it, and what each of its ranks does."""
+"""`gptlite parity` as a user calls it, and what each of its ranks does."""
 
 import subprocess
 import sys
@@ -14,11 +14,9 @@ from distributed.parity_bugs import planted
 from distributed.ranks import Ranks
 from gptlite.commands.parity import main
 from gptlite.config import load
-from gptlite.config.schema import CONF_DIR
 from gptlite.parity.record import recorded
 from gptlite.parity.worker import compare_run, save_reference
 
-TOOL = CONF_DIR.parent / "tools" / "parity.py"
 TINY = (
     "model=gpt-lite",
     "model.num_layers=2",
@@ -30,7 +28,7 @@ TINY = (
 
 
 def call(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(TOOL), *arguments]
+    command = [sys.executable, "-m", "gptlite", "parity", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=folder)
 
 

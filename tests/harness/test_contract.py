@@ -11,7 +11,6 @@ from torch import nn
 
 from gptlite.commands.eval import check, laid_out
 from gptlite.commands.eval_arguments import Arguments
-from gptlite.config.schema import CONF_DIR
 from gptlite.errors import ConfigError
 from gptlite.harness.scorer import Prompt, Scored, Scorer
 from gptlite.models.model import Model
@@ -117,12 +116,7 @@ def test_without_lm_eval_the_extra_is_named(monkeypatch):
 @pytest.mark.slow
 def test_bits_per_byte_on_two_ranks_are_those_of_one(run, tmp_path: Path):
     assert run("a", "trainer.max_steps=2")[0] == 0
-    tool = [
-        sys.executable,
-        str(CONF_DIR.parent / "tools" / "eval.py"),
-        f"checkpoint={tmp_path / 'a'}",
-        "precision=fp32",
-    ]
+    tool = [sys.executable, "-m", "gptlite", "eval", f"checkpoint={tmp_path / 'a'}", "precision=fp32"]
     more = ([], ["parallelism=tp2"])
     one, two = (subprocess.run([*tool, *each], capture_output=True, text=True, timeout=200) for each in more)
     assert two.returncode == 0, two.stderr

@@ -1,4 +1,4 @@
-"""tools/preprocess.py, which saves often, killed by itself: python killed.py AT KEY=VALUE...
+"""`gptlite preprocess`, which saves often, killed by itself: python killed.py AT KEY=VALUE...
 
 AT is the number of the event (a file opened to be written, renamed, removed or brought to the disk, a folder made,
 tokens written) at which it gets SIGKILL from itself, in the middle of a write; 0 never, and then the number of events
@@ -6,10 +6,8 @@ is printed.
 """
 
 import os
-import runpy
 import signal
 import sys
-from pathlib import Path
 
 EVENTS = {"os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.fsync", "os.write", "tempfile.mkstemp"}
 
@@ -25,6 +23,7 @@ def main() -> None:
             if count == at:
                 os.kill(os.getpid(), signal.SIGKILL)
 
+    from gptlite.commands.preprocess import main as preprocess
     from gptlite.data.indexed import IndexedWriter
     from gptlite.preprocess import blocks, run
 
@@ -45,7 +44,7 @@ def main() -> None:
     IndexedWriter._append, os.fsync = append_half, heard_fsync
     sys.addaudithook(hear)
     try:
-        runpy.run_path(str(Path(__file__).parents[2] / "tools" / "preprocess.py"), run_name="__main__")
+        preprocess()
     finally:
         print(f"events={count}")
 

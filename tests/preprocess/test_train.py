@@ -1,4 +1,4 @@
-"""Tokenizers trained by tools/train_tokenizer.py."""
+"""Tokenizers trained by `gptlite train-tokenizer`."""
 
 import json
 import subprocess
@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from gptlite.commands.train_tokenizer import Arguments
-from gptlite.config.schema import CONF_DIR
 from gptlite.data.tokenizer import CharTokenizer, load_tokenizer
 from gptlite.errors import ConfigError
 from gptlite.preprocess.settings import make_settings
@@ -23,8 +22,8 @@ def settings(path: Path, validation_fraction: float = 0.0):
 
 
 def call(*arguments: str) -> subprocess.CompletedProcess[str]:
-    tool = CONF_DIR.parent / "tools" / "train_tokenizer.py"
-    return subprocess.run([sys.executable, str(tool), *arguments], capture_output=True, text=True, timeout=120)
+    command = [sys.executable, "-m", "gptlite", "train-tokenizer", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
 @pytest.fixture

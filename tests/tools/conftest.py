@@ -8,7 +8,9 @@ from typing import NamedTuple
 
 import pytest
 
+from gptlite.__main__ import main as gptlite
 from gptlite.config.schema import CONF_DIR
+from gptlite.invocation import COMMANDS
 
 TOOLS = CONF_DIR.parent / "tools"
 
@@ -38,18 +40,18 @@ def tool(
 
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Result]:
-    """Runs tools/NAME.py in this process, in the folder `cwd`: imports take most of the time of a new one."""
+    """Runs `gptlite NAME` or tools/NAME.py in this process, which has imported torch, in the folder `cwd`."""
 
     def call(name: str, *arguments: str, cwd: Path | None = None) -> Result:
         capsys.readouterr()
-        file = TOOLS / f"{name}.py"
+        command, file = [name] if name in COMMANDS else [], TOOLS / f"{name}.py"
         with monkeypatch.context() as patch:
-            patch.setattr(sys, "argv", [str(file), *arguments])
+            patch.setattr(sys, "argv", [str(file), *command, *arguments])
             patch.syspath_prepend(str(TOOLS))
             if cwd:
                 patch.chdir(cwd)
             with pytest.raises(SystemExit) as end:
-                runpy.run_path(str(file), run_name="__main__")
+                gptlite() if command else runpy.run_path(str(file), run_name="__main__")
         out, err = capsys.readouterr()
         return Result(int(end.value.code or 0), out, err)
 

@@ -1,4 +1,4 @@
-"""`python tools/checkpoint.py`, as a user calls it, on copies of the version-1 fixture: nothing is trained."""
+"""`gptlite checkpoint`, as a user calls it, on copies of the version-1 fixture: nothing is trained."""
 
 import errno
 import fcntl
@@ -364,8 +364,8 @@ def test_help_says_what_a_subcommand_takes(tool, name):
 )
 def test_looking_does_not_load_torch(arguments):
     """Which takes seconds: listing checkpoints is a matter of reading a few small files."""
-    script = str(ROOT / "tools" / "checkpoint.py")
-    code = f"import runpy, sys; sys.argv[1:] = {arguments}\ntry: runpy.run_path({script!r}, run_name='__main__')\n"
+    code = f"import sys; sys.argv[1:] = {['checkpoint', *arguments]}\n"
+    code += "import gptlite.__main__\ntry: gptlite.__main__.main()\n"
     code += "finally: print('torch' in sys.modules, file=sys.stderr)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60)
     assert (result.returncode, result.stderr) == (0, "False\n")

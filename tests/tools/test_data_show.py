@@ -1,4 +1,4 @@
-"""`python tools/data.py show` prints what the model was fed, of whichever step of whichever run."""
+"""`gptlite data show` prints what the model was fed, of whichever step of whichever run."""
 
 import re
 from collections.abc import Callable

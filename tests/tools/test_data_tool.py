@@ -1,4 +1,4 @@
-"""`python tools/data.py`, as a user calls it."""
+"""`gptlite data`, as a user calls it."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""tools/plan.py and tools/tune.py, as a user calls them."""
+"""`gptlite plan` and `gptlite tune`, as a user calls them."""
 
 import json
 import subprocess
@@ -11,10 +11,8 @@ from token_folders import write_folder
 from yaml import safe_load
 
 from gptlite.config import load
-from gptlite.config.schema import CONF_DIR
 from gptlite.invocation import command
 
-TOOLS = CONF_DIR.parent / "tools"
 SMALL = ("model.num_layers=4", "model.d_model=128", "data=synthetic", "data.vocab_size=300")
 SMALL = (*SMALL, "data.global_batch_size=16")
 FEW = ("parallelism.tensor=1", "data.micro_batch_size=1")  # layouts, of which a plan is made in a second
@@ -22,7 +20,7 @@ FEW = ("parallelism.tensor=1", "data.micro_batch_size=1")  # layouts, of which a
 
 def call(tool, *arguments, timeout=120):
     """In a new process."""
-    command = [sys.executable, str(TOOLS / f"{tool}.py"), *arguments]
+    command = [sys.executable, "-m", "gptlite", tool, *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout)
 
 

@@ -1,4 +1,4 @@
-"""The command lines in tools/, as a user calls them."""
+"""Commands of gptlite and the scripts in tools/, as a user calls them."""
 
 import json
 import shutil
@@ -11,13 +11,15 @@ import pytest
 from run_files import without_plots
 
 from gptlite.config.schema import CONF_DIR
+from gptlite.invocation import COMMANDS
 
 TOOLS = CONF_DIR.parent / "tools"
 
 
 def call(tool: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """In a new process."""
-    command = [sys.executable, str(TOOLS / f"{tool}.py"), *arguments]
+    start = ["-m", "gptlite", tool] if tool in COMMANDS else [str(TOOLS / f"{tool}.py")]
+    command = [sys.executable, *start, *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 

@@ -1,6 +1,0 @@
-"""`gptlite eval` from a checkout; see `--help`."""
-
-from gptlite.commands.eval import main
-
-if __name__ == "__main__":
-    main()
