@@ -11,7 +11,7 @@ import composition
 import pytest
 import torch
 from closing import closing, machine, seeds
-from distributed.ranks import Ranks
+from distributed.cells.run import Ranks
 
 from gptlite.config import Config, compose, load
 from gptlite.kernels.library import Loaded, prepare

@@ -2,9 +2,9 @@
 
     done = run("-m", "gptlite", "train", "run.dir=run", folder=folder)  # as subprocess.run with Python, capturing text
 
-They are forked from the same process as ranks in tests (distributed/ranks.py), and so are the ranks that they start. In
-the slow tests they are new processes. A test of what Python itself does, of what a program imports, or of another
-copy of gptlite needs a new process in any case.
+They are forked from the same process as ranks in tests (distributed/cells/run.py), and so are the ranks that they
+start. In the slow tests they are new processes. A test of what Python itself does, of what a program imports, or of
+another copy of gptlite needs a new process in any case.
 """
 
 import atexit
@@ -24,7 +24,7 @@ from typing import IO, Any
 from unittest import mock
 
 import torch
-from distributed.ranks import FORKING, PRELOADED, TESTS, Ranks, die_with
+from distributed.cells.run import FORKING, PRELOADED, TESTS, Ranks, die_with
 from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
 from gptlite.start import api

@@ -19,7 +19,7 @@ import forked
 import pytest
 import torch
 import torch.distributed as dist
-from distributed.ranks import Ranks
+from distributed.cells.run import Ranks
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from listeners import listening

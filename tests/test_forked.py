@@ -10,7 +10,7 @@ from pathlib import Path
 
 import forked
 import pytest
-from distributed.ranks import TESTS, Ranks
+from distributed.cells.run import TESTS, Ranks
 
 SEEN = """
 import json, os, sys
@@ -78,7 +78,7 @@ def test_they_are_new_processes_in_the_slow_tests(tmp_path: Path, monkeypatch: p
 
 LEFT = """
 import forked
-from distributed.ranks import Ranks
+from distributed.cells.run import Ranks
 left = forked.Popen(["python", "-c", "import time; time.sleep(600)"])
 Ranks.end_server()
 print(left.pid)

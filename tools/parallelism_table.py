@@ -3,10 +3,10 @@
 python tools/parallelism_table.py [results=FILE] [output=docs/parallelism_checks.md]
     [matrix=docs/parallelism_matrix.csv] [only_missing=false]
 
-Runs every cell of the parity matrix (tests/distributed/matrix.py) on gloo processes, which takes about forty minutes on
-two idle cores. The tables give the largest errors of each precision, and the refused configurations. `results` is a
-JSON file to which the result of each cell is added. With only_missing=true, cells in this file are not run again. Exit
-codes: 0 if all cells agree with one process, otherwise 1.
+Runs every cell of the parity matrix (tests/distributed/cells/matrix.py) on gloo processes, which takes about forty
+minutes on two idle cores. The tables give the largest errors of each precision, and the refused configurations.
+`results` is a JSON file to which the result of each cell is added. With only_missing=true, cells in this file are not
+run again. Exit codes: 0 if all cells agree with one process, otherwise 1.
 """
 
 import csv
@@ -25,7 +25,7 @@ from gptlite.files import write_whole
 
 ROOT = Path(__file__).resolve().parents[1]
 if TYPE_CHECKING:
-    from distributed.cell import Cell  # pyright: ignore[reportMissingImports]
+    from distributed.cells.layouts import Cell  # pyright: ignore[reportMissingImports]
 
 Result = dict[str, Any]  # a cell's verdict, largest errors, and the tensors with these errors, as JSON
 COLUMNS = (
@@ -51,9 +51,9 @@ def main(arguments: Arguments) -> int:
     if not (ROOT / "tests" / "distributed").is_dir():
         raise ConfigError("the matrix is in tests/distributed, which an installed package lacks; use a checkout")
     sys.path.insert(0, str(ROOT / "tests"))
-    from distributed.bounds import STATED  # pyright: ignore[reportMissingImports]
-    from distributed.matrix import CELLS  # pyright: ignore[reportMissingImports]
-    from distributed.refused import REFUSED  # pyright: ignore[reportMissingImports]
+    from distributed.cells.compare import STATED  # pyright: ignore[reportMissingImports]
+    from distributed.cells.layouts import REFUSED  # pyright: ignore[reportMissingImports]
+    from distributed.cells.matrix import CELLS  # pyright: ignore[reportMissingImports]
 
     file = Path(arguments.results) if arguments.results else None
     known: dict[str, Result] = json.loads(file.read_text()) if file and file.exists() else {}
@@ -84,7 +84,7 @@ def main(arguments: Arguments) -> int:
 
 def run(cells: "list[Cell]", known: dict[str, Result], file: Path | None) -> None:
     """Run the cells, largest first. Adds each result to `known`, and writes `known` to `file` after each cell."""
-    from distributed.parity_cells import Pool, References, judge  # pyright: ignore[reportMissingImports]
+    from distributed.cells.compare import Pool, References, judge  # pyright: ignore[reportMissingImports]
 
     with tempfile.TemporaryDirectory(prefix="gptlite-parity-") as folder:
         pool = Pool(References(Path(folder)))

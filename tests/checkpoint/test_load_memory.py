@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from distributed.ranks import run_ranks
+from distributed.cells.run import run_ranks
 
 from gptlite.checkpoint.load import load_tensors
 

@@ -4,8 +4,8 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from distributed.reshard_cases import SAVED, filled
-from distributed.reshard_pairs import BASE
+from distributed.cells.reshard import SAVED, filled
+from distributed.cells.reshard_pairs import BASE
 from marking import marked
 from run_files import on_disk
 

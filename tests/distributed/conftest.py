@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from distributed.launch_command import RANK, Run, Start, losses
-from distributed.parity_cells import Pool, References
-from distributed.ranks import GrowingRanks, Ranks
+from distributed.cells.commands import RANK, Run, Start, losses
+from distributed.cells.compare import Pool, References
+from distributed.cells.run import GrowingRanks, Ranks
 
 
 @pytest.fixture(scope="module")

@@ -8,15 +8,15 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from distributed.checkpoint_cases import LAYOUTS, whole_tensors
-from distributed.ranks import RankFailed
+from distributed.cells.checkpoints import LAYOUTS, whole_tensors
+from distributed.cells.run import RankFailed
 from gptlite.checkpoint import store
 from gptlite.checkpoint.checkpointer import Checkpointer
 from gptlite.checkpoint.config import CheckpointConfig
 from gptlite.checkpoint.load import load_tensors
 from gptlite.checkpoint.manifest import describe, read_manifest, verify
 
-CASES = "distributed.checkpoint_cases:"
+CASES = "distributed.cells.checkpoints:"
 # By turns in the foreground and beside training; the other way, too, in the slow tests.
 QUICK = ("fsdp2_tp2", "hsdp", "ddp4", "pp2_tp2")
 SAVES = [

@@ -53,7 +53,7 @@ LAYOUTS = {
 def test_others_read_what_a_layout_saved(two, four, tmp_path, name):
     world, words = LAYOUTS[name]
     overrides = [*RUN, *(f"parallelism.{key}" for key in words.split()), f"run.dir={tmp_path / 'run'}"]
-    assert {2: two, 4: four}[world].run("distributed.run_cases:train", overrides, timeout=120) == [0] * world
+    assert {2: two, 4: four}[world].run("distributed.cells.steps:train", overrides, timeout=120) == [0] * world
     step = tmp_path / "run" / "checkpoints" / f"step-{STEPS:08d}"
     assert len(list((step / "data").glob("*.distcp"))) > 1
 

@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from distributed.ranks import Ranks
+from distributed.cells.run import Ranks
 from gptlite.monitor.comm_time import summary
 from gptlite.monitor.flight_recorder import shares_of
 from gptlite.monitor.watchdog import RankWatch

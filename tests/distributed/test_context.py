@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from distributed.ranks import Ranks
+from distributed.cells.run import Ranks
 from gptlite.models.gpt.attention import CausalSelfAttention
 from gptlite.models.gpt.config import GPTConfig
 from gptlite.ops.config import Attention

@@ -12,11 +12,11 @@ import pytest
 from marking import marked
 from run_files import differing, read_metrics
 
-from distributed.fed_rank import Fed, feeding
-from distributed.launch_command import TRAIN, Start, losses
-from distributed.ranks import GrowingRanks
-from distributed.reshard_cases import joined
-from distributed.reshard_pairs import SINGLE, Layout
+from distributed.cells.commands import TRAIN, Start, losses
+from distributed.cells.fed_rank import Fed, feeding
+from distributed.cells.reshard_pairs import SINGLE, Layout
+from distributed.cells.run import GrowingRanks
+from distributed.cells.steps import joined
 from gptlite.config import Config, load
 from gptlite.data.loader import Loader
 from gptlite.parallelism.layout import resolve

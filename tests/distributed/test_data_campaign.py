@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from token_folders import write_folder
 
-from distributed.launch_command import Run, Start, losses
+from distributed.cells.commands import HERE, Run, Start, losses
 from gptlite.data.order_log import read_order
 
-RANK = str(Path(__file__).with_name("fed_rank.py"))
+RANK = str(HERE / "fed_rank.py")
 BATCH, STEPS, INTERVAL = 24, 48, 4
 BASE = f"""
 data=tokens data.global_batch_size={BATCH} data.sequence_length=16

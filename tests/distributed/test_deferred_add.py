@@ -9,8 +9,8 @@ from unittest.mock import patch
 import pytest
 from marking import marked
 
-from distributed.parity_bugs import CONTEXT, PIPELINE, SEQUENCE, SHARDED, SPLIT, TENSOR, ZERO
-from distributed.parity_cells import Pool, Result, run_cell
+from distributed.cells.bugs import CONTEXT, PIPELINE, SEQUENCE, SHARDED, SPLIT, TENSOR, ZERO
+from distributed.cells.compare import Pool, Result, run_cell
 from gptlite.models.gpt.model import Stream
 from gptlite.ops import select
 from gptlite.ops.select import Ops

@@ -3,9 +3,9 @@
 import pytest
 from marking import marked
 
-from distributed.cell import QUICK_STEPS, STEPS
-from distributed.moe_cells import BALANCES, CELLS, COMPILED, DEGREES, HYBRID, QUICK, SELECTIVE
-from distributed.parity_cells import Pool
+from distributed.cells.compare import Pool
+from distributed.cells.experts import BALANCES, CELLS, COMPILED, DEGREES, HYBRID, QUICK, SELECTIVE
+from distributed.cells.layouts import QUICK_STEPS, STEPS
 
 FIRST = (37, 70)  # a pipeline; tensor, context and expert parallelism with ZeRO
 OTHERS = [cell for index, cell in enumerate(CELLS) if index not in FIRST]

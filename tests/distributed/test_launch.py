@@ -9,7 +9,7 @@ import pytest
 import torch
 from marking import marked
 
-from distributed.launch_command import Start, seconds_since, training
+from distributed.cells.commands import Start, seconds_since, training
 from gptlite.config import load
 from gptlite.errors import ConfigError
 from gptlite.start.run import launch

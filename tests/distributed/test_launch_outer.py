@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from marking import marked
 
-from distributed.launch_command import HERE, OUTER, RANK, TRAIN, Run, Start, free_port, losses, training
+from distributed.cells.commands import HERE, OUTER, RANK, TRAIN, Run, Start, free_port, losses, training
 from gptlite.errors import ConfigError
 from gptlite.launch import starter
 from gptlite.launch.starter import first_host

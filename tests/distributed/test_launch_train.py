@@ -16,7 +16,7 @@ from checkpoint.destruction.lives import TINY as LITTLE
 from marking import marked
 from run_files import read_metrics
 
-from distributed.launch_command import TRAIN, Start, losses
+from distributed.cells.commands import TRAIN, Start, losses
 from gptlite.checkpoint.checkpointer import Checkpointer
 from gptlite.checkpoint.config import CheckpointConfig
 from gptlite.checkpoint.store import step_folders, step_of

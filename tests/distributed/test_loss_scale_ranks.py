@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import pytest
 from marking import marked
 
-from distributed.building import built
-from distributed.cell import GLOBAL_BATCH, Cell
-from distributed.ranks import Ranks
+from distributed.cells.layouts import GLOBAL_BATCH, Cell
+from distributed.cells.run import Ranks
+from distributed.cells.steps import built
 from gptlite.config import Config, load
 from gptlite.parallelism.boxes import local_tensor
 from gptlite.trainer.loss_scale import LossScaler

@@ -7,10 +7,10 @@ from itertools import product
 import pytest
 from marking import marked
 
-from distributed.memory_cases import Case, Measured
-from distributed.ranks import Ranks
+from distributed.cells.memory import Case, Measured
+from distributed.cells.run import Ranks
 
-CASES = "distributed.memory_cases:"
+CASES = "distributed.cells.memory:"
 TOLERANCE = 0.05
 # The most that all but model state takes, in fp32 blocks: a block gathered, the next one on its way (in a collective's
 # buffer, and out of it), the block's gradients, what is being reduced of it and of the one before, few activations.

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from marking import marked
 
-from distributed.offload_cases import Case
-from distributed.ranks import Ranks
+from distributed.cells.offload import Case
+from distributed.cells.run import Ranks
 from gptlite.models.gpt.config import GPTConfig
 from gptlite.ops.config import Attention
 from gptlite.optimizer.config import AdamWConfig
@@ -19,7 +19,7 @@ from gptlite.plan.memory import estimate
 from gptlite.plan.parameters import stages
 from gptlite.plan.workload import Workload
 
-CASES = "distributed.offload_cases:"
+CASES = "distributed.cells.offload:"
 P = "parallelism."
 ALONE = [
     Case(f"{P}zero=0"),

@@ -18,7 +18,7 @@ from checkpoint.destruction.forks import ForkServer
 from checkpoint.destruction.lives import TINY
 from marking import marked
 
-CASES, DISKS = "distributed.offload_disk_cases:", "checkpoint.destruction.disks:"
+CASES, DISKS = "distributed.cells.offload_disks:", "checkpoint.destruction.disks:"
 P = "parallelism."
 LAYOUTS = {1: [f"{P}data=1", f"{P}zero=3"], 2: [f"{P}data=2", f"{P}zero=2"]}
 FULL_MB = 0.25  # less than the state of TINY takes

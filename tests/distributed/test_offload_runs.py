@@ -14,9 +14,9 @@ import pytest
 from checkpoint.destruction.campaign import Campaign
 from checkpoint.destruction.forks import shared_server
 
-from distributed.ranks import GrowingRanks, Ranks
-from distributed.reshard_cases import COUNTERS
-from distributed.reshard_pairs import SINGLE, Layout, Pair
+from distributed.cells.reshard import COUNTERS
+from distributed.cells.reshard_pairs import SINGLE, Layout, Pair
+from distributed.cells.run import GrowingRanks, Ranks
 from distributed.test_reshard import check_stored, whole
 from gptlite.config import load
 from gptlite.config.checks import check
@@ -47,7 +47,7 @@ def test_a_checkpoint_goes_from_files_to_memory_to_the_host_and_back(tmp_path: P
         for number, (layout, more) in enumerate(chain):
             overrides = [*Pair(layout, SINGLE).overrides(layout), f"run.dir={tmp_path / str(number)}", *more]
             function, resume = ("save", []) if folder is None else ("resume", [f"checkpoint.resume={folder}"])
-            found = ranks.run(layout.world, f"distributed.reshard_cases:{function}", load([*overrides, *resume]))
+            found = ranks.run(layout.world, f"distributed.cells.reshard:{function}", load([*overrides, *resume]))
             if folder is not None:
                 assert found[0].wrong == []
                 assert all(each.counters == COUNTERS for each in found)
@@ -103,7 +103,7 @@ def test_the_room_that_is_asked_for_is_the_files_own(tmp_path: Path):
         [*Pair(SINGLE, SINGLE).overrides(SINGLE), "run.dir=unused", f"{P}offload=nvme", f"{P}offload_path={tmp_path}"]
     )
     with Ranks(1) as ranks:
-        (size,) = ranks.run("distributed.offload_cases:file_size", config)
+        (size,) = ranks.run("distributed.cells.offload:file_size", config)
     assert size == state_file_bytes(config, resolve(config.parallelism, 1), 1)
 
 

@@ -13,9 +13,10 @@ import torch
 from marking import marked
 from torch import Tensor, nn
 
-from distributed.ranks import GrowingRanks
-from distributed.reshard_cases import COUNTERS, OTHER, SAVED, drawn, filled, held, joined, yaml
-from distributed.reshard_pairs import SINGLE, Layout, Pair
+from distributed.cells.reshard import COUNTERS, OTHER, SAVED, drawn, filled, held, yaml
+from distributed.cells.reshard_pairs import SINGLE, Layout, Pair
+from distributed.cells.run import GrowingRanks
+from distributed.cells.steps import joined
 from gptlite.checkpoint.checkpointer import Checkpointer
 from gptlite.config import Config, load
 from gptlite.optimizer.rounded import set_step
@@ -109,7 +110,7 @@ def _gradient(name: str, parameter: nn.Parameter, step: int) -> Tensor:
     return gradient
 
 
-CASES = "distributed."
+CASES, RESHARD = "distributed.test_optimizers:", "distributed.cells.reshard:"
 OPTIMIZERS = ["lamb", "lion", "muon", "adafactor"]
 # Uneven shards, and empty ones: 20 and 37 rows over these ranks.
 LAYOUTS = [
@@ -186,7 +187,7 @@ def off(growing: GrowingRanks, tmp_path: Path) -> Callable[..., dict[str, float]
     def run(allowed: float, layout: Layout, optimizer: str, *overrides: str) -> dict[str, float]:
         torch.save(alone(optimizer, layers(layout), *overrides), tmp_path / "reference")
         config = config_of(layout, SINGLE, optimizer, "run.dir=unused", *overrides)
-        found = growing.run(layout.world, CASES + "test_optimizers:distances", config, str(tmp_path / "reference"))[0]
+        found = growing.run(layout.world, CASES + "distances", config, str(tmp_path / "reference"))[0]
         return {key: distance for key, distance in found.items() if distance > allowed}
 
     return run
@@ -239,12 +240,12 @@ def test_8_bit_steps_are_those_of_one_process_where_shards_are_of_whole_blocks(l
 def test_8_bit_moments_are_resharded(
     source: Layout, target: Layout, most: float, growing: GrowingRanks, tmp_path: Path
 ):
-    file, case = str(tmp_path / "reference"), CASES + "test_optimizers:"
+    file = str(tmp_path / "reference")
     config = config_of(source, target, "adamw_8bit", f"run.dir={tmp_path / 'a'}", *WIDE)
-    folder = growing.run(source.world, case + "saved_after_steps", config, file)[0]
+    folder = growing.run(source.world, CASES + "saved_after_steps", config, file)[0]
     given = (f"run.dir={tmp_path / 'b'}", f"checkpoint.resume={folder}", *WIDE)
     config = config_of(target, source, "adamw_8bit", *given)
-    found = growing.run(target.world, case + "distances", config, file, True)[0]
+    found = growing.run(target.world, CASES + "distances", config, file, True)[0]
     assert {key: far for key, far in found.items() if far > (most if "exp_avg" in key else 0)} == {}
     assert any("exp_avg" in key for key in found)
 
@@ -270,8 +271,8 @@ def test_a_checkpoint_is_resharded(
     """Of bf16 parameters too, with optimizers that RESHARDED has not."""
     half = [] if optimizer in OPTIMIZERS else [HALF]
     config = config_of(source, target, optimizer, f"run.dir={tmp_path / 'a'}", *half)
-    folder = growing.run(source.world, CASES + "reshard_cases:save", config)[0]
+    folder = growing.run(source.world, RESHARD + "save", config)[0]
     config = config_of(target, source, optimizer, f"run.dir={tmp_path / 'b'}", f"checkpoint.resume={folder}", *half)
-    resumed = growing.run(target.world, CASES + "reshard_cases:resume", config)
+    resumed = growing.run(target.world, RESHARD + "resume", config)
     assert resumed[0].wrong == []
     assert all(each.counters == COUNTERS for each in resumed)

@@ -2,8 +2,8 @@
 
 import pytest
 
-from distributed.matrix import Cell
-from distributed.parity_cells import Pool, judge
+from distributed.cells.compare import Pool, judge
+from distributed.cells.matrix import Cell
 
 DOCUMENTS = ("data.packing=documents",)
 PLAIN = (*DOCUMENTS, "model.dropout=0.0")

@@ -7,7 +7,7 @@ from functools import lru_cache
 import pytest
 import torch
 
-from distributed.cell import BASE
+from distributed.cells.layouts import BASE
 from gptlite.config import load
 from gptlite.parity.compare import compare, distances, fp32_limits, half_limits
 from gptlite.parity.gather import Disagreement, Part, Whole, assemble

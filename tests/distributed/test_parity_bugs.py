@@ -3,8 +3,8 @@
 import pytest
 from marking import marked
 
-from distributed.parity_bugs import BUGS
-from distributed.parity_cells import Pool, judge
+from distributed.cells.bugs import BUGS
+from distributed.cells.compare import Pool, judge
 
 CELLS = list(dict.fromkeys(bug.cell for bug in BUGS.values()))
 

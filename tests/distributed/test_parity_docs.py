@@ -4,9 +4,9 @@ import csv
 import re
 from dataclasses import astuple
 
-from distributed.bounds import STATED
-from distributed.matrix import CELLS
-from distributed.refused import REFUSED
+from distributed.cells.compare import STATED
+from distributed.cells.layouts import REFUSED
+from distributed.cells.matrix import CELLS
 from gptlite.config.schema import CONF_DIR
 
 DOCS = CONF_DIR.parent / "docs"

@@ -7,11 +7,10 @@ from itertools import product
 import pytest
 from marking import marked
 
-from distributed.cell import QUICK_STEPS, STEPS, Cell
-from distributed.cover import AXES, CROSSED_AXES, FIRST_MATRIX, crossings, legal_cells, met, pairs
-from distributed.matrix import CELLS, CHOSEN, CROSSED, OFFLOADED, QUICK, QUICK_CELLS, SLOW
-from distributed.parity_cells import Pool
-from distributed.refused import REFUSED, Refused
+from distributed.cells.compare import Pool
+from distributed.cells.cover import AXES, CROSSED_AXES, FIRST_MATRIX, crossings, legal_cells, met, pairs
+from distributed.cells.layouts import QUICK_STEPS, REFUSED, STEPS, Cell, Refused
+from distributed.cells.matrix import CELLS, CHOSEN, CROSSED, OFFLOADED, QUICK, QUICK_CELLS, SLOW
 
 # Values of the axes that are not crossed, so that layouts which differ in them alone count once.
 NO_CROSSED = {axis: values[0] for axis, values in AXES.items() if axis not in CROSSED_AXES}

@@ -9,9 +9,9 @@ import pytest
 import torch
 from forked import forked_ranks
 
-from distributed.cell import BASE
-from distributed.parity_bugs import planted
-from distributed.ranks import Ranks
+from distributed.cells.bugs import planted
+from distributed.cells.layouts import BASE
+from distributed.cells.run import Ranks
 from gptlite.commands.parity import main
 from gptlite.config import load
 from gptlite.parity.record import recorded

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from distributed.checkpoint_cases import Unknown, fails
-from distributed.ranks import Ranks
+from distributed.cells.checkpoints import Unknown, fails
+from distributed.cells.run import Ranks
 from gptlite.config import load
 from gptlite.data import build
 from gptlite.data.config import TextConfig

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from distributed.ranks import RankFailed, Ranks, run_ranks
+from distributed.cells.run import RankFailed, Ranks, run_ranks
 
 
 def add(value: int) -> tuple[int, float]:

@@ -4,9 +4,9 @@ from unittest import mock
 
 import pytest
 
-from distributed.building import built
-from distributed.cell import BASE
-from distributed.ranks import Ranks
+from distributed.cells.layouts import BASE
+from distributed.cells.run import Ranks
+from distributed.cells.steps import built
 from gptlite.config import Config, load
 from gptlite.parallelism.point_to_point import PairwiseReduceScatter
 

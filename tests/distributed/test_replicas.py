@@ -9,7 +9,7 @@ from run_files import read_metrics
 from torch import nn
 
 import gptlite.monitor.replicas
-from distributed.ranks import Ranks
+from distributed.cells.run import Ranks
 from gptlite.config import load
 from gptlite.monitor.replicas import ReplicasDiffer, check_replicas, fingerprint
 from gptlite.parallelism.config import ParallelismConfig

@@ -8,15 +8,16 @@ import torch
 from marking import marked
 from torch import Tensor
 
-from distributed.ranks import GrowingRanks
-from distributed.reshard_cases import COUNTERS, SAVED, STEP, bits, drawn, fill, filled, held_out_loss
-from distributed.reshard_pairs import ALL, LAYOUTS, QUICK, SINGLE, SLOW, Layout, Pair
+from distributed.cells.compare import same_bits
+from distributed.cells.reshard import COUNTERS, SAVED, STEP, drawn, fill, filled, held_out_loss
+from distributed.cells.reshard_pairs import ALL, LAYOUTS, QUICK, SINGLE, SLOW, Layout, Pair
+from distributed.cells.run import GrowingRanks
 from gptlite.checkpoint.load import load_tensors
 from gptlite.checkpoint.manifest import describe, read_manifest, verify
 from gptlite.config import Config, load
 from gptlite.parallelism.mesh import build_mesh
 
-CASES = "distributed.reshard_cases:"
+CASES = "distributed.cells.reshard:"
 
 
 def config_of(pair: Pair, layout: Layout, folder: Path, *overrides: str) -> Config:
@@ -44,7 +45,7 @@ def check_stored(folder: Path, expected: dict[str, Tensor]) -> None:
     assert read_manifest(folder).tensors == {key: describe(tensor) for key, tensor in expected.items()}
     into = {key: torch.full_like(tensor, torch.nan) for key, tensor in expected.items()}
     load_tensors(folder, into)
-    assert [key for key in into if not torch.equal(bits(into[key]), bits(expected[key]))] == []
+    assert [key for key in into if not same_bits(into[key], expected[key])] == []
 
 
 REST = [pair for pair in ALL if pair not in QUICK + SLOW]

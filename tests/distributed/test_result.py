@@ -9,7 +9,7 @@ import pytest
 import torch
 from run_files import read_metrics
 
-from distributed.ranks import Ranks
+from distributed.cells.run import Ranks
 from gptlite.metrics.meter import Throughput
 from gptlite.monitor.comm_time import CommunicationTime
 from gptlite.parallelism.mesh import Mesh
@@ -23,7 +23,10 @@ ONE = Mesh(torch.device("cpu"))
 @pytest.mark.slow
 def test_a_pipeline_tells_of_every_rank(two: Ranks, tiny: list[str], tmp_path: Path):
     layout = ["parallelism.pipeline=2", "data.micro_batch_size=1", "model.num_layers=3"]
-    assert two.run("distributed.run_cases:train", [*tiny, *layout, f"run.dir={tmp_path / 'a'}"], timeout=150) == [0, 0]
+    assert two.run("distributed.cells.steps:train", [*tiny, *layout, f"run.dir={tmp_path / 'a'}"], timeout=150) == [
+        0,
+        0,
+    ]
     result = json.loads((tmp_path / "a" / "result.json").read_text())
     rows = [row for row in read_metrics(tmp_path / "a") if "loss" in row]
     assert (result["world_size"], result["layout"]) == (2, "pipeline 2, 1f1b")

@@ -9,7 +9,7 @@ LAYOUT = ["parallelism.pipeline=2", "parallelism.zero=3", "data.micro_batch_size
 
 
 def train(four, overrides):
-    assert four.run("distributed.run_cases:train", overrides, timeout=120) == [0] * 4
+    assert four.run("distributed.cells.steps:train", overrides, timeout=120) == [0] * 4
 
 
 @pytest.mark.slow

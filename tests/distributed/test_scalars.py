@@ -9,10 +9,11 @@ import pytest
 from marking import marked
 from run_files import differing
 
-from distributed.parity_cells import run_cell
-from distributed.ranks import GrowingRanks, Ranks
-from distributed.reshard_cases import COUNTERS, joined
-from distributed.reshard_pairs import SINGLE, Layout
+from distributed.cells.compare import run_cell
+from distributed.cells.reshard import COUNTERS
+from distributed.cells.reshard_pairs import SINGLE, Layout
+from distributed.cells.run import GrowingRanks, Ranks
+from distributed.cells.steps import joined
 from gptlite.config import Config, load
 from gptlite.parity.record import record
 
@@ -100,7 +101,7 @@ RESHARDED = [
 
 @pytest.mark.parametrize(("model", "source", "target"), marked(RESHARDED, quick=1, slow=3))
 def test_scalars_are_resharded(model: str, source: Layout, target: Layout, growing: GrowingRanks, tmp_path: Path):
-    config, cases = config_of(model, source, f"run.dir={tmp_path / 'a'}"), "distributed.reshard_cases:"
+    config, cases = config_of(model, source, f"run.dir={tmp_path / 'a'}"), "distributed.cells.reshard:"
     folder = growing.run(source.world, cases + "save", config)[0]
     config = config_of(model, target, f"run.dir={tmp_path / 'b'}", f"checkpoint.resume={folder}")
     resumed = growing.run(target.world, cases + "resume", config)
@@ -113,5 +114,5 @@ def test_a_run_with_scalars_resumes_to_the_bit(four: Ranks, tmp_path: Path):
     run = [*BASE, *MODELS["scaled"], *Layout(pipeline=2, data=2, zero=3).overrides(), "data.micro_batch_size=2"]
     for folder, steps in (("whole", 4), ("cut", 2), ("cut", 4)):
         overrides = [*run, f"run.dir={tmp_path / folder}", f"trainer.max_steps={steps}", "checkpoint.interval=2"]
-        assert four.run("distributed.run_cases:train", overrides, timeout=120) == [0] * 4
+        assert four.run("distributed.cells.steps:train", overrides, timeout=120) == [0] * 4
     assert differing(tmp_path / "whole", tmp_path / "cut", 4) == []

@@ -13,9 +13,9 @@ import torch
 from run_files import read_metrics
 from torch import Tensor
 
-from distributed.ranks import Ranks
-from distributed.reshard_cases import joined
-from distributed.reshard_pairs import SINGLE
+from distributed.cells.reshard_pairs import SINGLE
+from distributed.cells.run import Ranks
+from distributed.cells.steps import joined
 from distributed.test_continue import CLOSE, Run, other
 from gptlite.checkpoint.manifest import read_manifest
 from gptlite.config import Config, load

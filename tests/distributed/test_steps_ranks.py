@@ -14,9 +14,9 @@ import torch.distributed as dist
 from marking import marked
 from torch import Tensor
 
-from distributed.building import built
-from distributed.cell import Cell
-from distributed.ranks import Ranks
+from distributed.cells.layouts import Cell
+from distributed.cells.run import Ranks
+from distributed.cells.steps import built
 from gptlite.config import Config, load
 from gptlite.parallelism.boxes import local_tensor
 from gptlite.pretrain import pretrain

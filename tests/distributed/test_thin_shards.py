@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from distributed.ranks import GrowingRanks
-from distributed.reshard_cases import drawn, joined
-from distributed.reshard_pairs import Layout
+from distributed.cells.reshard import drawn
+from distributed.cells.reshard_pairs import Layout
+from distributed.cells.run import GrowingRanks
+from distributed.cells.steps import joined
 from gptlite.config.plugins import import_installed
 from gptlite.optimizer.build import build_optimizer
 from gptlite.optimizer.config import OPTIMIZERS

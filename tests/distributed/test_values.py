@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from distributed.ranks import GrowingRanks
-from distributed.reshard_cases import SAVED, filled, joined
-from distributed.reshard_pairs import SINGLE, VALUES, Pair
+from distributed.cells.reshard import SAVED, filled
+from distributed.cells.reshard_pairs import SINGLE, VALUES, Pair
+from distributed.cells.run import GrowingRanks
+from distributed.cells.steps import joined
 from distributed.test_reshard import config_of
 from gptlite.config import Config
 from gptlite.models.sampling import Sampling

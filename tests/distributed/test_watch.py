@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from marking import marked
 
-from distributed.launch_command import TRAIN, Start, free_port
-from distributed.ranks import RankFailed, run_ranks
+from distributed.cells.commands import TRAIN, Start, free_port
+from distributed.cells.run import RankFailed, run_ranks
 from gptlite.monitor import stack_sampling, watchdog
 from gptlite.monitor.stack_sampling import Place
 from gptlite.monitor.verdict import Heartbeat, judge, rank_words

@@ -6,8 +6,8 @@ from pathlib import Path
 import forked
 import pytest
 
-from distributed.launch_command import HERE, TRAIN, Start
-from distributed.ranks import Ranks
+from distributed.cells.commands import HERE, TRAIN, Start
+from distributed.cells.run import Ranks
 
 RUN = "plugins=[wrong_plugin] model=wrong data=rows data.global_batch_size=8 data.micro_batch_size=2 precision=fp32"
 RUN += " run.dir=run run.name=x trainer.max_steps=4 parallelism.data=2"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from distributed.ranks import Ranks
+from distributed.cells.run import Ranks
 from engine.loops import FP32, HELD_OUT, Net, checkpoints, global_batch, stages, train
 from torch import nn
 

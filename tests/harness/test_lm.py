@@ -151,7 +151,7 @@ def test_an_unknown_task_is_refused():
     ("model", "layout"), [*(("llama", layout) for layout in ("tp2", "pp2", "zero3", "ddp")), ("mixed", "pp2")]
 )
 def test_a_layout_gives_the_numbers_of_one_process(tmp_path: Path, model: str, layout: str):
-    from distributed.ranks import run_ranks
+    from distributed.cells.run import run_ranks
 
     step = saved(tmp_path, model)
     expected = ours(step, 3)

@@ -5,7 +5,7 @@ from threading import Event
 
 import pytest
 import torch
-from distributed.launch_command import TRAIN, Start, free_port
+from distributed.cells.commands import TRAIN, Start, free_port
 from torch.distributed import DistNetworkError, DistStoreError, HashStore  # type: ignore[attr-defined]
 
 from gptlite.errors import ConfigError

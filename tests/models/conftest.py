@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from distributed.ranks import Ranks
+from distributed.cells.run import Ranks
 from torch import Tensor
 
 from gptlite.models.gpt.config import GPTConfig, MLPKind, Norm, Position

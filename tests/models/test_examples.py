@@ -5,7 +5,7 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from distributed.ranks import Ranks
+from distributed.cells.run import Ranks
 from marking import marked
 from models.example_runs import RUNS, config_of, correct, curve, train
 from run_files import read_metrics

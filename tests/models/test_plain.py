@@ -8,7 +8,7 @@ from importlib import import_module
 import numpy as np
 import pytest
 import torch
-from distributed.ranks import Ranks
+from distributed.cells.run import Ranks
 from models.example_runs import config_of as example_config
 from models.example_runs import curve
 from models.example_runs import train as train_example

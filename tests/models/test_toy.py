@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from distributed.ranks import Ranks
+from distributed.cells.run import Ranks
 from marking import marked
 from models.toy import ConvConfig, config_of, train
 from run_files import read_metrics

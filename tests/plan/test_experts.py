@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from distributed.ranks import Ranks
+from distributed.cells.run import Ranks
 from marking import marked
 
 from gptlite.commands.plan import planned_config

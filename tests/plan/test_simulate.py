@@ -7,7 +7,7 @@ from functools import cache
 
 import pytest
 import torch.distributed as dist
-from distributed.ranks import Ranks
+from distributed.cells.run import Ranks
 from marking import marked
 
 from gptlite.config import Config, load

@@ -1,6 +1,6 @@
 """What real ranks on this CPU take of memory and send in a training step: the truth that the planner is held to.
 
-    with Ranks(4) as ranks:                                           # distributed.ranks
+    with Ranks(4) as ranks:                                           # distributed.cells.run
         found = ranks.run("plan.truth:counted", config)               # a Counted of each rank
     work = workload(config, world=4)                                  # the same step, as the planner has it
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from distributed.ranks import Ranks
+from distributed.cells.run import Ranks
 
 from gptlite.plan.memory import estimate
 from gptlite.plan.traffic import transfers

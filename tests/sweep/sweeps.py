@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from distributed.launch_command import TRAIN, Run
+from distributed.cells.commands import TRAIN, Run
 
 from gptlite.sweep.folder import Record
 

@@ -4,7 +4,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from distributed.launch_command import TRAIN, Start
+from distributed.cells.commands import TRAIN, Start
 
 from sweep.sweeps import SMALL, records, statuses
 

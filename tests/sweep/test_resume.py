@@ -6,7 +6,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from distributed.launch_command import TRAIN, Start
+from distributed.cells.commands import TRAIN, Start
 
 from sweep.sweeps import begun, records, statuses, stopped_in_second
 

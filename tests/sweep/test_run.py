@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from distributed.launch_command import TRAIN, Start, losses
+from distributed.cells.commands import TRAIN, Start, losses
 
 from gptlite.commands import train
 from gptlite.config.saved import read_saved

@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from distributed.ranks import Ranks
+from distributed.cells.run import Ranks
 from models.resnet import config_of, train
 from run_files import read_metrics
 

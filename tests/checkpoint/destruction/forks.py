@@ -7,7 +7,7 @@
 The server itself computes nothing and has no threads, which a fork would lose. A function is named `module:function`;
 what it returns is the exit code of its process. `wrapper` is a command that the server runs under, as `unshare ...`.
 
-In the quick tests, the server is forked from the one that ranks are forked from (distributed/ranks.py), which has
+In the quick tests, the server is forked from the one that ranks are forked from (distributed/cells/run.py), which has
 imported torch and gptlite, and calls unshare by itself.
 """
 
@@ -88,7 +88,7 @@ class ForkServer:
         self._pipe, theirs = Pipe()
         paths = [str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")]
         environment = {"OMP_NUM_THREADS": "1", "MPLBACKEND": "agg", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-        from distributed.ranks import Ranks
+        from distributed.cells.run import Ranks
 
         start = self._fork if Ranks.fork and tuple(wrapper) in ((), PRIVATE) else self._spawn
         self._process = start(wrapper, theirs, os.environ | environment)
@@ -147,7 +147,7 @@ class ForkServer:
             )
 
     def _fork(self, wrapper: Sequence[str], pipe: Connection, environment: dict[str, str]) -> Process:
-        from distributed.ranks import FORKING, PRELOADED
+        from distributed.cells.run import FORKING, PRELOADED
 
         FORKING.set_forkserver_preload(PRELOADED)
         with mock.patch.dict(os.environ, environment):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import cycle, product
 
-from distributed.cell import Cell
+from distributed.cells.layouts import Cell
 
 TOP_K = 2
 SIZES = ("model.moe.experts=8", f"model.moe.top_k={TOP_K}", "model.moe.d_ff=16")

@@ -6,10 +6,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 
-import torch
-
-from distributed.building import built, planned_work
-from distributed.cell import BASE, GLOBAL_BATCH
+from distributed.cells.compare import same_bits
+from distributed.cells.layouts import BASE, GLOBAL_BATCH
+from distributed.cells.steps import built, planned_work
 from gptlite.config import Config, load
 from gptlite.monitor.memory_watch import MemoryWatch
 from gptlite.optimizer.streamed import Stream
@@ -65,7 +64,7 @@ def differing(case: Case, offload: str, path: str | None = None) -> list[str]:
         f"step {number} {key}"
         for number, (ours, theirs) in enumerate(zip(offloaded, plain, strict=True), 1)
         for key, value in theirs.items()
-        if not _same(ours[key], value)
+        if not same_bits(ours[key], value)
     ]
 
 
@@ -90,14 +89,6 @@ def take(config: Config) -> list[Bits]:
             tensors = {key: local_part(tensor).clone() for key, tensor in state.tensors().items()}
             found.append({"loss": result.loss, "norm": result.grad_norm} | gradients | tensors)
         return found
-
-
-def _same(a: object, b: object) -> bool:
-    """To the bit: -0 is not 0."""
-    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        integers = torch.int32 if a.itemsize == 4 else torch.int16
-        return a.shape == b.shape and torch.equal(a.contiguous().view(integers), b.contiguous().view(integers))
-    return a == b
 
 
 def counted(case: Case, offload: str, path: str | None = None) -> tuple[Moved, Moved]:

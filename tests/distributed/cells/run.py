@@ -1,7 +1,7 @@
 """Real processes over gloo on this machine, for tests: started once, given many functions to run, always ended.
 
     ranks = Ranks(4)                                     # or `with Ranks(4) as ranks`
-    results = ranks.run("distributed.cases:save", path)  # save(path) on every rank: a list of 4 results
+    results = ranks.run("distributed.cells.cases:save", path)  # save(path) on every rank: a list of 4 results
     ranks.close()
 
 `run_ranks` does it for one function. A function is named `module:function`, found from `tests/` or the repository's
@@ -37,10 +37,10 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-TESTS = Path(__file__).parents[1]
+TESTS = Path(__file__).parents[2]
 GRACE = 3.0  # seconds that the others get to end by themselves after the first failure
 FORKING = multiprocessing.get_context("forkserver")
-PRELOADED = ["distributed.preloaded"]
+PRELOADED = ["distributed.cells.preloaded"]
 
 
 class RankFailed(RuntimeError):
@@ -224,29 +224,42 @@ class Ranks:
         self.processes, self._pipes = [], []
 
 
-class GrowingRanks:
-    """Ranks that stay from one case to the next, as many of `sizes` as the largest yet has needed.
+class KeptRanks:
+    """Ranks that stay from one case to the next, until a case needs another number of them."""
 
-    They join a group for each case: a function gets, after its first argument, the world and a name for that, as
-    `joined` in reshard_cases.py wants them.
-    """
-
-    def __init__(self, sizes: Sequence[int] = (4, 8)) -> None:
-        self.sizes = sizes
+    def __init__(self, **options: Any) -> None:
+        self.options = options  # of Ranks
         self._ranks: Ranks | None = None
 
-    def run(self, world: int, function: str, first: Any, *more: Any, timeout: float = 300) -> list[Any]:
-        """What the first `world` ranks give. Raises as Ranks.run."""
-        if self._ranks is None or self._ranks.world < world:
+    def ranks(self, world: int, at_least: bool = False) -> Ranks:
+        """Those that there are, if they are `world`, or `at_least` so many; else new ones, and the others are ended."""
+        if self._ranks is None or self._ranks.world < world or (self._ranks.world > world and not at_least):
             self.close()
-            self._ranks = Ranks(next(size for size in self.sizes if size >= world), join=False)
-        return self._ranks.run(function, first, world, uuid.uuid4().hex, *more, timeout=timeout)[:world]
+            self._ranks = Ranks(world, **self.options)
+        return self._ranks
 
     def close(self) -> None:
         """Ends the processes."""
         if self._ranks is not None:
             self._ranks.close()
             self._ranks = None
+
+
+class GrowingRanks(KeptRanks):
+    """Kept ranks, as many of `sizes` as the largest case yet has needed.
+
+    They join a group for each case: a function gets, after its first argument, the world and a name for that, as
+    `joined` in steps.py wants them.
+    """
+
+    def __init__(self, sizes: Sequence[int] = (4, 8)) -> None:
+        super().__init__(join=False)
+        self.sizes = sizes
+
+    def run(self, world: int, function: str, first: Any, *more: Any, timeout: float = 300) -> list[Any]:
+        """What the first `world` ranks give. Raises as Ranks.run."""
+        ranks = self.ranks(next(size for size in self.sizes if size >= world), at_least=True)
+        return ranks.run(function, first, world, uuid.uuid4().hex, *more, timeout=timeout)[:world]
 
 
 def _spawned() -> None:

@@ -11,7 +11,7 @@ from itertools import combinations, product
 from operator import or_
 from typing import Any
 
-from distributed.cell import GLOBAL_BATCH, Cell
+from distributed.cells.layouts import GLOBAL_BATCH, Cell
 from gptlite.parallelism.config import ParallelismConfig
 from gptlite.parallelism.layout import schedule_refuses
 

@@ -14,7 +14,7 @@ import sys
 import time
 from pathlib import Path
 
-TRAIN = Path(__file__).parents[2] / "train.py"
+TRAIN = Path(__file__).parents[3] / "train.py"
 RANKS_PER_MACHINE = 2
 LIMIT_SECONDS = 240
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from distributed.cell import Cell
-from distributed.cover import chosen, crossed
+from distributed.cells.cover import chosen, crossed
+from distributed.cells.layouts import Cell
 
 SIX_HEADS = ("model.num_heads=6", "model.d_model=48", "model.sequence_length=24")
 # What the axes above leave out.

@@ -14,7 +14,7 @@ from subprocess import PIPE
 from run_files import read_metrics
 
 HERE = Path(__file__).parent
-TRAIN = str(HERE.parents[1] / "train.py")
+TRAIN = str(HERE.parents[2] / "train.py")
 RANK = str(HERE / "launch_rank.py")
 OUTER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 Start = Callable[..., "Run"]

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.pipelining import Schedule1F1B
 
-from distributed import moe_cells
-from distributed.cell import Cell
+from distributed.cells import experts as moe
+from distributed.cells.layouts import Cell
 from gptlite.data import build
 from gptlite.data.loader import Loader
 from gptlite.models import experts, init, parallelize
@@ -176,7 +176,7 @@ def _own_rows_twice(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
 
 def _entered_alone(x: torch.Tensor, axis: Any) -> torch.Tensor:
     """`enter` without the sum of the gradients of the router's weights."""
-    return x if x.shape[-1] == moe_cells.TOP_K else tensor.enter(x, axis)
+    return x if x.shape[-1] == moe.TOP_K else tensor.enter(x, axis)
 
 
 def _counted_forward(ctx: Any, weights: Any, losses: Any, chosen: Any, router: Any) -> Any:
@@ -244,21 +244,19 @@ BUGS: dict[str, Bug] = {
     ),
     "context: the valid tokens are those of one chunk": Bug(CONTEXT, ((step, "all_reduce", _of_one_data_rank),)),
     "expert: gradients of tokens are multiplied by the degree": Bug(
-        moe_cells.EXPERT, ((expert._Exchange, "backward", staticmethod(_own_rows_twice)),)
+        moe.EXPERT, ((expert._Exchange, "backward", staticmethod(_own_rows_twice)),)
     ),
-    "expert: the norm misses the experts": Bug(
-        moe_cells.EXPERT, ((step, "_counts", _without_experts),), "gradient norm"
-    ),
+    "expert: the norm misses the experts": Bug(moe.EXPERT, ((step, "_counts", _without_experts),), "gradient norm"),
     "expert: the router's gradient is that of a rank's hidden units": Bug(
-        moe_cells.SLICED, ((experts, "enter", _entered_alone),)
+        moe.SLICED, ((experts, "enter", _entered_alone),)
     ),
     "expert: loads are counted again in recomputation": Bug(
-        moe_cells.RECOMPUTED,
+        moe.RECOMPUTED,
         ((experts._Counted, "forward", staticmethod(_counted_forward)),),
         "buffer of layers.1.mlp.router.load",
     ),
     "expert: loads are those of one rank": Bug(
-        moe_cells.EXPERT, ((experts, "all_reduce", _local),), "buffer of layers.1.mlp.router.bias"
+        moe.EXPERT, ((experts, "all_reduce", _local),), "buffer of layers.1.mlp.router.bias"
     ),
     "data: the valid tokens are those of one rank": Bug(DATA, ((step, "all_reduce", _counted_here),)),
     "data: every rank reads the samples of rank 0": Bug(DATA, ((run_build, "build_loader", _loader_of_rank_0),)),

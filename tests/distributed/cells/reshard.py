@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-import os
 import zlib
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from run_files import on_disk
 from torch import Tensor
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
-from torch.distributed.distributed_c10d import PrefixStore
 
+from distributed.cells.compare import same_bits
+from distributed.cells.steps import joined
 from gptlite.checkpoint.checkpointer import Checkpointer
 from gptlite.config import Config
 from gptlite.config.saved import to_yaml
 from gptlite.optimizer.base import OwnOptimizer
 from gptlite.parallelism.boxes import local_box, local_part
 from gptlite.parallelism.mesh import Mesh, build_mesh
-from gptlite.parallelism.torch_private import forget_meshes
 from gptlite.parity.gather import Whole, gather
 from gptlite.parity.record import build
 from gptlite.run.folder import RunFolder
@@ -34,29 +30,6 @@ from gptlite.trainer.state import TrainState
 SAVED, OTHER = "saved", "other"  # what a state is filled with
 STEP = 7
 COUNTERS = {"step": STEP, "consumed_samples": 91, "tokens": 1092, "best_val_loss": 0.1 + 0.2, "evaluated_step": 5}
-
-
-@contextmanager
-def joined(world: int, name: str) -> Iterator[bool]:
-    """A process group of the first `world` ranks, none for one; gives whether this rank is of them.
-
-    So ranks started once serve every smaller world too. `name` is one that no other group of theirs has had.
-    """
-    rank = int(os.environ.get("RANK", 0))
-    if world == 1 or rank >= world:
-        yield rank < world
-        if dist.is_initialized():  # the group of one rank that offloads
-            dist.destroy_process_group()
-        return
-    store = TCPStore("localhost", int(os.environ["MASTER_PORT"]), is_master=False)
-    # New ranks may be ready a minute apart on a busy machine; one that hangs is seen by Ranks.run.
-    limit = timedelta(seconds=240)
-    dist.init_process_group("gloo", store=PrefixStore(name, store), rank=rank, world_size=world, timeout=limit)
-    try:
-        yield True
-    finally:
-        dist.destroy_process_group()
-        forget_meshes()
 
 
 def drawn(key: str, shape: torch.Size, filling: str) -> Tensor:
@@ -162,11 +135,5 @@ def differing(wholes: dict[str, Whole], masters: bool) -> list[str]:
         saved = drawn(key, whole.value.shape, SAVED)
         if key.startswith("model.") and not masters:
             saved = saved.bfloat16().float()
-        same = torch.equal(bits(whole.value), bits(saved))
-        wrong += [key] * (not same or bool(whole.disagreements))
+        wrong += [key] * (not same_bits(whole.value, saved) or bool(whole.disagreements))
     return wrong
-
-
-def bits(tensor: Tensor) -> Tensor:
-    """fp32 as integers: 0.0 and -0.0 differ."""
-    return tensor.view(torch.int32)

@@ -1,4 +1,9 @@
-"""Cells of the matrix, run and judged: what each rank does, and the references that rank 0 judges by."""
+"""Cells of the matrix compared with one process: what each rank does, what rank 0 judges by, and the bounds.
+
+The rule of gptlite.parity.compare judges each tensor by what 16 bits cost it. The bounds are about twice the largest
+error of any cell of a precision on any machine so far (docs/parallelism_checks.md has both). They do not grow with the
+error of one process.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +17,68 @@ from typing import Any
 
 import torch
 
-from distributed.bounds import limits_of
-from distributed.cell import STEPS, Cell, reference_of
-from distributed.parity_bugs import planted
-from distributed.ranks import Ranks
+from distributed.cells.bugs import planted
+from distributed.cells.layouts import STEPS, Cell, reference_of
+from distributed.cells.run import KeptRanks
 from gptlite.config import Config, load
 from gptlite.parallelism.config import Offload
 from gptlite.parallelism.mesh import Mesh, build_mesh
-from gptlite.parity.compare import Distances, StepComparison, compare, distances
+from gptlite.parity.compare import (
+    Distances,
+    Limits,
+    StepComparison,
+    compare,
+    distances,
+    fp32_limits,
+    half_limits,
+)
 from gptlite.parity.record import StepRecord, record, recorded
 from gptlite.parity.report import row, verdict
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """The largest distances of any step of any cell."""
+
+    loss: float  # relative
+    grad_norm: float  # relative
+    gradient: float  # norm of the difference / norm
+    value: float  # root mean square / learning rate
+
+
+STATED = {
+    "bf16": Bounds(3e-5, 4e-3, 2e-1, 1.0),
+    "fp16": Bounds(6e-6, 6e-4, 8e-3, 0.6),
+    "amp_o1": Bounds(3e-6, 4e-4, 8e-3, 0.4),
+    "amp_o2": Bounds(6e-6, 6e-4, 8e-3, 0.6),
+}
+
+
+def limits_of(apart: Sequence[Distances] | None, precision: str) -> Limits:
+    """What a cell must keep; `apart`: how far one process in that precision is from fp32, None in fp32."""
+    if apart is None:
+        return fp32_limits()
+    stated, dtype = STATED[precision], torch.bfloat16 if precision == "bf16" else torch.float16
+    limits = half_limits(apart, torch.finfo(dtype).eps)
+    return replace(_within(limits, stated), first=_within(limits.at(1), stated))
+
+
+def _within(limits: Limits, stated: Bounds) -> Limits:
+    return replace(
+        limits,
+        loss=min(limits.loss, stated.loss),
+        grad_norm=min(limits.grad_norm, stated.grad_norm),
+        gradient=lambda name: min(limits.gradient(name), stated.gradient),
+        value=lambda name: min(limits.value(name), stated.value),
+    )
+
+
+def same_bits(a: object, b: object) -> bool:
+    """Whether two tensors are the same to the bit, so that -0 is not 0; other values are equal."""
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        integers = torch.int32 if a.itemsize == 4 else torch.int16
+        return a.shape == b.shape and torch.equal(a.contiguous().view(integers), b.contiguous().view(integers))
+    return a == b
 
 
 @dataclass(frozen=True)
@@ -42,7 +99,7 @@ def run_cell(
 ) -> Result | None:
     """On every rank: the first steps of a layout, compared on rank 0 with the reference in a file.
 
-    `apart` is what 16 bits are judged by; None: fp32. `bug` is planted meanwhile, see parity_bugs.py. `twin`: the same
+    `apart` is what 16 bits are judged by; None: fp32. `bug` is planted meanwhile, see bugs.py. `twin`: the same
     run without offload must give the same bits. `steps`: how many of the reference's are compared.
     """
     start = time.monotonic()
@@ -124,37 +181,28 @@ class References:
         return self._made[key]
 
 
-class Pool:
+class Pool(KeptRanks):
     """Runs cells on ranks that stay: those of one world size at a time."""
 
     def __init__(self, references: References, collective_timeout: float = 240) -> None:
-        self.references, self.collective_timeout = references, collective_timeout
-        self._ranks: Ranks | None = None
+        super().__init__(collective_timeout=collective_timeout)
+        self.references = references
 
     def run(
         self,
         cell: Cell,
         bug: str = "",
         timeout: float = 120,
-        runner: str = "distributed.parity_cells:run_cell",
+        runner: str = "distributed.cells.compare:run_cell",
         steps: int = STEPS,
     ) -> Result:
         """The result of a cell. Raises what Ranks.run raises; the next cell then starts new ranks."""
-        if self._ranks is None or self._ranks.world != cell.world:
-            self.close()
-            self._ranks = Ranks(cell.world, collective_timeout=self.collective_timeout)
         reference, apart = self.references.of(cell, steps)
         arguments = (load(cell.overrides()), reference, apart, bug, cell.has_twin, steps)
-        return self._ranks.run(runner, *arguments, timeout=timeout)[0]
+        return self.ranks(cell.world).run(runner, *arguments, timeout=timeout)[0]
 
     def check(self, cell: Cell, **options: Any) -> None:
         """Fails with what differs if the cell is not the same as one process."""
         result = self.run(cell, **options)
         same, words = judge(self.references, cell, result)
         assert same, "\n".join([words, *map(row, result.comparisons)])
-
-    def close(self) -> None:
-        """Ends the ranks."""
-        if self._ranks is not None:
-            self._ranks.close()
-            self._ranks = None

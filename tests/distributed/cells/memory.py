@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from distributed.building import built, planned_work
+from distributed.cells.steps import built, planned_work
 from gptlite.config import Config, load
 from gptlite.models.parallelize import finish_gradients
 from gptlite.monitor.memory_watch import MemoryWatch, StepBytes

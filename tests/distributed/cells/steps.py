@@ -1,0 +1,69 @@
+"""Runs of any layout, whole or taken step by step, on every rank."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import PrefixStore
+
+from gptlite.config import Config, load
+from gptlite.config.cluster import ClusterConfig
+from gptlite.parallelism.mesh import Mesh, build_mesh
+from gptlite.parallelism.torch_private import forget_meshes
+from gptlite.parity.record import build
+from gptlite.plan.planning import workload_of
+from gptlite.plan.workload import Workload
+from gptlite.pretrain import pretrain
+from gptlite.trainer.state import TrainState
+from gptlite.trainer.step import Step
+
+
+@contextmanager
+def joined(world: int, name: str) -> Iterator[bool]:
+    """A process group of the first `world` ranks, none for one; gives whether this rank is of them.
+
+    So ranks started once serve every smaller world too. `name` is one that no other group of theirs has had.
+    """
+    rank = int(os.environ.get("RANK", 0))
+    if world == 1 or rank >= world:
+        yield rank < world
+        if dist.is_initialized():  # the group of one rank that offloads
+            dist.destroy_process_group()
+        return
+    store = TCPStore("localhost", int(os.environ["MASTER_PORT"]), is_master=False)
+    # New ranks may be ready a minute apart on a busy machine; one that hangs is seen by Ranks.run.
+    limit = timedelta(seconds=240)
+    dist.init_process_group("gloo", store=PrefixStore(name, store), rank=rank, world_size=world, timeout=limit)
+    try:
+        yield True
+    finally:
+        dist.destroy_process_group()
+        forget_meshes()
+
+
+@contextmanager
+def built(config: Config) -> Iterator[tuple[Mesh, TrainState, Step]]:
+    """The mesh, state and step of a run, whose groups and loader are gone at the end."""
+    mesh = build_mesh(config.parallelism)
+    try:
+        state, step = build(config, mesh)
+        with closing(state.loader):
+            yield mesh, state, step
+    finally:
+        mesh.close()
+
+
+def planned_work(config: Config, mesh: Mesh, state: TrainState) -> Workload:
+    """The run as the plan sees it."""
+    return workload_of(replace(config, model=state.model.config), mesh.layout, ClusterConfig(device="cpu"))
+
+
+def train(overrides: list[str]) -> int:
+    """The exit code of a whole run."""
+    return pretrain(load(overrides)).exit_code
