@@ -4,7 +4,7 @@ from typing import NoReturn
 
 from gptlite.config.command_line import Subcommand, run_subcommand
 
-SUBCOMMANDS = {name: Subcommand(f"fault_trials.{name}") for name in ("run", "map", "list", "table")}
+SUBCOMMANDS = {name: Subcommand(f"fault_trials.{name}") for name in ("run", "map", "list", "table", "cuda")}
 
 HELP = """\
 Plant seeded faults in the product, one at a time, and report which tests catch each.
@@ -13,6 +13,7 @@ Plant seeded faults in the product, one at a time, and report which tests catch 
   list                          print the faults that a seed draws
   run out=FILE                  try the faults (1 to 2 minutes each), and append the results to FILE
   table before=FILE after=FILE  compare two results: faults that the tests of before caught, but those of after do not
+  cuda                          plant the faults of a table in the CUDA kernels, which run in the emulator
 
 For instance, to compare the tests of two revisions, and to try the slow tests on what remains:
 
