@@ -164,7 +164,9 @@ def test_a_new_package_beside_an_installed_wheel(installed: Path, tmp_path: Path
     ],
     ids=["version", "override", "flag", "train", "nothing", "slip", "shown", "flag_slip", "refused"],
 )
-def test_the_first_word(words: list[str], status: int, said: str, tmp_path: Path):
+def test_the_first_argument_is_a_command_an_override_or_a_flag(
+    words: list[str], status: int, said: str, tmp_path: Path
+):
     done = forked.run("-m", "gptlite", *words, folder=tmp_path)
     assert done.returncode == status, done.stderr
     assert (done.stderr if status else done.stdout).startswith(said)

@@ -77,7 +77,7 @@ def test_they_train_and_go_on_on_two_ranks(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_they_are_swept(folder: Path) -> None:
+def test_a_plugin_is_swept_over_layouts(folder: Path) -> None:
     """Two layouts, each planned and trained to the same loss."""
     done = command(folder, "-m", *OWN, "parallelism.pipeline=1,2", "trainer.max_steps=3", "hydra.sweep.dir=sweep")
     assert done.returncode == 0, done.stderr + done.stdout

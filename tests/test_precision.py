@@ -36,7 +36,7 @@ def hardware(monkeypatch):
         ((9, 0), torch.bfloat16, "sm_90"),
     ],
 )
-def test_auto(hardware, found, dtype, words):
+def test_auto_chooses_the_precision_by_the_hardware_and_gives_the_reason(hardware, found, dtype, words):
     hardware(**{"flags" if isinstance(found, str) else "capability": found})
     policy = resolve_precision(PrecisionConfig(), CPU if isinstance(found, str) else CUDA)
     assert policy.compute_dtype == dtype

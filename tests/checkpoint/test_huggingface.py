@@ -64,7 +64,7 @@ def test_it_is_a_file_that_the_safetensors_package_would_have_written(save, tmp_
 
 
 @pytest.mark.parametrize(("word", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
-def test_dtypes(save, tmp_path, word, dtype):
+def test_an_export_has_the_dtype_asked_for(save, tmp_path, word, dtype):
     step, _ = save()
     export(step, tmp_path / "fp32")
     export(step, tmp_path / "half", dtype=word)
@@ -74,7 +74,7 @@ def test_dtypes(save, tmp_path, word, dtype):
     assert GPT2LMHeadModel.from_pretrained(tmp_path / "half", dtype="auto").dtype == dtype
 
 
-def test_shards(save, tmp_path):
+def test_a_large_export_is_split_into_files_below_the_limit(save, tmp_path):
     step, model = save("model.tied_embeddings=false")
     limit = 7000
     export(step, tmp_path / "out", max_shard_bytes=limit)

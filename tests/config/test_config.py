@@ -298,7 +298,7 @@ def test_the_first_command_of_the_readme_has_no_arguments(monkeypatch: pytest.Mo
     assert started == [[]]
 
 
-def test_tool_arguments() -> None:
+def test_arguments_of_a_tool_are_typed_and_checked() -> None:
     from dataclasses import dataclass
 
     @dataclass
@@ -320,7 +320,7 @@ def test_tool_arguments() -> None:
 
 
 @pytest.mark.parametrize("arguments", [["--cfg", "job"], pytest.param(["--help"], marks=pytest.mark.slow)])
-def test_a_light_start(arguments: list[str]) -> None:
+def test_a_command_starts_without_torch_in_half_a_second(arguments: list[str]) -> None:
     """Half a second of processor time, in the best of five tries: neither torch nor numpy is imported.
 
     Where Hydra alone takes a fifth of a second to import the machine is too busy to tell: there it is measured by that.

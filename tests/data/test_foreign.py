@@ -179,7 +179,7 @@ def test_damage_is_named_and_nothing_is_left(tool, tmp_path, case):
         ("output=.", "output=. exists; nothing is overwritten, give a new folder"),
     ],
 )
-def test_refused_settings(tool, tmp_path, argument, message):
+def test_an_import_with_wrong_settings_is_refused_and_writes_nothing(tool, tmp_path, argument, message):
     code, _, err = tool(nanogpt(tmp_path / "x.bin", [1, EOD]), "format=nanogpt", argument)
     assert (code, message in err) == (2, True)
     assert not (tmp_path / "out").exists()

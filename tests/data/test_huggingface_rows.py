@@ -101,7 +101,7 @@ def test_wrong_paths_are_one_line(tmp_path):
         opened(tmp_path, tmp_path / "train.json", validation_fraction=0.5)
 
 
-def test_it_is_a_preset(tmp_path):
+def test_the_preset_selects_columns_and_needs_a_path(tmp_path):
     words = ["model=resnet18", "data=huggingface", f"data.path={tmp_path}", "data.input=[x,z]", "run.name=rows"]
     config = load(words)
     assert isinstance(config.data, HuggingFaceConfig)

@@ -191,7 +191,7 @@ def test_a_limited_validation_is_spread_over_the_text_and_always_the_same():
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_on_a_gpu():
+def test_batches_on_a_gpu_equal_those_on_a_cpu():
     reader = loader()
     reader._device = torch.device("cuda")
     for m in range(6):

@@ -7,7 +7,7 @@ from gptlite.data.order import order_key, permute
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 7, 8, 9, 31, 64, 100, 1000, 4097, 65536])
-def test_is_a_bijection(size):
+def test_the_permutation_is_a_bijection(size):
     image = permute(np.arange(size), size, order_key(1, "d", 0))
     assert np.array_equal(np.sort(image), np.arange(size))
 

@@ -151,7 +151,7 @@ def test_damaged_sources_are_named(tmp_path, names, message):
     ("changes", "message"),
     [({"max_documents": 0}, "max_documents=0"), ({"validation_fraction": 0.0}, "validation_fraction=0.0")],
 )
-def test_refused_arguments(tmp_path, changes, message):
+def test_wrong_arguments_of_a_recipe_are_refused(tmp_path, changes, message):
     recipe = load_recipe("fineweb")
     with pytest.raises(ConfigError, match=message):
         recipe.main(recipe.StreamArguments(str(tmp_path / "out"), **changes))

@@ -140,7 +140,7 @@ def test_a_character_outside_the_alphabet_is_the_unknown_one():
     assert tokenizer.decode(tokenizer.encode("aéb")) == "a\ufffdb"
 
 
-def test_numbers():
+def test_numbers_encode_to_their_value_modulo_the_vocabulary():
     tokenizer = NumberTokenizer(50)
     assert tokenizer.decode([3, 0, 49, 7]) == "3 0 7 "
     assert tokenizer.encode("3, 60") == [3, 10]

@@ -15,7 +15,7 @@ def silent(text):
     pass
 
 
-def test_of_prepared_folders(tmp_path):
+def test_the_vocabulary_of_a_prepared_folder_is_that_of_its_tokenizer(tmp_path):
     folder = write_folder(tmp_path / "a", CharTokenizer("abc"))
     assert find_vocabulary(load(["data=tokens", f"data.path={folder}"]).data) == Vocabulary(5)
     assert find_vocabulary(load(["data=tokens", f"data.blend={{{folder}: 1.0}}"]).data) == Vocabulary(5)

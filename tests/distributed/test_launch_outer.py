@@ -221,7 +221,7 @@ ON_MACHINES = [("pp2-dp2", False), ("tp2-dp2", True), *product([*MACHINES][1:], 
 
 @pytest.mark.skipif(os.name != "posix" or os.geteuid() != 0 or not shutil.which("ip"), reason="needs root and ip")
 @pytest.mark.parametrize(("layout", "in_a_file"), marked(ON_MACHINES, slow=2))
-def test_two_machines(
+def test_two_machines_train_as_one_process(
     start: Start, tiny: list[str], tmp_path: Path, whole: Callable, layout: str, in_a_file: bool
 ) -> None:
     """With torchrun on both, or one command on both, which find themselves in a file by their addresses."""

@@ -221,7 +221,7 @@ def test_a_home_that_cannot_be_written_leaves_the_temporary_folder(
 
 
 @compiles
-def test_without_a_home_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_home_the_temporary_folder_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("XDG_CACHE_HOME")
 
     def no_home() -> Path:

@@ -30,7 +30,7 @@ def test_many_tensors_of_all_sizes(backend: Backend, dtype) -> None:
 
 @each("kind", ("one large", "tiny", "large", "zeros"), ("one large", "large"))
 @of_dtypes()
-def test_values(backend: Backend, kind, dtype) -> None:
+def test_norms_of_extreme_values_match_the_reference(backend: Backend, kind, dtype) -> None:
     x = normal([3000], dtype, "x")
     match kind:
         case "one large":
@@ -55,7 +55,7 @@ def test_what_is_not_finite_shows(backend: Backend, value, place) -> None:
 
 
 @on()
-def test_nothing(backend: Backend) -> None:
+def test_the_norm_of_no_elements_is_zero(backend: Backend) -> None:
     assert backend.norm([]) == 0
     assert backend.norm([torch.empty(0), torch.empty(0)]) == 0
 

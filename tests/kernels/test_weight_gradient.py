@@ -76,6 +76,6 @@ def test_other_dtypes_are_left_to_torch(backend: Backend, dtype) -> None:
 
 
 @each("size", [(3, 4, 5)], [(3, 4, 5)], backends=WITHOUT)
-def test_so_is_everything_without_products_of_bf16(backend: Backend, size) -> None:
+def test_without_products_of_bf16_everything_is_left_to_torch(backend: Backend, size) -> None:
     with pytest.raises(AssertionError, match="returned 10001"):
         backend.weight_gradient(*inputs(size))

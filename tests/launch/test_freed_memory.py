@@ -87,7 +87,7 @@ def test_freed_memory_is_kept():
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="only there malloc is told so")
-def test_other_processes_give_it_back():
+def test_without_the_setting_freed_memory_goes_back_to_the_system():
     """What a process that trains is spared."""
     faults, huge = measured("stock")
     assert faults > 10_000

@@ -80,7 +80,7 @@ MODELS["windows"] = MODERN | {"windows": [3, 0]}
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: choice.value)
-def test_together_is_apart(tiny, choice, name):
+def test_packed_documents_train_as_separate_ones(tiny, choice, name):
     together, apart = tiny(choice, **MODELS[name]), tiny(Attention.matmul, **MODELS[name])
     tokens, targets, documents = batch()
     hidden, losses = together.hidden(tokens, None, documents=documents), []
@@ -197,7 +197,7 @@ def test_a_pipelines_schedule_hands_each_micro_batch_its_documents():
         assert found.longest == 6
 
 
-def test_it_makes_a_difference(tiny):
+def test_without_isolation_the_loss_differs(tiny):
     """Or the test above would show nothing."""
     model = tiny(dropout=0.0)
     tokens, targets, documents = batch()

@@ -177,7 +177,7 @@ def test_the_bias_evens_the_loads_without_changing_weights():
     assert last["expert_entropy"] > 0.995
 
 
-def test_loads_in_metrics():
+def test_the_metrics_of_loads_are_imbalance_and_entropy():
     loads = Loads.of([[4, 0, 4, 0, 8.0], [2, 2, 2, 2, 16.0]], tokens=4)
     assert loads.tokens == [[4, 0, 4, 0], [2, 2, 2, 2]]
     assert loads.metrics() == {"expert_imbalance": 2.0, "expert_entropy": pytest.approx(0.75), "router_loss": 6.0}

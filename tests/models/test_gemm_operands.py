@@ -133,7 +133,7 @@ def test_a_sliced_table_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert any(f"aten.mm.default [{TOKENS}, {VOCAB}] [{VOCAB}, {WIDTH}]" in line for line in lines)
 
 
-def test_what_is_a_fault() -> None:
+def test_misaligned_operands_are_named() -> None:
     matrix = partial(torch.empty, dtype=torch.bfloat16, device="meta")
     assert not faults(matrix(16, 64))
     assert not faults(matrix(3, 16, 64).mT)

@@ -115,7 +115,7 @@ P = [0.5, 0.2, 0.15, 0.1, 0.05]
     ],
     ids=str,
 )
-def test_frequencies(sampling, expected):
+def test_tokens_are_drawn_with_their_probabilities(sampling, expected):
     draws, order = 3000, [3, 0, 4, 1, 2]  # the likeliest token is not the first
     logits = torch.tensor([math.log(P[rank]) for rank in order])
     generator = torch.Generator().manual_seed(0)
@@ -159,7 +159,7 @@ def test_an_empty_prompt_is_refused(tiny):
         next(generate(tiny(), [], 5, GREEDY))
 
 
-def test_layer_cache():
+def test_a_layer_cache_returns_all_keys_so_far_and_refuses_more_than_fit():
     k, v = torch.randn(2, 2, 3, 7, 4).unbind(0)
     cache = LayerCache(7)
     for start, end in pairwise((0, 3, 4, 7)):

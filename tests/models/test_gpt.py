@@ -185,7 +185,7 @@ def test_the_qkv_projection_is_grouped_by_head(tiny, batch):
     assert heads[2] > 0
 
 
-def test_parameter_names(tiny):
+def test_parameters_have_their_documented_names(tiny):
     """What checkpoints, the initialisation and the optimizer's groups know parameters by."""
     block = [
         f"{part}.{kind}"

@@ -38,7 +38,7 @@ def initial():
     return weights()
 
 
-def test_distribution(initial):
+def test_initial_values_have_the_mean_and_deviation_of_gpt2(initial):
     for name, value in initial.items():
         if value.ndim == 1:
             assert torch.all(value == (1.0 if name.endswith("norm.weight") else 0.0)), name
@@ -51,7 +51,7 @@ def test_distribution(initial):
         assert abs(float((value / std).pow(4).mean()) - 3) < 5 * math.sqrt(96 / count), name  # a normal's kurtosis
 
 
-def test_init_std():
+def test_init_std_scales_the_initial_weights():
     assert torch.equal(weights(init_std=0.04)["layers.0.mlp.up.weight"], 2 * weights()["layers.0.mlp.up.weight"])
 
 
@@ -123,7 +123,7 @@ def test_blocks_are_independent():
     assert abs(correlation) < 5 / math.sqrt(BLOCK)
 
 
-def test_parameter_count(initial):
+def test_the_parameter_count_follows_the_formula(initial):
     assert parameter_count(initial.values()) == 1024 * 64 + 128 * 64 + 2 * (12 * 64 * 64 + 13 * 64) + 2 * 64
 
 

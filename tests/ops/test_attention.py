@@ -62,7 +62,7 @@ def check(attend, tensors, dtype):
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("choice", [Attention.matmul, Attention.sdpa], ids=lambda choice: choice.value)
 @pytest.mark.parametrize(("queries", "keys"), SHAPES)
-def test_forward_and_gradients(small_blocks, queries, keys, choice, dtype):
+def test_outputs_and_gradients_match_the_reference(small_blocks, queries, keys, choice, dtype):
     check(lambda *qkv: causal_attention(*qkv, choice), draw(queries, keys), dtype)
 
 
@@ -77,7 +77,7 @@ def test_a_query_sees_nothing_of_later_keys(small_blocks):
     torch.testing.assert_close(causal_attention(q, k, v, Attention.matmul)[:, :, :20], before[:, :, :20])
 
 
-def test_scores_far_beyond_exp(small_blocks):
+def test_scores_beyond_the_range_of_exp_do_not_overflow(small_blocks):
     q, k, v, _ = draw(20, 20)
     q, k = 1e3 * q, 1e3 * k
     want = sdpa(q.double(), k.double(), v.double()).float()
@@ -85,7 +85,7 @@ def test_scores_far_beyond_exp(small_blocks):
 
 
 @pytest.mark.parametrize("choice", [Attention.matmul, Attention.sdpa], ids=lambda choice: choice.value)
-def test_empty_batch(choice):
+def test_an_empty_batch_gives_an_empty_output(choice):
     out = causal_attention(*draw(4, 4, batch=0)[:3], choice)
     assert out.shape == (0, 3, 4, 8)
 

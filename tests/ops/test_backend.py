@@ -17,7 +17,7 @@ def test_a_cpus_kernel_is_named() -> None:
     assert sdpa_words(CPU, torch.bfloat16, 3, 32, 64) == "flash for bfloat16 heads of 64"
 
 
-def test_so_is_one_that_materializes() -> None:
+def test_a_backend_that_materializes_the_scores_is_named() -> None:
     with torch.nn.attention.sdpa_kernel(SDPBackend.MATH):
         assert sdpa_words(CPU, torch.float32, 3, 32, 64) == "math for float32 heads of 64"
 

@@ -60,7 +60,7 @@ def check(hidden, weight, targets, dtype, upstream=1.0):
 @pytest.mark.parametrize("upstream", [1.0, 1 / 4096, 1 / 37, -3.0])
 @pytest.mark.parametrize("known", [1.0, 1 / 37, 100.0])
 @pytest.mark.parametrize("choice", [CrossEntropy.chunked, CrossEntropy.fused], ids=lambda choice: choice.value)
-def test_whatever_was_known_of_the_upstream_gradient(dtype, upstream, known, choice):
+def test_gradients_do_not_depend_on_the_known_upstream_gradient(dtype, upstream, known, choice):
     def loss_of(*given, gradient):
         return linear_cross_entropy(*given, VOCAB, choice=choice, known=gradient)
 
@@ -77,7 +77,7 @@ def test_whatever_was_known_of_the_upstream_gradient(dtype, upstream, known, cho
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("logit_rows", [1, 7, TOKENS, 1000])
 @pytest.mark.parametrize("softmax_rows", [1, 3, 1000])
-def test_any_number_of_chunks(monkeypatch, dtype, logit_rows, softmax_rows):
+def test_any_number_of_chunks_matches_the_reference(monkeypatch, dtype, logit_rows, softmax_rows):
     monkeypatch.setitem(config.LOGIT_BYTES, "cpu", logit_rows * VOCAB * dtype.itemsize)
     monkeypatch.setattr(config, "CHUNK_ROWS", 1)
     monkeypatch.setitem(config.SOFTMAX_BYTES, "cpu", softmax_rows * VOCAB * 4)
@@ -166,7 +166,7 @@ def test_long_rows_are_reduced_one_at_a_time(monkeypatch):
 
 
 @pytest.mark.parametrize("tokens", [0, TOKENS], ids=["empty", "all_ignored"])
-def test_nothing_to_predict(tokens):
+def test_ignored_targets_give_zero_loss_and_zero_gradients(tokens):
     hidden, weight, targets = draw(tokens)
     loss, dhidden, dweight = run(fused, hidden, weight, targets.fill_(cross_entropy.IGNORE), torch.float32)
     assert loss == 0
@@ -175,13 +175,13 @@ def test_nothing_to_predict(tokens):
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_huge_logits(dtype):
+def test_logits_beyond_the_range_of_exp_keep_a_finite_loss(dtype):
     loss, *_ = check(*draw(scale=1e4), dtype)
     assert loss > 1e5
 
 
 @pytest.mark.parametrize("frozen", ["hidden", "weight"])
-def test_one_frozen_input(frozen):
+def test_a_frozen_input_gets_no_gradient_and_the_other_does(frozen):
     hidden, weight, targets = draw()
     want = dict(zip(("hidden", "weight"), run(fused, hidden, weight, targets, torch.float32)[1:], strict=True))
     inputs = {"hidden": hidden, "weight": weight}

@@ -66,7 +66,7 @@ def test_two_runs_of_positions_have_the_masks_of_those_positions(shape):
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
-def test_rate(p):
+def test_the_share_of_dropped_elements_is_the_rate(p):
     mask = keep_mask((8, 4, 64, 64), p, DropoutKey(0, 1, torch.arange(8)))
     n = mask.numel()
     for part, count in ((mask, n), (mask[3], n // 8), (mask[:, 2], n // 4), (mask[..., 1::4], n // 4)):
@@ -104,7 +104,7 @@ def test_dropped_elements_are_zero_even_where_x_is_not_finite():
     assert set(out.unique().tolist()) == {0.0, float("inf")}
 
 
-def test_identity():
+def test_without_a_rate_or_a_key_the_input_is_returned():
     x = torch.randn(2, 3, 4)
     assert dropout(x, 0.0, DropoutKey(0, 0, ids(0, 1))) is x
     assert dropout(x, 0.5, None) is x

@@ -47,7 +47,7 @@ def test_all_gradients_are_autograds(dtype: torch.dtype, tied: bool, upstream: f
         torch.testing.assert_close(ours[name], gradient, rtol=1e-6, atol=1e-7, msg=lambda text, n=name: f"{n}: {text}")
 
 
-def test_it_is_taken_where_the_table_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_shared_gradient_is_used_only_if_the_table_is_tied(monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[TableGradient] = []
     take = TableGradient.take
     monkeypatch.setattr(TableGradient, "take", lambda self: taken.append(self) or take(self))
@@ -61,7 +61,7 @@ def test_it_is_taken_where_the_table_is_shared(monkeypatch: pytest.MonkeyPatch) 
     assert not taken, "what is to be added up in fp32 would be rounded"
 
 
-def test_without_a_loss_it_has_its_own() -> None:
+def test_without_a_loss_the_table_has_its_usual_gradient() -> None:
     """Of the last layer's output, say."""
     results = []
     for shared in (TableGradient(), None):
@@ -92,7 +92,7 @@ def test_the_known_upstream_gradient_is_autograds(dtype: torch.dtype) -> None:
         assert loss.grad / known_upstream(valid) == 1
 
 
-def test_a_step_tells_the_model() -> None:
+def test_a_pass_tells_the_model_its_upstream_gradient() -> None:
     told: list[float | None] = []
 
     def forward(part: torch.nn.Module, x: Tensor, inputs: Inputs) -> Tensor:

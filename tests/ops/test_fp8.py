@@ -143,7 +143,7 @@ def test_it_trains_as_bf16_does(run, tmp_path):
     assert curves["fp8"] != curves["bf16"]
 
 
-def test_what_is_refused(tiny, monkeypatch):
+def test_sizes_and_gpus_that_fp8_does_not_support_are_refused(tiny, monkeypatch):
     with pytest.raises(ConfigError, match=r"model.d_ff=100 is not divisible by 16, .*model.d_ff=112$"):
         load([*tiny, "run.dir=x", "run.name=x", "precision=fp8", "model.d_ff=100"])
     with pytest.raises(ConfigError, match=r"model.d_model=32 .* by 16 x parallelism.tensor=4, .*model.d_model=64$"):

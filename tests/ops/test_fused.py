@@ -155,7 +155,7 @@ def test_values_and_gradients(name: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("name", OPS)
-def test_recomputed(name: str) -> None:
+def test_recomputation_gives_equal_gradients(name: str) -> None:
     op, tensors = OPS[name]
     again = run(lambda *args: checkpoint(op, *args, use_reentrant=False), True, tensors, torch.float32)
     for a, b in zip(again, run(op, True, tensors, torch.float32), strict=True):
@@ -164,7 +164,7 @@ def test_recomputed(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OPS)
-def test_compiled_whole(name: str) -> None:
+def test_an_op_compiles_into_a_single_graph(name: str) -> None:
     op, tensors = OPS[name]
     compiled = torch.compile(op, fullgraph=True)
     for a, b in zip(run(compiled, True, tensors, torch.float32), run(op, True, tensors, torch.float32), strict=True):

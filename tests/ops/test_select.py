@@ -102,7 +102,7 @@ def test_a_gpus_linear_layers_need_no_kernel(request, there):
     assert not select_ops(OpsConfig(linear=Implementation.reference), CUDA).linear
 
 
-def test_elsewhere_they_are_fused_for_nobody(with_kernels):
+def test_linear_layers_are_not_fused_without_products_of_bf16(with_kernels):
     ops = select_ops(OpsConfig(Implementation.fused), CPU)
     assert "linear reference (this CPU has no AVX512-BF16)" in ops.reasons
     with pytest.raises(
@@ -118,7 +118,7 @@ def test_all_kernels_asked_for_are_refused_together(without_kernels):
 
 @pytest.mark.parametrize("device", [CPU, CUDA], ids=str)
 @pytest.mark.parametrize("choice", [Attention.matmul, Attention.sdpa, Attention.fused_softmax])
-def test_what_is_asked_for_runs(with_kernels, choice, device):
+def test_the_attention_asked_for_runs(with_kernels, choice, device):
     ops = select_ops(OpsConfig(attention=choice), device)
     assert ops.attention is choice
     assert f"attention {choice.value} (asked for)" in ops.reasons

@@ -18,6 +18,6 @@ from gptlite.parallelism.layout import resolve
         (2, {"pipeline": 2, "schedule": "zbv"}, "pipeline 2, zbv with 2 stages a rank"),
     ],
 )
-def test_layout_words(world, settings, words):
+def test_a_layout_is_described_in_words(world, settings, words):
     config = ParallelismConfig(**settings)
     assert resolve(config, world).describe(config) == words

@@ -251,6 +251,6 @@ def test_a_micro_batch_left_open_is_the_largest_that_runs(config, global_batch, 
     assert able[-1:] == ([] if micro is None else [micro])
 
 
-def test_numbers_in_words():
+def test_divisors_are_listed_in_words():
     assert [divisors(n) for n in (1, 12, 13, 16)] == [[1], [1, 2, 3, 4, 6, 12], [1, 13], [1, 2, 4, 8, 16]]
     assert (listed([1, 2, 4]), listed([1, 2, 4], "or"), listed([3], "or")) == ("1, 2, 4", "1, 2 or 4", "3")

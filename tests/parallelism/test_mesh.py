@@ -51,7 +51,7 @@ def test_ranks_that_share_sequences_are_neighbours_and_read_the_same_samples(siz
 
 
 @pytest.mark.parametrize(("has_gpu", "device"), [(False, "cpu"), (True, "cuda:0")])
-def test_one_device(monkeypatch, has_gpu, device):
+def test_a_single_process_has_a_mesh_of_one_rank(monkeypatch, has_gpu, device):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
     mesh = build_mesh(ParallelismConfig())
     assert mesh.device == torch.device(device)

@@ -71,7 +71,7 @@ def test_a_bad_line_is_refused_or_left_out(tmp_path: Path, case: str) -> None:
     assert f"skipped {path}:5: {reason}" in said[-1]
 
 
-def test_kept_as_they_are(tmp_path: Path) -> None:
+def test_control_characters_and_line_ends_are_kept(tmp_path: Path) -> None:
     """NUL and other control characters, a byte order mark inside, Windows lines, characters beyond the BMP."""
     texts = ["a\0b", "\x01\x7f\x85\u2028", "\ufeffx", "a\r\nb\r", "😀", "\ufffd"]
     (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + as_jsonl(texts).replace(b"\n", b"\r\n"))

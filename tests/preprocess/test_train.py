@@ -82,6 +82,6 @@ def test_char_takes_every_character(corpus: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "vocab_size", "message"), [("word", 300, "kind=word is not one of"), ("sentencepiece", 0, "vocab_size=0")]
 )
-def test_refusals(corpus: Path, kind: str, vocab_size: int, message: str) -> None:
+def test_a_wrong_kind_or_vocabulary_size_is_refused(corpus: Path, kind: str, vocab_size: int, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         train_tokenizer(settings(corpus), kind, vocab_size, 64, lambda _: None)

@@ -140,7 +140,7 @@ def test_a_subdir_of_ones_own() -> None:
     ("preset", "count", "legal"),
     [("parallelism", 8, 8), ("degrees", 24, 16), ("zero", 4, 4), ("schedules", 5, 5), ("recomputation", 12, 12)],
 )
-def test_presets(preset: str, count: int, legal: int) -> None:
+def test_a_sweep_preset_has_its_number_of_legal_cells(preset: str, count: int, legal: int) -> None:
     """Two heads are not to be cut in four."""
     small = [each for each in SMALL if not each.startswith("data.micro_batch_size=")]
     found = cells(f"+sweep={preset}", "model.num_layers=4", "data.global_batch_size=16", base=small)
@@ -235,7 +235,7 @@ def test_records_round_trip_and_damaged_ones_run_again(tmp_path: Path) -> None:
         assert found == [whole]
 
 
-def test_exit_codes() -> None:
+def test_the_exit_code_of_a_sweep_follows_from_its_cells() -> None:
     def code(*found: str, received: int | None = None) -> int:
         return exit_code([Record(0, "", [], each, exit_code=143) for each in found], received)
 
@@ -277,7 +277,7 @@ def test_memory_that_runs_out_is_told_from_other_errors() -> None:
         assert host_memory.out_of_memory(wrapped(other)) == ""
 
 
-def test_whose_memory_ran_out() -> None:
+def test_the_rank_whose_memory_ran_out_is_named() -> None:
     """By a rank's own word, by the kernel's, or by an abort near the limit; else it is a crash."""
     from gptlite.launch.elastic import _memory
 

@@ -91,7 +91,7 @@ def by_title(page: Page) -> list[dict[str, str]]:
     return [dict(zip(head, each, strict=True)) for each in cells]
 
 
-def test_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_compares_the_cells_and_names_the_best(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert written(tmp_path, sweep(), final=True) == []
     lines = capsys.readouterr().out.strip().splitlines()
     assert lines[0].startswith("== sweep: 6 cells: 3 ok, 1 out of memory, 1 pruned, 1 failed ===")
@@ -248,7 +248,7 @@ def test_what_fails_is_a_line_and_the_rest_is_written(tmp_path: Path, monkeypatc
     assert (tmp_path / "sweep.html").read_bytes() == before
 
 
-def test_words_for_figures() -> None:
+def test_figures_have_three_digits_and_units() -> None:
     times = [0, 5e-4, 0.00995, 0.0981, 0.9994, 0.9996, 1.234, 12.34, 99.94, 151]
     expected = ["0", "0.50 ms", "9.95 ms", "98.1 ms", "999 ms", "1.00 s", "1.23 s", "12.3 s", "99.9 s", "2m31s"]
     assert [tables.seconds(value) for value in times] == expected

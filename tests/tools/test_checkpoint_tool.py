@@ -129,7 +129,7 @@ def test_inspect_spells_what_is_nested_or_left_open(tool, steps):
     assert "2 sequences of 8, micro-batch as large as fits, fp32" in out
 
 
-def test_inspect_a_tensor(tool, steps):
+def test_inspect_shows_the_boxes_and_files_of_a_tensor(tool, steps):
     code, out, _ = tool("inspect", steps, "tensor=model.token_embedding.weight")
     assert code == 0
     assert "float32 [13, 4], 208 B" in out

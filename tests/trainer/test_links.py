@@ -95,7 +95,7 @@ def umask() -> int:
     return found
 
 
-def test_the_files_that_are_appended_to(tmp_path: Path, victim: Path) -> None:
+def test_a_linked_file_is_not_appended_to(tmp_path: Path, victim: Path) -> None:
     root = tmp_path / "run"
     (root / "records").mkdir(parents=True)
     for name in ("metrics.jsonl", FILE_NAME, "records/3.log"):
@@ -116,7 +116,7 @@ def test_the_files_that_are_appended_to(tmp_path: Path, victim: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [".lock", ".update", "records"])
-def test_the_files_of_a_sweep(tmp_path: Path, victim: Path, name: str) -> None:
+def test_a_sweep_writes_through_no_link(tmp_path: Path, victim: Path, name: str) -> None:
     root = tmp_path / "sweep"
     root.mkdir()
     (root / name).symlink_to(victim if name[0] == "." else victim.parent)

@@ -157,7 +157,7 @@ def test_an_overflow_is_the_last_where_the_scale_is_least_and_hysteresis_used_up
     assert (seen, scaler.scale, scaler.exhausted, scaler.skipped) == ([False] * 2, 1.0, True, 2)
 
 
-def test_which_runs_have_one():
+def test_only_fp16_precisions_have_a_loss_scale():
     config = PrecisionConfig(Precision.fp16, initial_scale_power=5)
     for dtype, precision in ((torch.float32, Precision.fp32), (torch.bfloat16, Precision.bf16)):
         assert build_scaler(config, Policy(dtype, "", precision)) is None
@@ -350,7 +350,7 @@ def test_to_and_from_a_precision_without_a_scale(run, tmp_path):
         ("precision=fp32 precision.reduce=compute", "precision.reduce=compute has no effect with precision=fp32"),
     ],
 )
-def test_what_is_refused(tiny, options, words):
+def test_wrong_options_of_the_loss_scale_are_refused(tiny, options, words):
     with pytest.raises(ConfigError) as refused:
         load([*tiny, "run.dir=x", "run.name=x", *options.split()])
     assert words in str(refused.value)

@@ -94,7 +94,7 @@ def test_a_metric_that_is_not_recorded_is_named_before_training(found, said):
         check()
 
 
-def test_it_is_named_before_a_run(tmp_path, monkeypatch):
+def test_a_metric_that_is_not_recorded_is_refused_before_the_run_folder_exists(tmp_path, monkeypatch):
     monkeypatch.setattr(ResNetSpec, "metrics", ("accuracy", "top5"))
     with pytest.raises(ConfigError, match="the resnet18 model: its loss does not record top5"):
         train(str(tmp_path / "run"))
