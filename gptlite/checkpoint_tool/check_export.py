@@ -83,7 +83,7 @@ def _our_scores(step: Path, model: Model, tokens: Tensor, dtype: torch.dtype) ->
     load_tensors(step, tensors | {f"model.{name}": each for name, each in model.named_buffers(part)}, strict=False)
     for each in tensors.values():
         each.copy_(each.to(dtype))
-    return model.scores(part.eval(), tokens[:, :-1], Inputs(tokens[:, 1:], tokens=tokens[:, :-1]))[..., 0]
+    return model.scores(part.eval(), tokens[:, :-1], Inputs(tokens[:, 1:]))[..., 0]
 
 
 @torch.no_grad()

@@ -17,12 +17,13 @@ from yaml import YAMLError
 
 from gptlite import limits
 from gptlite.config.bounds import check_bounds
-from gptlite.config.overrides import hydra_value
+from gptlite.config.overrides import hydra_value, key_of
 from gptlite.config.plugins import PluginsNotNamed, import_plugins, refuse_unnamed
 from gptlite.config.schema import RENAMED, SCHEMAS, Config, schema_names
-from gptlite.documents import DocumentError, checked, read_text, refuse_yaml
+from gptlite.documents import DocumentError, checked, read_text, refuse_yaml, shown
 from gptlite.errors import ConfigError
 from gptlite.models.registry import SPECS
+from gptlite.models.spec import ModelSpec
 
 
 class _Run(TypedDict):
@@ -68,10 +69,18 @@ def from_yaml(text: str, where: object = "this configuration", *, imports: bool 
         plugins = raw.get("plugins", [])
         import_plugins(plugins if imports else [])  # plugins may have registered the saved schemas
         refuse_unnamed(plugins, where)
-        for section, keys in _renamed(names["model"]).items():
+        spec = _spec(names["model"])
+        for section, keys in _renamed(spec).items():
             raw[section] = {
                 keys.get(key, key): value for key, value in checked(raw.get(section), dict[str, Any], section).items()
             }
+        removed = spec.removed if spec else {}
+        for key, off in removed.items():
+            if (value := raw["model"].pop(key, off)) != off:
+                raise ConfigError(
+                    f"{where} has model.{key}={shown(value)}, which this version of gptlite no longer has; "
+                    "use the version that wrote it"
+                )
         for group, name in names.items():
             if name not in SCHEMAS[group]:
                 found = f"{group}={name.removesuffix('_schema')}"
@@ -84,11 +93,15 @@ def from_yaml(text: str, where: object = "this configuration", *, imports: bool 
         reason = (str(error).splitlines() or [""])[0]
         raise ConfigError(f"a saved config.yaml is damaged or from another version of gptlite: {reason}") from error
     assert isinstance(result, Config)
-    renamed = _renamed(names["model"])
+    renamed = _renamed(spec)
     whole = {f"{section}.{old}=": f"{section}.{new}=" for section in renamed for old, new in renamed[section].items()}
     pattern = re.compile("|".join(map(re.escape, whole)))
     check_bounds(result)
-    result.run.overrides = [pattern.sub(lambda found: whole[found[0]], each, count=1) for each in overrides]
+    result.run.overrides = [
+        pattern.sub(lambda found: whole[found[0]], each, count=1)
+        for each in overrides
+        if key_of(each) not in {f"model.{key}" for key in removed}
+    ]
     return result
 
 
@@ -110,10 +123,14 @@ def _defaults(schemas: tuple[tuple[str, type], ...]) -> DictConfig:
     return base
 
 
-def _renamed(model: str) -> dict[str, Mapping[str, str]]:
-    """Return the renamed keys, `{section: {former key: new key}}`, including those of the model schema `model`."""
-    of_model = (spec.renamed for spec in SPECS if spec.schema is SCHEMAS["model"].get(model))
-    return {**RENAMED, "model": next(of_model, {})}
+def _spec(schema: str) -> ModelSpec | None:
+    """Return the spec of a model with this schema; None if no plugin or installed package registers it."""
+    return next((spec for spec in SPECS if spec.schema is SCHEMAS["model"].get(schema)), None)
+
+
+def _renamed(spec: ModelSpec | None) -> dict[str, Mapping[str, str]]:
+    """Return the renamed keys, `{section: {former key: new key}}`, including those of a model."""
+    return {**RENAMED, "model": spec.renamed if spec else {}}
 
 
 def read_saved(path: Path) -> Config:

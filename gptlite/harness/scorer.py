@@ -98,9 +98,7 @@ class Scorer:
         tokens, targets = tokens.to(self.runner.mesh.device), targets.to(self.runner.mesh.device)
         stages = self.runner.num_stages
         shapes = self.model.boundaries(tokens, length, stages) if stages > 1 else []
-        out = self.runner.run(
-            tokens, partial(_scores, self.model, Inputs(targets, tokens=tokens)), shapes, self.model.dtype
-        )
+        out = self.runner.run(tokens, partial(_scores, self.model, Inputs(targets)), shapes, self.model.dtype)
         if out is None:
             return None
         log_p, likely = out.double().unbind(-1)

@@ -36,7 +36,7 @@ ACTIVATIONS = {
 # Values that these keys of GPTConfig must have in a GPT-2.
 OF_GPT2 = {
     **{"kv_heads": None, "head_dim": None, "position": Position.learned, "norm": Norm.layer_norm},
-    **{"qk_norm": False, "softcap": None, "windows": [], "value_residual": False, "value_embeddings": 0},
+    **{"qk_norm": False, "softcap": None, "windows": [], "value_residual": False},
 }
 
 

@@ -31,7 +31,7 @@ ROPE = {"rope_theta": 10000.0, "rope_parameters": None, "rope_scaling": None, "o
 # Values that these keys of GPTConfig must have in a Llama.
 OF_LLAMA = {
     **{"position": Position.rope, "norm": Norm.rms_norm, "norm_gain": True, "bias": False, "dropout": 0.0},
-    **{"softcap": None, "windows": [], "value_residual": False, "value_embeddings": 0, "qk_norm_heads": True},
+    **{"softcap": None, "windows": [], "value_residual": False, "qk_norm_heads": True},
 }
 SCALING = {
     "rope_scaling": "factor",

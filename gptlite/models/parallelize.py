@@ -30,7 +30,6 @@ from gptlite.parallelism.mesh import Mesh
 from gptlite.parallelism.pipeline import OnePart, Pipeline, add_across_ends
 from gptlite.parallelism.stage_runner import StageRunner
 from gptlite.parallelism.tensor import (
-    ColumnParallelEmbedding,
     ColumnParallelLinear,
     RowParallelLinear,
     TensorAxis,
@@ -179,8 +178,7 @@ def build_passes(
     shape, dtype = ((length,), torch.int64) if example is None else (example.shape, example.dtype)
     tokens = torch.empty((micro_batch_size, *shape), dtype=dtype, device="meta")
     shapes = model.boundaries(tokens, runner.slice_length(length), runner.num_stages)
-    everywhere = model.spec.takes_tokens(model.config)
-    return Pipeline(forward, runner.parts, runner.mesh, config, micro_batches, tokens, shapes, model.dtype, everywhere)
+    return Pipeline(forward, runner.parts, runner.mesh, config, micro_batches, tokens, shapes, model.dtype)
 
 
 @torch.no_grad()
@@ -256,8 +254,6 @@ def _shared(layer: Any, cut: Cut, axis: TensorAxis) -> nn.Module:
             return ColumnParallelLinear(layer, axis)
         case Cut.row:
             return RowParallelLinear(layer, axis)
-        case Cut.features:
-            return ColumnParallelEmbedding(layer, axis)
         case Cut.experts:
             return layer.cut_(axis)
         case Cut.vocabulary if isinstance(layer, Head):

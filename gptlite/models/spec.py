@@ -37,7 +37,6 @@ class Cut(Enum):
 
     column = "column"  # each rank computes some outputs of a linear layer, or holds the gains of its heads
     row = "row"  # each rank takes some inputs of a linear layer, and the results are summed
-    features = "features"  # each rank holds some columns of an embedding
     vocabulary = "vocabulary"  # each rank holds some rows of an embedding, or of the output head
     experts = "experts"  # each rank holds some hidden units of every expert, and the results are summed
 
@@ -46,7 +45,7 @@ class Cut(Enum):
         """`{parameter: sharded dim}` of such a layer. Other parameters are replicated."""
         if self is Cut.experts:
             return {"up": 1, "down": 2}
-        return {"weight": 1} if self in (Cut.row, Cut.features) else {"weight": 0, "bias": 0}
+        return {"weight": 1} if self is Cut.row else {"weight": 0, "bias": 0}
 
 
 @dataclass(frozen=True)
@@ -97,6 +96,7 @@ class ModelSpec(Generic[C]):
     blocks_key = "blocks"  # the configuration key of the number of blocks
     positive: tuple[str, ...] = ()  # configuration keys that must be at least 1 if they are not null
     renamed: Mapping[str, str] = {}  # {former configuration key: key}, for saved configurations
+    removed: Mapping[str, object] = {}  # {former configuration key: value that had no effect}, likewise
 
     # Methods that need only a configuration. They do not need torch, apart from the default `num_blocks`.
 
@@ -114,10 +114,6 @@ class ModelSpec(Generic[C]):
     def equal_blocks(self, config: C) -> bool:
         """Return True if all blocks have the same layers and shapes, so that the planner profiles only one of them."""
         return True
-
-    def takes_tokens(self, config: C) -> bool:
-        """Return True if every pipeline stage needs the tokens, not only the first one, which gets them as x."""
-        return False
 
     def tensor_sizes(self, config: C) -> dict[str, int] | None:
         """Return `{key: size}` of the sizes that parallelism.tensor must divide; if None, parallelism.tensor > 1 is

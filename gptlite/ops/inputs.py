@@ -22,7 +22,7 @@ class Inputs:
     [B]: global sample numbers for the dropout masks; None outside training. `documents`: document boundaries of whole
     sequences, if attention is restricted to documents. `upstream`: the gradient with respect to the sum of losses, if
     it is known in advance. `metrics`: `{name: sum over the micro-batch}`, filled by the loss with the metrics that the
-    spec declares. `tokens`: the micro-batch's tokens, for a spec whose pipeline stages all need them.
+    spec declares.
     """
 
     targets: Tensor
@@ -30,4 +30,3 @@ class Inputs:
     documents: Documents | None = None
     upstream: float | None = None
     metrics: dict[str, Any] = field(default_factory=dict)
-    tokens: Tensor | None = None

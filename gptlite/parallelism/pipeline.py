@@ -83,8 +83,8 @@ class Pipeline:
     """This rank's parts of a pipeline.
 
     `tokens` is the first stage's input for a micro-batch, on the meta device; `shapes` are the input shapes of all
-    stages, and `dtype` is the dtype of activations. With `everywhere`, all stages receive the tokens. If the number of
-    micro-batches differs from the previous step's, a new schedule is built.
+    stages, and `dtype` is the dtype of activations. If the number of micro-batches differs from the previous step's, a
+    new schedule is built.
     """
 
     def __init__(
@@ -97,9 +97,8 @@ class Pipeline:
         tokens: Tensor,
         shapes: Sequence[tuple[int, ...]],
         dtype: torch.dtype,
-        everywhere: bool = False,
     ) -> None:
-        self.valid, self._everywhere = torch.ones(()), everywhere
+        self.valid = torch.ones(())
         self.forward, self.parts, self.mesh, self.config = forward, parts, mesh, config
         self._numbers = stages_of_rank(config, mesh.coordinate("pp"))
         self.has_first, self.has_last = 0 in self._numbers, num_stages(config) - 1 in self._numbers
@@ -153,8 +152,6 @@ class Pipeline:
             for part in self._plain:
                 part.longest = documents.longest
         inputs = (torch.cat(list(batches.tokens)),) if self.has_first else ()
-        if self._everywhere:
-            given["tokens"] = inputs[0] if inputs else torch.cat(list(batches.tokens))
         losses: list[Tensor] = []
         # `target` goes to the loss function, `targets` to every part.
         failure = None
@@ -193,12 +190,11 @@ class _Plain(nn.Module):
         sample_ids: Tensor,
         starts: Tensor | None = None,
         ends: Tensor | None = None,
-        tokens: Tensor | None = None,
     ) -> Tensor:
         """Run the part. The document tensors are separate arguments because the schedule splits tensors along dim 0.
         Raises ConfigError if the output does not have the shape that the next stage expects."""
         documents = None if starts is None else Documents(starts, ends, self.longest)
-        out = self.run(self.part, x, Inputs(targets, sample_ids, documents, self.upstream, tokens=tokens))
+        out = self.run(self.part, x, Inputs(targets, sample_ids, documents, self.upstream))
         if out.shape != self.shape:
             raise ConfigError(
                 f"pipeline stage {self.number} returned a tensor of shape {list(out.shape)}, but the model's spec "

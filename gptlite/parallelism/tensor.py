@@ -182,18 +182,6 @@ class RowParallelLinear(nn.Module):
         return None if self.bias is None else self.bias.to(dtype)
 
 
-class ColumnParallelEmbedding(nn.Module):
-    """Column-parallel embedding: tokens [B, S] -> [B, S, f / T], this rank's features of whole sequences."""
-
-    def __init__(self, whole: nn.Embedding, axis: TensorAxis) -> None:
-        super().__init__()
-        self.axis = axis
-        self.weight = cut(whole.weight, axis, 1)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return F.embedding(tokens, local(self.weight))
-
-
 class VocabParallelEmbedding(nn.Module):
     """Vocabulary-parallel embedding: tokens [B, S] -> [B, S or s, d]. Each rank holds a slice of the rows, whose number
     need not be divisible by T."""

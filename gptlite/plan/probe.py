@@ -127,10 +127,10 @@ class _Part:
         self.unseen.update(self.numbers([gradient, self.buffers[-1]]))
         return self.buffers[-1]
 
-    def forward(self, x: Any, targets: Any, tokens: Tensor | None = None) -> Tensor:
+    def forward(self, x: Any, targets: Any) -> Tensor:
         """Run the part on a micro-batch."""
         numbers = self.uncounted(torch.zeros(self.work.micro_batch_size, dtype=torch.int64))
-        inputs = Inputs(targets, numbers, None, 1.0, tokens=tokens)
+        inputs = Inputs(targets, numbers, None, 1.0)
         self.watch.phase = "forward"
         self.mark("begin")
         out = self.model.forward(self.module, x, inputs)
@@ -187,8 +187,8 @@ def _record_half(work: Workload, blocks: range, end: bool) -> tuple[Segment, Seg
         names = [f"{number} back" for number in _mark_blocks(part)]
         x = part.activations(blocks.start).requires_grad_()
         gradient = None if end else [part.activations(blocks.stop)]
-        tokens, targets = part.uncounted(zero_batch(work))
-        out = part.forward(x, targets, tokens)
+        _, targets = part.uncounted(zero_batch(work))
+        out = part.forward(x, targets)
         part.mark("I")
         weights = list(part.module.parameters())
         found, groups = stage_backward_input([out], gradient, [x], iter(weights))

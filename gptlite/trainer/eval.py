@@ -107,7 +107,7 @@ def evaluate(
                 seen = batch.tokens.shape
                 shapes = model.boundaries(batch.tokens, runner.slice_length(batch.length), runner.num_stages)
             found: dict[str, Any] = {}
-            inputs = Inputs(batch.targets, documents=batch.documents, metrics=found, tokens=batch.tokens)
+            inputs = Inputs(batch.targets, documents=batch.documents, metrics=found)
             loss = runner.run(batch.tokens, partial(_forward, model, inputs), shapes, model.dtype)
             if loss is not None and counts and batch.counted:
                 values = torch.stack([loss.double(), model.count(batch.targets).double()])

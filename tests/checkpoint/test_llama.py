@@ -124,7 +124,6 @@ def test_a_model_from_here_has_equal_logits_in_transformers(save, tmp_path, more
         (["model.mlp=geglu"], "Llama has no model.mlp=geglu"),
         (["model.softcap=15"], "Llama has no model.softcap=15.0"),
         (["model.value_residual=true"], "Llama has no model.value_residual=True"),
-        (["model.value_embeddings=2"], "Llama has no model.value_embeddings=2"),
         (["model.norm=layer_norm", "model.bias=true"], "Llama has no model.norm=layer_norm, model.bias=True"),
         (["model.moe.experts=4"], "Mixtral has no model.moe.bias_rate=0.001"),
         (["model.position=learned", "model.softcap=3"], "Llama has no model.position=learned, model.softcap=3.0"),

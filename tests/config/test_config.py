@@ -1,6 +1,7 @@
 """Composition: every preset composes, what is saved reads back equal, what is wrong is one line."""
 
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -132,6 +133,7 @@ REFUSED = {
     "model=GPT3_small": "model=GPT3_small does not exist; did you mean gpt3-small? the choices",
     "learning_rate=1": "learning_rate is not a key; did you mean optimizer.lr?",
     "model.n_embd=64": "model.n_embd is not a key; did you mean model.d_model?",
+    "model.value_embeddings=2": "model.value_embeddings is not a key; did you mean model.tied_embeddings?",
     "device=cpu": "device is not a key; a run uses the GPUs that it finds",
     "data=my_texts/": "data=my_texts/ is a path that does not exist, but data= takes a preset; give ",
     "data=./gone": "data=./gone is a path that does not exist, but data= takes a preset; give data=text data",
@@ -144,7 +146,6 @@ REFUSED_VALUES = {
     "model.kv_heads=3": "model.num_heads=4 is not divisible by model.kv_heads=3; model.kv_heads can be 1, 2, 4",
     "model.softcap=0": "model.softcap=0 must be above 0; null turns it off",
     "model.windows=[4,-1]": "model.windows=[4, -1]: each must be positive, or 0 for full attention",
-    "model.value_embeddings=-1": "model.value_embeddings=-1 must be 0 (none) or N (every Nth layer)",
     "model.norm=layer_norm": "model.norm_gain=false needs model.norm=rms_norm, not layer_norm",
     "model.num_heads=7": "model.d_model=256 is not divisible by model.num_heads=7",
     "model.dropout=1": "model.dropout=1.0 must be",
@@ -265,6 +266,23 @@ def test_former_keys_of_a_saved_run_are_read(tmp_path: Path) -> None:
     read = from_yaml(text)
     assert (read.ops, read.model) == (config.ops, config.model)
     assert saved_overrides([f"run.dir={tmp_path}"])[:2] == ["ops.activation=reference", "model.mlp=relu"]
+
+
+def test_a_removed_key_of_a_saved_run_is_ignored_if_it_had_no_effect_and_refused_otherwise(tmp_path: Path) -> None:
+    folder = f"run.dir={tmp_path}"
+    config = load(["model.num_layers=3", folder])
+    config.run.overrides = ["model.num_layers=3", "model.value_embeddings=0", "++model.value_embeddings=0", folder]
+    text = to_yaml(config).replace("  value_residual: true\n", "  value_residual: true\n  value_embeddings: 0\n")
+    assert "  value_embeddings: 0" in text
+    (tmp_path / "config.yaml").write_text(text)
+    read = from_yaml(text)
+    assert read.model == config.model
+    assert read.run.overrides == ["model.num_layers=3", folder]
+    assert load([folder]).model == config.model
+    (tmp_path / "config.yaml").write_text(text.replace("value_embeddings: 0", "value_embeddings: 2"))
+    words = "has model.value_embeddings=2, which this version of gptlite no longer has; use the version that wrote it"
+    with pytest.raises(ConfigError, match=f"^{re.escape(str(tmp_path))}.* {re.escape(words)}[^\n]*$"):
+        load([folder])
 
 
 def test_a_saved_configuration_of_another_version_is_refused() -> None:

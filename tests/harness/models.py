@@ -22,9 +22,7 @@ END, BEGIN = "<|endoftext|>", "<s>"
 TEXT = "The cat sat on the mat, and a dog ran after the cat. No cat minds a mat; the mat lay under the dog.\n"
 SIZES = [f"data.vocab_size={VOCABULARY}", f"model.vocab_size={VOCABULARY}", f"model.sequence_length={LENGTH}"]
 MODELS = {"gpt2": ["model.num_heads=4", *SIZES], "llama": [*LLAMA, *SIZES], "spaced": [*LLAMA, *SIZES]}
-MIXED = {
-    "mixed": [*MODELS["llama"], "model.value_residual=true", "model.value_embeddings=2"]
-}  # no class of transformers
+MIXED = {"mixed": [*MODELS["llama"], "model.value_residual=true"]}  # no class of transformers
 PAIRS = [
     *[
         ("The cat sat on", " the mat"),

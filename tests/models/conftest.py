@@ -33,7 +33,7 @@ MODERN = {
     **{"position": Position.rope, "norm": Norm.rms_norm, "mlp": MLPKind.swiglu, "qk_norm": True, "bias": False},
     **{"num_heads": 4, "kv_heads": 2, "head_dim": 8},
 }
-VALUES = {"value_residual": True, "value_embeddings": 2}
+VALUES = {"value_residual": True}
 CHOICES = [Attention.matmul, Attention.sdpa, Attention.fused_softmax, Attention.fused]
 
 

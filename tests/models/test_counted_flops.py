@@ -94,7 +94,7 @@ def test_gpt3_175b():
 
 
 COUNTED = [{"tied_embeddings": tied, "bias": bias, "d_ff": 777} for tied in (True, False) for bias in (True, False)]
-COUNTED += [{"num_layers": 5, **more} for more in ({"value_residual": True}, {"value_embeddings": 2}, VALUES)]
+COUNTED += [{"num_layers": layers, **VALUES} for layers in (1, 5)]
 
 
 @pytest.mark.parametrize("keys", [*COUNTED, COUNTED[-1] | {"kv_heads": 2}], ids=str)

@@ -53,11 +53,9 @@ def gpt2(w, config, tokens, dropout=lambda x, site: x):
         return linear((p @ v).transpose(1, 2).flatten(-2), f"{name}.proj")
 
     def mixed(v, name):
-        """The sum, with weights, of a layer's values, the first layer's, and its own for the tokens themselves."""
+        """The sum, with weights, of a layer's values and the first layer's."""
         parts = [v, *unmixed[: config.value_residual]]
         unmixed.append(v)
-        if f"{name}.embedding.weight" in w:
-            parts.append(w[f"{name}.embedding.weight"][tokens].unflatten(-1, (config.num_heads, -1)).transpose(1, 2))
         return sum(scale * part for scale, part in zip(w.get(f"{name}.weight", [1]), parts, strict=True))
 
     act, unmixed = ACTIVATIONS[config.mlp], []

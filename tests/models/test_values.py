@@ -1,4 +1,4 @@
-"""Value residuals and value embeddings: the formula, which layers have them, stages."""
+"""Value residuals: the formula, which layers have them, stages."""
 
 import pytest
 import torch
@@ -16,25 +16,14 @@ CHOICES = [Attention.matmul, Attention.sdpa, Attention.fused]
 
 
 @pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: choice.value)
-@pytest.mark.parametrize(
-    "keys",
-    [{"value_residual": True}, {"value_embeddings": 1}, {"value_embeddings": 3}, VALUES],
-    ids=["residual", "every", "third", "both"],
-)
-def test_values_and_gradients_are_those_of_the_formula(tiny, batch, choice, keys):
-    check(tiny(choice, num_layers=4, **keys), batch, tolerance=2e-5)
+def test_values_and_gradients_are_those_of_the_formula(tiny, batch, choice):
+    check(tiny(choice, num_layers=4, **VALUES), batch, tolerance=2e-5)
 
 
 def test_which_layers_mix():
-    config = GPTConfig(num_layers=7, vocab_size=64, value_residual=True, value_embeddings=2)
-    assert [layer for layer in range(7) if config.has_value_embedding(layer)] == [0, 2, 4, 6]
-    assert [config.has_value_residual(layer) for layer in range(7)] == [False, *[True] * 6]
-    assert config.mixed_layers == 7
+    config = GPTConfig(num_layers=7, vocab_size=64, value_residual=True)
     shapes = {name: tuple(p.shape) for name, p in GPT(config).named_parameters() if ".values." in name}
-    assert {name: shape for name, shape in shapes.items() if name.endswith("values.weight")} == {
-        f"layers.{layer}.attn.values.weight": (2 if layer in (0, 1, 3, 5) else 3,) for layer in range(7)
-    }
-    assert shapes["layers.2.attn.values.embedding.weight"] == (128, 256)
+    assert shapes == {f"layers.{layer}.attn.values.weight": (2,) for layer in range(1, 7)}
 
 
 @pytest.mark.parametrize("slices", [1, 2])

@@ -79,7 +79,6 @@ SHORT = {
     "multiple": "model.vocab_multiple",
     "layers": "model.num_layers",
     "residual": "model.value_residual",
-    "embeddings": "model.value_embeddings",
     "tied": "model.tied_embeddings",
     "dropout": "model.dropout",
     "bias": "model.bias",
@@ -134,8 +133,8 @@ OTHERS = [
     Layout(4, "pp=2 tp=2 schedule=interleaved_1f1b micro=2"),
     Layout(2, "micro=2"),
     Layout(4, "zero=1 micro=1 tied=false"),
-    Layout(2, "tp=2 sequence=true residual=true embeddings=2"),
-    Layout(4, "pp=2 zero=3 micro=1 residual=true embeddings=2"),
+    Layout(2, "tp=2 sequence=true residual=true"),
+    Layout(4, "pp=2 zero=3 micro=1 residual=true"),
 ]
 # 16 bits with ZeRO, split backward passes, buckets of several blocks, eight ranks: see the document for how they came.
 LATER = [

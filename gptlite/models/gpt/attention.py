@@ -85,8 +85,7 @@ class CausalSelfAttention(nn.Module):
             self.q_norm = HeadsNorm(config.num_heads, *sizes, gain=config.norm_gain)
             self.k_norm = HeadsNorm(config.num_kv_heads, *sizes, gain=config.norm_gain)
         self.gives_values = config.value_residual and layer == 0
-        mixes = config.has_value_residual(layer) or config.has_value_embedding(layer)
-        self.values = ValueMix(config, layer) if mixes else None
+        self.values = ValueMix() if config.value_residual and layer > 0 else None
 
     def forward(
         self,
@@ -96,7 +95,6 @@ class CausalSelfAttention(nn.Module):
         mask: Tensor | Spans | None = None,
         rotary: Angles | None = None,
         first: Tensor | None = None,
-        tokens: Tensor | None = None,
         *,
         bias: bool = True,
     ) -> tuple[Tensor, Tensor | None]:
@@ -105,8 +103,8 @@ class CausalSelfAttention(nn.Module):
 
         `mask`: bool [B, 1, S, length of the whole sequence], True for earlier keys that a query must not attend to.
         Without dropout and context parallelism, it may also be the spans of documents. `rotary`: cosines and sines that
-        rotate queries and keys. `first` and `tokens` [B, S] are passed to ValueMix. If `bias` is False, the next op
-        adds the output projection's bias.
+        rotate queries and keys. `first`: the first layer's values, for ValueMix. If `bias` is False, the next op adds
+        the output projection's bias.
         """
         # The local number of heads follows from the tensor, so that a shard of the heads needs no special code.
         qkv = self.qkv(x)
@@ -114,7 +112,8 @@ class CausalSelfAttention(nn.Module):
         qkv = self._positioned(self._split(qkv), rotary)
         given = qkv[..., -1:, :].contiguous() if self.gives_values else None
         if self.values is not None:
-            qkv = torch.cat([qkv[..., :-1, :], self.values(qkv[..., -1:, :], first, tokens)], -2)
+            assert first is not None
+            qkv = torch.cat([qkv[..., :-1, :], self.values(qkv[..., -1:, :], first)], -2)
         if key is not None:
             # Dropout masks are keyed by global head indices, so that they do not depend on the layout.
             heads_before = 0 if self.tensor_axis is None else self.tensor_axis.rank * qkv[..., :-2, 0].shape[2:].numel()

@@ -112,7 +112,6 @@ class GPTConfig(ModelConfig):
     norm_eps: float = 1e-5
     windows: list[int] = field(default_factory=list)  # attention window per layer, repeated as needed; 0: full
     value_residual: bool = False  # mix the values of each later layer with those of the first
-    value_embeddings: int = 0  # every Nth layer, ending with the last, mixes its values with token embeddings; 0: none
     qk_norm: bool = False  # RMS norm of each query and key head, before RoPE
     qk_norm_heads: bool = True  # false: one norm over all query heads, one over all key heads (OLMo 2, OLMoE)
     mlp: MLPKind = MLPKind.gelu_tanh
@@ -172,21 +171,6 @@ class GPTConfig(ModelConfig):
         """Return a layer's attention window: the number of positions, up to its own, that a query attends to; 0 for
         all."""
         return self.windows[layer % len(self.windows)] if self.windows else 0
-
-    def has_value_residual(self, layer: int) -> bool:
-        """Return True if a layer mixes the first layer's values with its own."""
-        return self.value_residual and layer > 0
-
-    def has_value_embedding(self, layer: int) -> bool:
-        """Return True if a layer has value embeddings. The last layer has them, as in nanochat."""
-        return self.value_embeddings > 0 and (self.num_layers - 1 - layer) % self.value_embeddings == 0
-
-    @property
-    def mixed_layers(self) -> int:
-        """Number of layers with a value residual or value embeddings."""
-        if not (self.value_residual or self.value_embeddings):
-            return 0  # at once, as the planner asks often, and of models with thousands of layers
-        return sum(self.has_value_residual(i) or self.has_value_embedding(i) for i in range(self.num_layers))
 
     @property
     def stage_width(self) -> int:

@@ -62,8 +62,6 @@ def num_parameters(config: GPTConfig) -> int:
     biases = config.num_layers * (config.qkv_size + width) + mlp_biases if config.bias else 0
     embeddings = rows * width * (1 if config.tied_embeddings else 2)
     positions = config.sequence_length * width if config.position is Position.learned else 0
-    for layer in range(config.num_layers):
-        embeds, residual = config.has_value_embedding(layer), config.has_value_residual(layer)
-        embeddings += rows * config.kv_size * embeds + (1 + embeds + residual) * (embeds or residual)
+    mixes = 2 * (config.num_layers - 1) if config.value_residual else 0
     matrices = _matrices(config, all_experts=True)
-    return embeddings + positions + matrices + biases + config.num_layers * (2 * norm + heads) + norm
+    return embeddings + positions + mixes + matrices + biases + config.num_layers * (2 * norm + heads) + norm

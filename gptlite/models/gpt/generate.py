@@ -55,7 +55,7 @@ def _logits(runner: StageRunner, context: list[int], caches: list[list[LayerCach
 
     def call(index: int, part: nn.Module, x: Tensor) -> Tensor:
         assert isinstance(part, GPT)
-        return part(x, None, caches=caches[index] if caches else None, everywhere=tokens)
+        return part(x, None, caches=caches[index] if caches else None)
 
     with runner.reading(whole_sequence=True):
         out = runner.run(tokens, call, shapes, dtype)

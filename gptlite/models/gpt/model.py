@@ -100,19 +100,18 @@ class Block(nn.Module):
         mask: Tensor | Spans | None = None,
         rotary: Angles | None = None,
         first: Tensor | None = None,
-        tokens: Tensor | None = None,
     ) -> Tensor | Stream | tuple[Tensor | Stream, Tensor]:
         """Return the block's output. If later blocks take this block's attention values as `first`, return the values
         as well.
 
         Dropout needs the batch's `sample_ids` [B] and `sites` [3], the numbers of the block's dropout sites. `mask`,
-        `rotary`, `first` and `tokens` are arguments of CausalSelfAttention.forward.
+        `rotary` and `first` are arguments of CausalSelfAttention.forward.
         """
         normed, x = x.normed(self.attn_norm, self.dropout) if isinstance(x, Stream) else (self.attn_norm(x), x)
         start, gap = positions(self.tensor_axis, self.context, x.shape[1])
         attention_key = self._key(0, sample_ids, sites, 0)  # attention always gets whole sequences
         residual_key, mlp_key = (self._key(i, sample_ids, sites, start, gap) for i in (1, 2))
-        inputs = attention_key, cache, mask, rotary, first, tokens
+        inputs = attention_key, cache, mask, rotary, first
         attended, given = self.attn(normed, *inputs, bias=not self.deferred_add)
         attended = attended.to(x.dtype)
         bias = self.attn.proj.local_bias(x.dtype) if self.deferred_add else None
@@ -182,7 +181,6 @@ class GPT(nn.Module):
         documents: Documents | None = None,
         upstream: float | None = None,
         scored: bool = False,
-        everywhere: Tensor | None = None,
     ) -> Tensor:
         """Return the sum of the token losses, fp32, in nats. Without targets, return the logits [B, V] of the next
         token; if `scored`, the scores [B, S, 2] of the targets, see token_scores.
@@ -192,10 +190,10 @@ class GPT(nn.Module):
         dropout in training. `caches`: one KV cache per layer; x then continues the cached tokens. `documents`: document
         boundaries of the whole sequence, even if it is sharded. Positions then count from the start of each document,
         to which attention is restricted. `upstream`: gradient with respect to the sum, if it is known in advance; see
-        LossGradient. `everywhere`: the tokens, for a part that gets activations as x; only value embeddings need them.
+        LossGradient.
         """
         shared = None if targets is None or scored else self._table_gradient()
-        hidden = self.hidden(x, sample_ids, caches, documents, shared, everywhere)
+        hidden = self.hidden(x, sample_ids, caches, documents, shared)
         if self.head is None:
             return hidden
         vocab_size = self.config.vocab_size or self.config.padded_vocab_size
@@ -217,7 +215,6 @@ class GPT(nn.Module):
         caches: list[LayerCache] | None = None,
         documents: Documents | None = None,
         shared: TableGradient | None = None,
-        tokens: Tensor | None = None,
     ) -> Tensor:
         """Return the last layer's output [B, S, d], after the final norm in the last part. Raises ValueError if the
         sequence is longer than `model.sequence_length`."""
@@ -225,7 +222,7 @@ class GPT(nn.Module):
         dropping = sample_ids is not None and self.training and self.config.dropout > 0.0
         start = caches[0].length if caches else 0
         if self.token_embedding is not None:
-            tokens, x = x, self._embed(x, sample_ids if dropping else None, start, documents, shared)
+            x = self._embed(x, sample_ids if dropping else None, start, documents, shared)
         elif self.config.value_residual:
             x, first = self._received(x)
         sites, masks = None, self._masks(x, start, documents, dropping)
@@ -237,7 +234,7 @@ class GPT(nn.Module):
         for i, (number, block) in enumerate(self.layers.items()):
             cache = caches[i] if caches else None
             site = None if sites is None else sites[int(number)]
-            out = block(x, sample_ids, site, cache, masks[int(number)], turned, first, tokens)
+            out = block(x, sample_ids, site, cache, masks[int(number)], turned, first)
             x, first = out if cast(Block, block).attn.gives_values else (out, first)
         ended = self._ended(x)
         if self.final_norm is not None or first is None:

@@ -28,10 +28,7 @@ if TYPE_CHECKING:
 # Projections whose outputs are added to the residual stream. They are scaled down in `initial`, since the stream's
 # variance would otherwise grow with depth.
 RESIDUAL_PROJECTIONS = ("attn.proj.weight", "mlp.down.weight", "mlp.shared.down.weight", "mlp.experts.down")
-EDGES = (
-    *("token_embedding.weight", "position_embedding.weight", "head.weight", "values.embedding.weight"),
-    "mlp.router.weight",
-)
+EDGES = ("token_embedding.weight", "position_embedding.weight", "head.weight", "mlp.router.weight")
 
 
 class GPTSpec(ModelSpec[GPTConfig]):
@@ -48,6 +45,7 @@ class GPTSpec(ModelSpec[GPTConfig]):
         *("vocab_size", "vocab_multiple", "sequence_length"),
     )
     renamed: Mapping[str, str] = {"activation": "mlp", "layer_norm_eps": "norm_eps"}
+    removed: Mapping[str, object] = {"value_embeddings": 0}
 
     def check(self, config: GPTConfig) -> None:
         if config.head_dim is None and config.d_model % config.num_heads:
@@ -69,10 +67,6 @@ class GPTSpec(ModelSpec[GPTConfig]):
         check_experts(config)
         if any(window < 0 for window in config.windows):
             raise ConfigError(f"model.windows={config.windows}: each must be positive, or 0 for full attention")
-        if config.value_embeddings < 0:
-            raise ConfigError(
-                f"model.value_embeddings={config.value_embeddings} must be 0 (none) or N (every Nth layer)"
-            )
         for key in ("softcap", "rope_base", "rope_scaling"):
             if (value := getattr(config, key)) is not None and not value > 0:
                 off = "; null turns it off" if key == "softcap" else ""
@@ -88,10 +82,7 @@ class GPTSpec(ModelSpec[GPTConfig]):
         return config.num_layers
 
     def equal_blocks(self, config: GPTConfig) -> bool:
-        return not config.mixed_layers and config.moe_layers in (0, config.num_layers)
-
-    def takes_tokens(self, config: GPTConfig) -> bool:
-        return config.value_embeddings > 0
+        return not config.value_residual and config.moe_layers in (0, config.num_layers)
 
     def tensor_sizes(self, config: GPTConfig) -> dict[str, int]:
         heads, keys = config.num_heads, config.num_kv_heads
@@ -101,7 +92,7 @@ class GPTSpec(ModelSpec[GPTConfig]):
             CausalSelfAttention."""
             rows = (heads // keys + 2) * config.head_width  # in a group
             equally = ranks % keys == 0 and rows % (ranks // keys) == 0
-            return keys % ranks == 0 or (equally and not config.mixed_layers and config.qk_norm_heads)
+            return keys % ranks == 0 or (equally and not config.value_residual and config.qk_norm_heads)
 
         most = max(size for size in divisors(heads) if all(map(shares, divisors(size))))
         if most == keys < heads:
@@ -170,11 +161,10 @@ class GPTSpec(ModelSpec[GPTConfig]):
         return {int(number): block for number, block in part.layers.items()}  # type: ignore[operator,union-attr]
 
     def forward(self, part: nn.Module, x: Tensor, inputs: Inputs) -> Tensor:
-        given = {"documents": inputs.documents, "upstream": inputs.upstream, "everywhere": inputs.tokens}
-        return part(x, inputs.targets, inputs.sample_ids, **given)
+        return part(x, inputs.targets, inputs.sample_ids, documents=inputs.documents, upstream=inputs.upstream)
 
     def scores(self, part: nn.Module, x: Tensor, inputs: Inputs) -> Tensor:
-        return part(x, inputs.targets, scored=True, everywhere=inputs.tokens)
+        return part(x, inputs.targets, scored=True)
 
     def keep(self, part: nn.Module, config: GPTConfig, blocks: range) -> None:
         part.keep(blocks)  # type: ignore[operator]
@@ -188,7 +178,6 @@ class GPTSpec(ModelSpec[GPTConfig]):
             "token_embedding": Cut.vocabulary,
             "head": Cut.vocabulary,
             "layers.*.attn.qkv": Cut.column,
-            "layers.*.attn.values.embedding": Cut.features,
             "layers.*.attn.proj": Cut.row,
             "layers.*.mlp.up": Cut.column,
             "layers.*.mlp.down": Cut.row,

@@ -1,38 +1,26 @@
-"""Attention values mixed with the first layer's values (value residual) and with token embeddings (value
-embeddings)."""
+"""Attention values mixed with the first layer's values (value residual)."""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gptlite.models.gpt.config import GPTConfig
-
 
 class ValueMix(nn.Module):
-    """Weighted sum of a layer's values, the first layer's values (ResFormer, arXiv:2410.17897), and an embedding of the
-    token (value embeddings, as in nanochat and the records of modded-nanogpt).
+    """Weighted sum of a layer's values and the first layer's values (ResFormer, arXiv:2410.17897).
 
-    The weights are learned scalars per layer, initialized with 0.5 as in modded-nanogpt; nanochat has a gate per head.
+    The two weights are learned scalars of the layer, initialized with 0.5 as in modded-nanogpt.
     """
 
     of_heads = True  # a tensor-parallel rank has some heads, so the scalars' gradients are summed over the ranks
 
-    def __init__(self, config: GPTConfig, layer: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.residual, embeds = config.has_value_residual(layer), config.has_value_embedding(layer)
-        self.weight = nn.Parameter(torch.full((1 + self.residual + embeds,), 0.5))
-        self.embedding = nn.Embedding(config.padded_vocab_size, config.kv_size) if embeds else None
+        self.weight = nn.Parameter(torch.full((2,), 0.5))
 
-    def forward(self, v: Tensor, first: Tensor | None, tokens: Tensor | None) -> Tensor:
-        """Return the mixed values. v and `first` are [B, S, K, 1, D] for this rank's K heads; tokens [B, S]."""
-        weights = iter(self.weight.to(v.dtype).unbind())
-        mixed = next(weights) * v
-        if self.residual:
-            assert first is not None
-            mixed = mixed + next(weights) * first.to(v.dtype)
-        if self.embedding is not None:
-            mixed = mixed + next(weights) * self.embedding(tokens).to(v.dtype).view_as(v)
-        return mixed
+    def forward(self, v: Tensor, first: Tensor) -> Tensor:
+        """Return the mixed values. v and `first` are [B, S, K, 1, D] for this rank's K heads."""
+        own, other = self.weight.to(v.dtype).unbind()
+        return own * v + other * first.to(v.dtype)
 
 
 def with_values(x: Tensor, v: Tensor, width: int) -> Tensor:

@@ -172,8 +172,8 @@ MODERN += [
     Cell(tensor=4, pipeline=2, schedule="1f1b", accumulation=4, shared=ONE_KEY),
 ]
 COMPILED += [Cell(tensor=4, sequence=True, shared=COPIED, more=("trainer.compile=true",))]
-# Values that stages pass on, and tables that all of them look up.
-VALUES = ("model.value_residual=true", "model.value_embeddings=2")
+# Values that stages pass on.
+VALUES = ("model.value_residual=true",)
 MIXED = [
     *(replace(cell, shared=(*LLAMA, *VALUES)) for cell in [*chosen(8, seed=9), *chosen(4, seed=9, context=True)]),
     Cell(tensor=2, pipeline=4, schedule="1f1b", accumulation=4, shared=VALUES),

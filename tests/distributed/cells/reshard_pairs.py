@@ -20,7 +20,7 @@ MODELS = {
     "tied-padded": ["model.tied_embeddings=true", "model.vocab_multiple=64"],
     "untied": ["model.tied_embeddings=false", "model.vocab_multiple=1"],
     "experts": ["model.vocab_multiple=1", "model.moe.experts=8", "model.moe.d_ff=8", "model.moe.shared=1"],
-    "values": ["model.value_residual=true", "model.value_embeddings=2", "model.kv_heads=2"],
+    "values": ["model.value_residual=true", "model.kv_heads=2"],
 }
 
 
