@@ -4,14 +4,14 @@ from typing import Any
 
 from gptlite.huggingface.adapter import Adapter
 from gptlite.huggingface.gpt2 import GPT2
-from gptlite.huggingface.llama import Llama, Qwen3
+from gptlite.huggingface.llama import Llama, Mistral, Qwen3
 from gptlite.huggingface.moe import Mixtral, OLMoE, Qwen3MoE
 from gptlite.models.gpt.spec import GPTSpec
 from gptlite.models.registry import SPECS
 from gptlite.models.spec import ModelSpec
 
 BUILT_IN: dict[type[ModelSpec], tuple[Adapter[Any], ...]] = {
-    GPTSpec: (GPT2(), Llama(), Qwen3(), Mixtral(), Qwen3MoE(), OLMoE())
+    GPTSpec: (GPT2(), Llama(), Qwen3(), Mistral(), Mixtral(), Qwen3MoE(), OLMoE())
 }
 
 

@@ -1,4 +1,4 @@
-"""Conversion of a GPT to Hugging Face's Llama and Qwen3: parameter names, shapes, config.json.
+"""Conversion of a GPT to Hugging Face's Llama, Qwen3 and Mistral: parameter names, shapes, config.json.
 
 Hugging Face has three matrices for queries, keys and values, and two for the MLP's gate and up projections. Here, the
 three are one matrix with rows grouped by head, and the two are one matrix with rows grouped by hidden unit. In both
@@ -8,6 +8,7 @@ formats, RoPE pairs rows i and i + width / 2 of a head.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -182,6 +183,35 @@ class Qwen3(Llama):
         "max_position_embeddings": 32768,
     }
     ignored = ("sliding_window", "max_window_layers")  # without use_sliding_window
+
+
+class Mistral(Llama):
+    """Hugging Face's Mistral: a Llama whose layers all have the same attention window. One without a window is a
+    Llama."""
+
+    model_type = "mistral"
+    model_class = "MistralForCausalLM"
+    title = "Mistral"
+    defaults: ClassVar[dict[str, Any]] = Llama.defaults | {
+        **{"intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 131072},
+        "sliding_window": 4096,
+    }
+    ignored = ()
+
+    def differences(self, config: GPTConfig) -> list[str]:
+        found = super().differences(replace(config, windows=[]))
+        same = len(set(config.windows)) == 1 and 0 not in config.windows
+        return found if same else [*found, f"model.windows={config.windows}"]
+
+    def to_json(self, config: GPTConfig, torch_dtype: str, eod: int | None) -> dict[str, Any]:
+        return super().to_json(config, torch_dtype, eod) | {"sliding_window": config.windows[0]}
+
+    def from_json(self, content: Mapping[str, Any], name: str) -> GPTConfig:
+        """Return the configuration that a config.json describes. Raises ConfigError, naming the key, for unsupported
+        values."""
+        read = self.read(content, self.title)
+        windows = [] if read["sliding_window"] is None else [whole(read, "sliding_window")]
+        return replace(super().from_json(content, name), windows=windows)
 
 
 def _refuse_mixed_layers(content: Mapping[str, Any]) -> None:
