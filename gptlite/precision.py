@@ -264,6 +264,8 @@ def _no_fp8(device: torch.device) -> str:
     """Return the reason why a device has no fp8 GEMM; empty if it has one."""
     import torch
 
+    from gptlite.torch_private.ops import scaled_mm
+
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         newer = (major, minor) >= (8, 9)
@@ -271,7 +273,7 @@ def _no_fp8(device: torch.device) -> str:
     # Support on other devices depends on torch's build and cannot be queried, so try a small GEMM.
     x, scale = torch.ones(16, 16, device=device).to(torch.float8_e4m3fn), torch.ones((), device=device)
     try:
-        torch.ops.aten._scaled_mm(x, x.t(), scale, scale)
+        scaled_mm(x, x.t(), scale, scale)
     except (RuntimeError, NotImplementedError) as error:
         return f"torch {torch.__version__} has no fp8 GEMM for {device.type} ({str(error).splitlines()[0]})"
     return ""

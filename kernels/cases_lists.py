@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from gptlite.kernels.case import Case, Inputs, Tensors, size_of
+from gptlite.torch_private.benchmarks import fused_adamw_
 
 OPS = torch.ops.gptlite
 ADAM = (1e-3, 0.9, 0.95, 1e-8, 0.1)  # lr, beta1, beta2, eps, weight_decay
@@ -45,7 +46,7 @@ def _plain_adamw(inputs: Inputs) -> Tensors:
     parameters, gradients, m, v, steps = _lists(inputs)
     settings: dict[str, Any] = {"lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": decay}
     fp32 = [gradient.float() for gradient in gradients]
-    torch._fused_adamw_(parameters, fp32, m, v, [], steps, amsgrad=False, maximize=False, **settings)
+    fused_adamw_(parameters, fp32, m, v, [], steps, amsgrad=False, maximize=False, **settings)
     return ()
 
 

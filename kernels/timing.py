@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from gptlite.torch_private.benchmarks import busy_gpu
+
 WARM_UP = 3
 SPIN_HZ = 2e9  # cycles per second of torch.cuda._sleep, about the clock rate of a GPU
 MOST_SPIN = 0.05  # longest time in seconds for which the stream is kept busy
@@ -47,7 +49,7 @@ class EventClock:
     def __call__(self, name: str, calls: Iterable[Callable[[], Any]]) -> float:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
-        torch.cuda._sleep(int(min(MOST_SPIN, 1.5 * self.issuing.get(name, 0.0)) * SPIN_HZ))
+        busy_gpu(int(min(MOST_SPIN, 1.5 * self.issuing.get(name, 0.0)) * SPIN_HZ))
         began = time.perf_counter()
         start.record()
         for call in calls:

@@ -23,7 +23,7 @@ from gptlite.optimizer.config import AdamWConfig, OptimizerConfig
 from gptlite.optimizer.state import optimizer_state
 from gptlite.optimizers.configs import ApexAdamConfig, ApexLambConfig, LambConfig
 from gptlite.parallelism.boxes import local_tensor
-from gptlite.plan.torch_private import imagined_world
+from gptlite.torch_private.simulation import imagined_world
 
 Install = Callable[..., Path]
 # As apex/optimizers/fused_adam.py and fused_lamb.py are called, with the state that they keep, and steps taken by torch

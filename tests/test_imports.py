@@ -54,6 +54,7 @@ ROOMS = {
     "invocation": Room("errors"),
     "ops": Room("kernels", packages="torch", lazy="apex"),
     "parallelism": Room("ops", packages="torch"),
+    "torch_private": Room(packages="torch"),
     "precision": Room(lazy="torch"),  # the schema imports it for its dataclass
     "metrics": Room(packages="torch", lazy="tensorboard wandb"),
     "data": Room(
@@ -139,7 +140,7 @@ CONFIG_USERS = set(
 # What training, resuming, evaluating and generating on any layout needs. All other rooms are satellites.
 CORE = {
     *("checkpoint config data kernels launch metrics models monitor ops optimizer parallelism precision".split()),
-    *("pretrain", "run", "trainer", *SHARED),
+    *("pretrain", "run", "torch_private", "trainer", *SHARED),
 }
 
 
@@ -158,11 +159,12 @@ def test_a_room_imports_only_what_it_may(name):
         rooms = {"", "__version__", name, *leaves, *room.rooms.split(), *WIDER.get(path, "").split()}
         for found in imports_of(path):
             top, _, rest = found.module.partition(".")
-            if top == "gptlite":
+            if found.module.startswith("gptlite.torch_private"):  # imported as torch itself
+                allowed = name == "torch_private" or "torch" in packages_of(room, found)
+            elif top == "gptlite":
                 allowed = rest.partition(".")[0] in rooms
             else:
-                packages = f"{room.packages} {room.lazy if found.lazy else ''}".split()
-                allowed = top in sys.stdlib_module_names or package_of(found.module) in packages
+                allowed = top in sys.stdlib_module_names or package_of(found.module) in packages_of(room, found)
             if not allowed:
                 refused.append(str(found) + (" at import time" if top in room.lazy.split() else ""))
     assert refused == []
@@ -326,6 +328,11 @@ def module_of(path: Path) -> str:
 def package_of(module: str) -> str:
     """The package that must be installed for an import: torch's tensorboard writer needs tensorboard."""
     return "tensorboard" if module.startswith("torch.utils.tensorboard") else module.partition(".")[0]
+
+
+def packages_of(room: Room, found: Import) -> list[str]:
+    """The packages that a room may import in this place."""
+    return f"{room.packages} {room.lazy if found.lazy else ''}".split()
 
 
 def packages_in(prefix: str, folder: Path, pattern: str) -> set[str]:

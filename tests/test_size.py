@@ -33,7 +33,7 @@ def test_all_imports_are_counted_except_those_of_type_checking(tmp_path):
 
 def test_training_imports_no_more_than_promised():
     """docs/decisions/0036-the-core-imports-no-satellite.md"""
-    for inside_functions, most in ((False, 22_000), (True, 24_200)):
+    for inside_functions, most in ((False, 22_000), (True, 24_350)):
         files = SIZE["imported"](ROOT, SIZE["CORE"], inside_functions)
         assert sum(SIZE["count_lines"](ROOT / file) for file in files) <= most
 

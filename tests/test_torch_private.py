@@ -1,4 +1,4 @@
-"""Private names of torch: docs/torch_versions.md lists all that the code uses, and the installed torch has them."""
+"""Private names of torch are in one package: docs/torch_versions.md lists them, and the installed torch has them."""
 
 import ast
 import importlib
@@ -12,18 +12,22 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[1]
-PACKAGE = ROOT / "gptlite"
+PRIVATE = ROOT / "gptlite" / "torch_private"
+HYDRA = ROOT / "gptlite" / "config" / "hydra_private.py"
 INSTALLED = tuple(map(int, torch.__version__.split(".")[:2]))
-# Private names of Python and of other libraries.
+# Private names of Python and of other libraries, and the key of Hydra's configurations that names a class.
 OTHERS = {
-    *("_current_frames", "_exit", "_replace"),  # sys, os, named tuples
-    *("BasicSweeper", "get_args_parser", "_target_"),  # Hydra
-    *("_mergeable_ranks", "_pat_str", "_special_tokens"),  # tiktoken
+    *("_current_frames", "_exit", "_getframe", "_replace"),  # sys, os, named tuples
+    *("_mergeable_ranks", "_pat_str", "_special_tokens", "_fingerprint"),  # tiktoken, datasets
+    "_target_",
 }
+
+# Names of torch that the code's own methods and strings have as well.
+SHARED = {"_buffers", "_schema", "_stages"}
 
 
 class Row(NamedTuple):
-    """A name of the page: what it belongs to, the files that use it, and the versions for which they do."""
+    """A name of the page: what it belongs to, the files of PRIVATE that use it, and for which versions."""
 
     name: str
     owner: str
@@ -58,18 +62,6 @@ def rows() -> list[Row]:
 ROWS = rows()
 
 
-def private_names() -> Iterator[tuple[str, str]]:
-    """Names in the package that begin with an underscore and are not defined there, or are imported from a private
-    module, each with its file."""
-    trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted(PACKAGE.rglob("*.py"))}
-    own = {name for tree in trees.values() for node in ast.walk(tree) for name in _defined(node)}
-    for path, tree in trees.items():
-        for node in ast.walk(tree):
-            for name in _private(node):
-                if not name.startswith("__") and name not in own | OTHERS:
-                    yield name, str(path.relative_to(PACKAGE))
-
-
 def _defined(node: ast.AST) -> Iterator[str]:
     match node:
         case (
@@ -83,31 +75,90 @@ def _defined(node: ast.AST) -> Iterator[str]:
             yield name
 
 
+SOURCES = [*ROOT.glob("*.py"), *(ROOT / "gptlite").rglob("*.py")]
+SOURCES += [path for folder in ("data", "examples", "kernels", "tools") for path in (ROOT / folder).rglob("*.py")]
+TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in SOURCES}
+OWN = {name for tree in TREES.values() for node in ast.walk(tree) for name in _defined(node)}
+
+
+def private_names(path: Path, tree: ast.AST) -> set[str]:
+    """Names of torch, Hydra and omegaconf in a file that begin with an underscore, or are in such a module: imported
+    ones, attributes, methods that replace one, and those that a string spells."""
+    listed = {row.name for row in ROWS if row.name.startswith("_")}
+    own = (OWN - listed) | {name for node in ast.walk(tree) for name in _defined(node)}
+    used = {name for node in ast.walk(tree) for name in _private(node) if not name.startswith("__")}
+    return (used - own - OTHERS) | (_spelled(tree) & listed - SHARED)
+
+
 def _private(node: ast.AST) -> Iterator[str]:
     match node:
-        case ast.ImportFrom(module=str(module), names=names) if not module.startswith(("gptlite", "__future__")):
-            within = any(part.startswith("_") for part in module.split("."))
-            # A module is no name of its own: its names are attributes elsewhere in the file.
-            yield from (each.name for each in names if each.name.startswith("_") or within)
+        case ast.Import(names=names):
+            yield from (each.name for each in names if _is_library(each.name) and _is_within(each.name))
+        case ast.ImportFrom(module=str(module), names=names) if _is_library(module):
+            yield from (each.name for each in names if _is_within(f"{module}.{each.name}"))
         case ast.Attribute(attr=name) if name.startswith("_"):
             yield name
-        case ast.Call(func=ast.Name(id="getattr" | "hasattr"), args=[_, ast.Constant(value=str(name)), *_]):
+        case ast.Call(func=ast.Name(id="getattr" | "hasattr" | "setattr"), args=[_, ast.Constant(value=str(name)), *_]):
             if name.startswith("_"):
                 yield name
 
 
+def _spelled(tree: ast.AST) -> set[str]:
+    """Strings of a file, and names of its methods."""
+    strings = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    return strings | {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+
+
+def _is_library(module: str) -> bool:
+    return module.partition(".")[0] in ("torch", "hydra", "omegaconf")
+
+
+def _is_within(name: str) -> bool:
+    return any(part.startswith("_") for part in name.split("."))
+
+
+def test_private_names_are_in_one_place_for_each_library() -> None:
+    others = {path: tree for path, tree in TREES.items() if path != HYDRA and path.parent != PRIVATE}
+    assert len(others) > 300
+    found = {str(path.relative_to(ROOT)): private_names(path, tree) for path, tree in others.items()}
+    assert {file: names for file, names in found.items() if names} == {}
+
+
+@pytest.mark.parametrize(
+    ("line", "name"),
+    [
+        ("from torch.utils._pytree import tree_map", "tree_map"),
+        ("from hydra._internal.utils import get_args_parser", "get_args_parser"),
+        ("import torch._dynamo", "torch._dynamo"),
+        ("x = torch._foreach_add_(a, b)", "_foreach_add_"),
+        ("x = getattr(node, '_get_node')(a)", "_get_node"),
+        ("class Stage(Base):\n    def _get_init_p2p_neighbors_ops(self): ...", "_get_init_p2p_neighbors_ops"),
+        ("KINDS = {'_allgather_base_': 1}", "_allgather_base_"),
+    ],
+)
+def test_a_private_name_elsewhere_is_seen(line: str, name: str) -> None:
+    assert name in private_names(ROOT / "train.py", ast.parse(line))
+
+
 def test_the_page_lists_every_private_name() -> None:
-    # Modules, by which the names in them are reached, and an attribute of Hugging Face's datasets.
-    through = {"_C", "_dynamo", "_autograd", "config", "_fingerprint"}
+    # Modules, by which the names in them are reached.
+    through = {"_C", "torch._C._distributed_c10d", "_autograd", "config", "utils"}
     listed = {(row.name, file) for row in ROWS for file in row.files}
-    anywhere = {row.name for row in ROWS if not row.files} | through
-    assert {each for each in private_names() if each[0] not in anywhere} - listed == set()
+    assert {file for _, file in listed} == {path.name for path in PRIVATE.glob("*.py")} - {"__init__.py"}
+    used = {
+        (name, path.name)
+        for path, tree in TREES.items()
+        if path.parent == PRIVATE
+        for node in ast.walk(tree)
+        for name in _private(node)
+        if not name.startswith("__") and name not in through and (name not in OWN or (name, path.name) in listed)
+    }
+    assert used - listed == set()
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.name}-{row.owner}")
 def test_a_listed_name_is_used(row: Row) -> None:
-    files = [PACKAGE / file for file in row.files] or PACKAGE.rglob("*.py")
-    text = "".join(path.read_text(encoding="utf-8") for path in files)
+    text = "".join((PRIVATE / file).read_text(encoding="utf-8") for file in row.files)
     assert re.search(rf"\b{row.name}\b", text)
 
 

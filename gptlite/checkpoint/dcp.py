@@ -48,6 +48,7 @@ from gptlite.files import open_regular
 from gptlite.parallelism.mesh import Mesh
 from gptlite.parallelism.rank_sync import from_all
 from gptlite.progress import Log
+from gptlite.torch_private.saved import slice_of
 
 # Emitted at every save and load by a single process. Filtered globally, as warnings.catch_warnings is not thread-safe.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
@@ -190,7 +191,7 @@ class _Reader(FileSystemReader):
     def _read_box(self, place: Any, item: ReadItem, planner: LoadPlanner) -> None:
         with open_regular(Path(self.path) / place.relative_path) as file:
             # weights_only: an untrusted checkpoint must not run code.
-            stored = torch.load(self._slice_file(file, place), map_location="cpu", weights_only=True)
+            stored = torch.load(slice_of(self, file, place), map_location="cpu", weights_only=True)
         index, target = item.storage_index, planner.resolve_tensor(item).detach()
         sizes = self._metadata.state_dict_metadata[index.fqn].chunks[index.index].sizes
         if not isinstance(stored, Tensor) or stored.shape != sizes:

@@ -11,10 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.default_planner import _check_box_bounds, _check_box_overlap
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
-    _MEM_FORMAT_ENCODING,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -22,9 +19,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.serialization import _get_layout
 
 from gptlite.checkpoint.manifest import DamagedCheckpoint, Entries, Manifest, in_words, read_file, spell
+from gptlite.torch_private import saved
 from gptlite.unpickle import unpickle
 
 NAME = "data/.metadata"
@@ -47,7 +44,7 @@ def read_metadata(folder: Path, manifest: Manifest) -> Metadata:
     return metadata
 
 
-def boxes_of(metadata: Metadata, key: str) -> list[tuple[ChunkStorageMetadata, _StorageInfo]]:
+def boxes_of(metadata: Metadata, key: str) -> list[tuple[ChunkStorageMetadata, saved.StorageInfo]]:
     """Return the boxes of a tensor (DCP calls them chunks), each with its location in a file."""
     entry = metadata.state_dict_metadata[key]
     assert isinstance(entry, TensorStorageMetadata)
@@ -77,10 +74,10 @@ def check_metadata(metadata: Metadata, tensors: Entries, files: Entries) -> None
 
 
 def _check_box(
-    key: str, box: ChunkStorageMetadata, whole: torch.Size, place: _StorageInfo | None, files: Entries
+    key: str, box: ChunkStorageMetadata, whole: torch.Size, place: saved.StorageInfo | None, files: Entries
 ) -> None:
     offset, sizes = list(box.offsets), list(box.sizes)
-    if not len(offset) == len(sizes) == len(whole) or not _check_box_bounds(whole, box):
+    if not len(offset) == len(sizes) == len(whole) or not saved.is_inside(whole, box):
         raise ValueError(f"checkpoint key {key}: a box of {sizes} at {offset} exceeds the shape {list(whole)}")
     if place is None:
         raise ValueError(f"checkpoint key {key}: the box at {offset} is in no file")
@@ -102,7 +99,7 @@ def _refuse_overlap(key: str, boxes: Sequence[ChunkStorageMetadata]) -> None:
         for other in boxes[number + 1 :]:
             if other.offsets[axis] >= one.offsets[axis] + one.sizes[axis]:
                 break
-            if _check_box_overlap(one, other):
+            if saved.boxes_overlap(one, other):
                 places = f"{list(one.offsets)} and {list(other.offsets)}"
                 raise ValueError(f"checkpoint key {key}: the boxes at {places} overlap")
 
@@ -113,15 +110,15 @@ def _size(values: Any) -> torch.Size:
     return torch.Size(values)
 
 
-def _memory_format(number: int) -> _MEM_FORMAT_ENCODING:
-    return _MEM_FORMAT_ENCODING(number)
+def _memory_format(number: int) -> saved.MemoryFormat:
+    return saved.MemoryFormat(number)
 
 
-def _member(kind: Any, name: str) -> _MEM_FORMAT_ENCODING:
+def _member(kind: Any, name: str) -> saved.MemoryFormat:
     """Return a memory format by its name: Python 3.11.0 to 3.11.3 pickles a member of an Enum as an attribute."""
     if kind is not _memory_format:
         raise pickle.UnpicklingError(f"it refers to {name!r:.100} of {kind!r:.100}")
-    return _MEM_FORMAT_ENCODING[name]
+    return saved.MemoryFormat[name]
 
 
 def _setter(**kinds: type | tuple[type, ...]) -> Callable[[Any, Any], None]:
@@ -136,7 +133,7 @@ def _setter(**kinds: type | tuple[type, ...]) -> Callable[[Any, Any], None]:
 
 
 def _set_properties(instance: TensorProperties, state: Any) -> None:
-    kinds = [torch.dtype, torch.layout, bool, _MEM_FORMAT_ENCODING, bool]
+    kinds = [torch.dtype, torch.layout, bool, saved.MemoryFormat, bool]
     if type(state) is not tuple or [type(each) for each in state[:5]] != kinds or not _are_strides(state[5:]):
         raise pickle.UnpicklingError("properties of a tensor have a field that they cannot have")
     instance.__setstate__(state[:5])  # without strides, which older versions of torch do not expect
@@ -153,10 +150,10 @@ _NONE = type(None)
 _NAMES = {
     **{("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
     ("torch", "Size"): _size,
-    ("torch.serialization", "_get_layout"): _get_layout,
-    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"): _memory_format,
+    saved.LAYOUT_NAMED: saved.layout_named,
+    saved.MEMORY_FORMAT: _memory_format,
     ("builtins", "getattr"): _member,
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _StorageInfo,
+    saved.STORAGE_INFO: saved.StorageInfo,
     **{
         ("torch.distributed.checkpoint.metadata", each.__name__): each
         for each in (
@@ -184,5 +181,5 @@ _SETTERS: dict[type, Callable[[Any, Any], None]] = {
     ),
     TensorProperties: _set_properties,
     TensorStorageMetadata: _setter(properties=TensorProperties, size=torch.Size, chunks=list),
-    _StorageInfo: _setter(relative_path=str, offset=int, length=int, transform_descriptors=(list, tuple, _NONE)),
+    saved.StorageInfo: _setter(relative_path=str, offset=int, length=int, transform_descriptors=(list, tuple, _NONE)),
 }

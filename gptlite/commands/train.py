@@ -12,13 +12,13 @@ from itertools import zip_longest
 from typing import NoReturn
 
 import hydra
-from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from gptlite.config.command_line import pipe_closed
 from gptlite.config.compose import help_text, resumed, typed, with_whole_numbers
+from gptlite.config.hydra_private import argument_parser
 from gptlite.config.keys import choices
 from gptlite.config.messages import flag_refusal, refusals
 from gptlite.config.plugins import import_plugins, named_in
@@ -160,7 +160,7 @@ def sort_arguments(arguments: list[str]) -> tuple[list[str], list[str]]:
 
 def check_flags(flags: list[str]) -> None:
     """Raise ConfigError for flags that Hydra does not have, instead of Hydra's usage text of many lines."""
-    parser = get_args_parser()
+    parser = argument_parser()
     parser.allow_abbrev = False  # gptlite looks for whole flags
 
     def refuse(message: str) -> NoReturn:

@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, default_collate
 
 from gptlite.data.batch_loader import Batch, BatchLoader, Share, spread
@@ -27,6 +26,7 @@ from gptlite.data.prepared import Identity
 from gptlite.data.registry import source_of
 from gptlite.data.stream import SampleStream
 from gptlite.errors import ConfigError, first_line, text_of
+from gptlite.torch_private.tree import tree_leaves, tree_map
 
 TARGETS = ("labels", "label", "targets", "target")  # keys of targets in a dict sample, in order of preference
 

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
 
 from gptlite.data.batch_loader import Batch, BatchLoader
 from gptlite.data.batches import BatchSchedule
@@ -18,6 +17,7 @@ from gptlite.data.stream import SampleStream
 from gptlite.errors import ConfigError
 from gptlite.parallelism.collectives import all_reduce
 from gptlite.parallelism.mesh import Mesh
+from gptlite.torch_private.tree import tree_leaves, tree_map
 
 
 class HandedOver(BatchLoader):

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils._pytree import tree_map_only
 
 from gptlite.checkpoint.checkpointer import Checkpointer
 from gptlite.checkpoint.find import candidates, first_intact
@@ -43,6 +42,7 @@ from gptlite.parallelism.process_group import join, leave
 from gptlite.parallelism.rank_sync import from_main
 from gptlite.precision import resolve_precision
 from gptlite.run.build import build_state, single_input
+from gptlite.torch_private.tree import tree_map_only
 from gptlite.trainer.eval import Evaluation, evaluate
 from gptlite.trainer.ops import agreed_ops
 from gptlite.trainer.signals import Stopping, StopSignal

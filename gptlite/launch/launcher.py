@@ -29,8 +29,8 @@ def alone(config: Config, started: float, stop: StopSignal | None, memory: str =
     """Train in this process. The memory limit remains set after an error, for `out_of_memory`. `memory`: see
     `pretrain`."""
     from gptlite.parallelism.process_group import leave
-    from gptlite.parallelism.torch_private import forget_meshes
     from gptlite.pretrain import pretrain
+    from gptlite.torch_private.distributed import forget_meshes
 
     limit(config.trainer.host_memory_limit)
     try:

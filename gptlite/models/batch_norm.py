@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from gptlite.parallelism.axes import DATA_AXES
 from gptlite.parallelism.collectives import all_reduce
 from gptlite.parallelism.mesh import Mesh
+from gptlite.torch_private.modules import BatchNorm, share_tensors
 
 
 class _SumOverRanks(torch.autograd.Function):
@@ -32,7 +32,7 @@ class _SumOverRanks(torch.autograd.Function):
         return all_reduce(gradients[0].clone(), ctx.mesh, DATA_AXES), None
 
 
-class SyncedBatchNorm(_BatchNorm):
+class SyncedBatchNorm(BatchNorm):
     """Batch normalization of x [B, C, ...] with the mean and variance of the micro-batches of all data ranks.
 
     It replaces a torch batch norm and uses that norm's parameters and buffers. `tracks` is False while a block is
@@ -42,10 +42,10 @@ class SyncedBatchNorm(_BatchNorm):
     tracks = True
 
     @classmethod
-    def of(cls, norm: _BatchNorm, mesh: Mesh) -> SyncedBatchNorm:
+    def of(cls, norm: BatchNorm, mesh: Mesh) -> SyncedBatchNorm:
         """Return the replacement of a torch batch norm, with the same parameters and buffers."""
         new = cls(norm.num_features, norm.eps, norm.momentum, norm.affine, norm.track_running_stats, device="meta")
-        new._parameters, new._buffers = norm._parameters, norm._buffers
+        share_tensors(new, norm)
         new.mesh = mesh
         return new
 
@@ -92,7 +92,7 @@ class SyncedBatchNorm(_BatchNorm):
 def sync_batch_norms(part: nn.Module, mesh: Mesh) -> None:
     """Replace torch's batch norms in a part with SyncedBatchNorm, in place."""
     for name, module in list(part.named_modules()):
-        if isinstance(module, _BatchNorm) and not isinstance(module, SyncedBatchNorm):
+        if isinstance(module, BatchNorm) and not isinstance(module, SyncedBatchNorm):
             path, _, last = name.rpartition(".")
             setattr(part.get_submodule(path), last, SyncedBatchNorm.of(module, mesh))
 

@@ -24,7 +24,7 @@ from gptlite.parallelism.context import ContextAxis
 from gptlite.parallelism.expert import ExpertAxis
 from gptlite.parallelism.mesh import Mesh
 from gptlite.parallelism.tensor import TensorAxis, axis_of, cut, enter, leave, local
-from gptlite.parallelism.torch_private import has_values
+from gptlite.torch_private.dispatch import has_values
 
 
 class Router(nn.Module):

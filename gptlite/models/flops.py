@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from gptlite.errors import first_line
 from gptlite.models.model import Model
 from gptlite.ops.inputs import Inputs
 from gptlite.ops.select import Ops
+from gptlite.torch_private.dispatch import TorchDispatchMode
+from gptlite.torch_private.tree import tree_map
 
 _TORCHS_OWN = ("aten", "prim", "prims", "profiler")
 # Names of aten ops that do more than a few operations per element.
@@ -71,7 +71,7 @@ class _Unknown(TorchDispatchMode):
         self.names: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        packet = getattr(func, "_overloadpacket", func)
+        packet = getattr(func, "overloadpacket", func)
         name = packet.__name__
         if packet not in flop_registry and (func.namespace not in _TORCHS_OWN or _PRODUCTS.search(name)):
             self.names.append(f"{func.namespace}::{name}")

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
 
 from gptlite.errors import ConfigError, one_line, text_of
 from gptlite.models.metrics import check_metrics
@@ -20,6 +19,8 @@ from gptlite.ops.inputs import Inputs
 from gptlite.ops.select import Ops
 from gptlite.parallelism.layout import split_layers
 from gptlite.precision import Policy
+from gptlite.torch_private.modules import is_persistent
+from gptlite.torch_private.tree import tree_leaves, tree_map
 
 
 @dataclass(frozen=True)
@@ -153,7 +154,7 @@ class Model:
         """Yield the persistent buffers, which a checkpoint stores, with their names."""
         for path, module in part.named_modules():
             for name, buffer in module.named_buffers(recurse=False):
-                if name not in module._non_persistent_buffers_set:  # torch has no public way to ask
+                if is_persistent(module, name):
                     yield f"{path}.{name}" if path else name, buffer
 
     def shapes(self) -> dict[str, tuple[int, ...]]:

@@ -38,9 +38,12 @@ from gptlite.parallelism.tensor import (
     sum_sliced_gradients,
     tensor_axis,
 )
-from gptlite.parallelism.torch_private import KeptForAll, OnlyKept, compile_block, keep_fp32_gradients
 from gptlite.parallelism.zero import shard, sum_scalars
 from gptlite.precision import Policy
+from gptlite.torch_private.compiler import compile_block
+from gptlite.torch_private.fsdp import keep_fp32_gradients
+from gptlite.torch_private.ops import ATTENTION_OPS
+from gptlite.torch_private.recompute import KeptForAll, OnlyKept
 
 IN_BLOCKS = (Linear, ColumnParallelLinear, RowParallelLinear)
 MULTIPLYING = (*IN_BLOCKS, Experts, Head, VocabParallelHead)
@@ -50,10 +53,7 @@ NORMS = (LayerNorm, RMSNorm)
 KEPT = (
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
-    torch.ops.aten._scaled_dot_product_flash_attention.default,
-    torch.ops.aten._scaled_dot_product_efficient_attention.default,
-    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    *ATTENTION_OPS,
 )
 
 

@@ -1,13 +1,11 @@
-"""Reader of the process groups' flight recorder, which records collectives. torch has no public API for it."""
+"""Reader of the process groups' flight recorder, which records collectives."""
 
-import json
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import torch._C._distributed_c10d as c10d
-
 from gptlite.parallelism.axes import WORLD, every_axis
+from gptlite.torch_private.flight_recorder import collectives_started, recorded_collectives, time_collectives
 
 READ_SECONDS = 30.0
 
@@ -15,7 +13,7 @@ READ_SECONDS = 30.0
 def counts(groups: Sequence[Any]) -> tuple[int, ...]:
     """Return the number of collectives that each group has started on this rank. A change shows that the rank makes
     progress."""
-    return tuple(group._get_sequence_number_for_group() for group in groups)
+    return collectives_started(groups)
 
 
 class RecordedTime:
@@ -27,7 +25,7 @@ class RecordedTime:
 
     def __init__(self, groups: Iterable[Any]) -> None:
         for group in groups:
-            group._enable_collectives_timing()
+            time_collectives(group)
         self._since = time.time()
         self._shares: dict[str, float] = {}
 
@@ -36,7 +34,7 @@ class RecordedTime:
         for READ_SECONDS, unless it is empty."""
         now = time.time()
         if not self._shares or now - self._since >= READ_SECONDS:
-            self._shares, self._since = shares_of(_entries(active=False), self._since, now), now
+            self._shares, self._since = shares_of(recorded_collectives(active=False), self._since, now), now
         return self._shares
 
 
@@ -61,7 +59,7 @@ def oldest_under_way() -> tuple[str, str] | None:
 
     The axis is "world" for a group of all ranks. Point-to-point messages over gloo are not recorded.
     """
-    entries = [entry for entry in _entries(active=True) if not entry.get("retired")]
+    entries = [entry for entry in recorded_collectives(active=True) if not entry.get("retired")]
     if not entries:
         return None
     first = min(entries, key=lambda entry: entry["record_id"])
@@ -72,13 +70,3 @@ def axis_of(entry: dict[str, Any]) -> str:
     """Return the mesh axis of a recorded collective, from DeviceMesh's group description, such as `mesh_tp`."""
     _, _, axis = entry["process_group"][1].partition("mesh_")
     return next((each.kind for each in every_axis() if each.name == axis), axis) or WORLD
-
-
-def _entries(active: bool) -> list[dict[str, Any]]:
-    """Return recorded collectives in start order: those in progress, or all that are in the recorder's buffer."""
-    found: list[dict[str, Any]] = []
-    for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):  # GPU (only in CUDA builds) and CPU
-        if dump := getattr(c10d, name, None):
-            # The first argument includes collectives, the second drops finished ones.
-            found += json.loads(dump(True, active)).get("entries", [])
-    return found

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
 from gptlite.monitor.memory_phases import AFTER, Phases
 from gptlite.parallelism.boxes import local_tensor
 from gptlite.parallelism.memory import StateBytes, shards_of, state_of, storage_sizes
-from gptlite.parallelism.torch_private import fsdp_buffers, recorded_allocations
+from gptlite.torch_private.allocations import recorded_allocations
+from gptlite.torch_private.fsdp import fsdp_buffers
+from gptlite.torch_private.tree import tree_leaves
 
 Allocation = tuple[int, int, int]  # nanoseconds since 1970, address, bytes (negative: freed)
 

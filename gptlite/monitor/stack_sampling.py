@@ -12,13 +12,11 @@ from pathlib import Path
 from traceback import walk_stack
 from types import FrameType
 
-import torch
-
 from gptlite.parallelism.axes import WORLD, every_axis
+from gptlite.torch_private.frames import BACKWARD, COLLECTIVES, DISTRIBUTED
 
 # Absolute prefixes, since a checkout or a user's folder may have the same names in its path.
-PACKAGE, TORCH = f"{Path(__file__).parents[1]}/", f"{Path(torch.__file__).parent}/distributed/"
-COLLECTIVES = (f"{TORCH}distributed_c10d.py", f"{TORCH}_functional_collectives.py")
+PACKAGE = f"{Path(__file__).parents[1]}/"
 STORE = f"{PACKAGE}parallelism/rank_sync.py"  # waits there have no time limit
 # Phase by function name. The stack is searched from the outermost frame inwards, as far as "backward".
 PHASES = {
@@ -28,7 +26,7 @@ PHASES = {
     "evaluate": "evaluation",
     "generate": "generation",
     "forward": "forward",
-    "_engine_run_backward": "backward",
+    BACKWARD: "backward",
     "backward_weight_one_chunk": "backward",
 }
 
@@ -74,7 +72,8 @@ def place_of(thread: int) -> Place:
 @cache
 def _waits(file: str, line: int) -> bool:
     """Return True if a thread on that line waits in a collective."""
-    return file in COLLECTIVES or (file.startswith((TORCH, PACKAGE)) and ".wait()" in linecache.getline(file, line))
+    calls = file.startswith((DISTRIBUTED, PACKAGE))
+    return file in COLLECTIVES or (calls and ".wait()" in linecache.getline(file, line))
 
 
 def _axis(frame: FrameType) -> str:
@@ -87,7 +86,7 @@ def _axis(frame: FrameType) -> str:
 def _axis_of_file(file: str) -> str | None:
     """Return the kind of the axis whose collectives are issued from this file, according to the axis table; None if no
     axis lists the file."""
-    roots = {"gptlite": Path(PACKAGE), "torch": Path(TORCH).parent}
+    roots = {"gptlite": Path(PACKAGE), "torch": Path(DISTRIBUTED).parent}
     for axis in every_axis():
         for name in axis.files:
             package, _, rest = name.partition("/")

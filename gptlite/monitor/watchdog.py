@@ -33,6 +33,7 @@ from gptlite.parallelism.axes import WORLD
 from gptlite.parallelism.mesh import Mesh
 from gptlite.parallelism.rank_sync import from_main
 from gptlite.progress import format_duration
+from gptlite.torch_private.distributed import default_store
 
 LOOK_SECONDS = 0.05  # interval at which the position of the main thread is sampled
 ANSWER_SECONDS = 2.0  # time limit of a call to the store, which normally takes a millisecond or less
@@ -69,7 +70,7 @@ class RankWatch:
         name, self._store_host = from_main(mesh, lambda: (uuid.uuid4().hex, self._own.who))
         self._keys = [f"{name}/{rank}" for rank in range(mesh.world_size)]
         self._verdict_key = f"{name}/verdict"
-        store: Any = dist.distributed_c10d._get_default_store()
+        store = default_store()
         self._store = store.clone()  # its own connection, as the threads must not share the main thread's
         # Readings since a hang was suspected: the time, and the heartbeats of all ranks.
         self._readings: list[tuple[float, list[Heartbeat | None]]] = []

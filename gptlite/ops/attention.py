@@ -16,6 +16,7 @@ from torch.nn.attention.varlen import varlen_attn
 from gptlite.ops.config import QUERY_BLOCK, Attention
 from gptlite.ops.dropout import DropoutKey, dropout
 from gptlite.ops.softmax import causal_softmax, future, masked_softmax
+from gptlite.torch_private.ops import flash_attention, softmax_backward
 
 # The argument for the causal mask, in newer torch and in 2.10.
 CAUSAL: dict[str, Any] = (
@@ -118,7 +119,7 @@ def _for_queries(x: Tensor, heads: int) -> Tensor:
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, choice: Attention) -> Tensor:
     square, several = q.shape[-2] == k.shape[-2], q.shape[-2] > 1
     if several and not square and _takes_flash(q, k, v):
-        return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, is_causal=True)[0]
+        return flash_attention(q, k, v, is_causal=True)
     # SDPA's is_causal aligns the first query with the first key; here the last ones are aligned.
     mask = ~future(q.shape[-2], k.shape[-2], q.device) if several and not square else None
     backends = _backends(choice, q.device, several) if mask is None else []
@@ -230,7 +231,7 @@ class _MatmulAttention(torch.autograd.Function):
             p = _probabilities(q, k, start, end, scale) if kept is None else kept
             dv[:, :keys] += torch.bmm(p.transpose(1, 2), g)
             dscores = torch.bmm(g, v[:, :keys].transpose(1, 2))
-            dscores = torch.ops.aten._softmax_backward_data(dscores, p, -1, p.dtype)
+            dscores = softmax_backward(dscores, p, -1, p.dtype)
             # scaled here, since dq has fewer elements than dscores
             dq[:, start:end] = torch.bmm(dscores, k[:, :keys]) * scale
             dk[:, :keys] += torch.bmm(dscores.transpose(1, 2), q[:, start:end]) * scale

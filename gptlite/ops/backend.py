@@ -2,11 +2,12 @@
 
 import warnings
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch.backends import cuda
 from torch.nn.attention import SDPBackend
+
+from gptlite.torch_private.ops import attention_choice
 
 NAMES = {
     SDPBackend.FLASH_ATTENTION: "flash",
@@ -26,9 +27,7 @@ def sdpa_words(device: torch.device, dtype: torch.dtype, heads: int, length: int
     efficient cannot: ...`."""
     qkv = torch.empty(1, length, heads, 3, width, device=device, dtype=dtype, requires_grad=True)
     q, k, v = qkv.permute(3, 0, 2, 1, 4).unbind(0)
-    # torch has no public function for its choice.
-    choice: Any = torch._fused_sdp_choice  # type: ignore[attr-defined]
-    taken = NAMES.get(SDPBackend(choice(q, k, v, is_causal=True)), "another kernel")
+    taken = NAMES.get(SDPBackend(attention_choice(q, k, v)), "another kernel")
     words = [f"{taken} for {str(dtype).removeprefix('torch.')} heads of {width}"]
     if device.type != "cuda":
         return words[0]

@@ -20,6 +20,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from gptlite.ops.config import PRODUCTS
+from gptlite.torch_private.compiler import inductor_has
+from gptlite.torch_private.ops import scaled_mm
 
 INPUT, GRADIENT = torch.float8_e4m3fn, torch.float8_e5m2
 MULTIPLE = 16  # the hardware requires every dimension of a GEMM to be a multiple of this
@@ -94,10 +96,8 @@ def _allocated(x: Tensor, scale: Tensor, dtype: torch.dtype, both: bool) -> Any:
 @cache
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return the function, compiled once for all shapes of contiguous tensors."""
-    from torch._inductor import config  # the import takes a second
-
     exact = "eager_numerics.division_rounding"  # otherwise Triton's division may be off by one ulp
-    options: dict[str, Any] = {exact: True} if exact in config.get_config_copy() else {}
+    options: dict[str, Any] = {exact: True} if inductor_has(exact) else {}
     return torch.compile(function, dynamic=True, options=options)
 
 
@@ -122,8 +122,7 @@ class _Fp8Product(torch.autograd.Function):
 def _product(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the matrix product of a [N, K], row-major, and b [K, M], column-major: the layouts that the hardware
     requires."""
-    # torch 2.11 cannot trace F.scaled_mm, which calls the same kernel.
-    return torch.ops.aten._scaled_mm(a, b, a_scale, b_scale, out_dtype=dtype)
+    return scaled_mm(a, b, a_scale, b_scale, dtype)
 
 
 def _filled(x: Tensor) -> Tensor:

@@ -15,6 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from gptlite.torch_private import foreach
+from gptlite.torch_private.ops import version_of
+
 
 @dataclass
 class WeightCopy:
@@ -38,7 +41,7 @@ def refresh(parameters: Iterable[Tensor]) -> None:
     stale = [each for each in parameters if copy_of(each) is None]
     if stale:
         copies: list[WeightCopy] = [each.weight_copy for each in stale]  # type: ignore[attr-defined]
-        torch._foreach_copy_([copy.values for copy in copies], stale)  # pyright: ignore[reportPrivateImportUsage]
+        foreach.copy_([copy.values for copy in copies], stale)
         mark_written(stale)
 
 
@@ -46,13 +49,13 @@ def mark_written(parameters: Iterable[Tensor]) -> None:
     """Mark the copies as up to date with their parameters."""
     for parameter in parameters:
         copy: WeightCopy = parameter.weight_copy  # type: ignore[attr-defined]
-        copy.version = parameter._version
+        copy.version = version_of(parameter)
 
 
 def copy_of(parameter: Tensor) -> Tensor | None:
     """Return a parameter's copy; None if the parameter has no copy or a stale one."""
     copy: WeightCopy | None = getattr(parameter, "weight_copy", None)
-    return None if copy is None or copy.version != parameter._version else copy.values
+    return None if copy is None or copy.version != version_of(parameter) else copy.values
 
 
 def as_dtype(weight: Tensor, dtype: torch.dtype) -> Tensor:

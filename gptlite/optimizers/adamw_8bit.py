@@ -19,6 +19,7 @@ from gptlite.optimizer.base import BuildContext, OwnOptimizer, local_gradients, 
 from gptlite.optimizers.configs import AdamW8bitConfig
 from gptlite.optimizers.torchao import BLOCK_8BIT, in_8_bits
 from gptlite.parallelism.boxes import cut_like, local_tensor
+from gptlite.torch_private.compiler import a_graph_for_each_shape
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 PIECE = 2**20  # elements stepped at a time in eager mode: bounds the memory of a step
@@ -67,7 +68,7 @@ class AdamW8bit(OwnOptimizer):
                 # No AMSGrad; AdamW rather than Adam; no stochastic rounding.
                 rule = (None, lr, beta1, beta2, group["weight_decay"], group["eps"], True, False)
                 if weight.is_cuda:
-                    with torch._dynamo.utils.disable_cache_limit():  # there is one graph for each shape
+                    with a_graph_for_each_shape():
                         _compiled()(weight, gradient, state["step"], *(state[key] for key in MOMENTS), *rule)
                     continue
                 for start in range(0, weight.numel(), PIECE):

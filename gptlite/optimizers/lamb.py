@@ -14,6 +14,7 @@ from gptlite.optimizer.clip import square_norms
 from gptlite.optimizers.configs import LambConfig
 from gptlite.parallelism.boxes import cuts
 from gptlite.parallelism.collectives import sum_over_cuts
+from gptlite.torch_private import foreach
 
 
 def build(config: LambConfig, context: BuildContext) -> Lamb:
@@ -51,7 +52,7 @@ class Lamb(OwnOptimizer):
             _adapt(parameters, [update for each in updates for update in each], self.trust)
         for (group, each), its in zip(groups, updates, strict=True):
             if each:
-                torch._foreach_add_(local_parameters(each), its, alpha=-group["lr"])
+                foreach.add_(local_parameters(each), its, alpha=-group["lr"])
 
     def _updates(self, group: dict[str, Any], parameters: Sequence[nn.Parameter]) -> list[Tensor]:
         """Return m / (sqrt(v) + eps) + weight_decay x, with bias-corrected moments."""
@@ -60,16 +61,16 @@ class Lamb(OwnOptimizer):
         (beta1, beta2), gradients = group["betas"], local_gradients(parameters)
         steps = self.counted(parameters)
         first, second = (self.local_states(parameters, key) for key in ("exp_avg", "exp_avg_sq"))
-        torch._foreach_lerp_(first, gradients, 1 - beta1)
-        torch._foreach_mul_(second, beta2)
-        torch._foreach_addcmul_(second, gradients, gradients, 1 - beta2)
-        roots = torch._foreach_div(second, [1 - beta2**step for step in steps])
-        torch._foreach_sqrt_(roots)
-        torch._foreach_add_(roots, group["eps"])
-        updates = torch._foreach_div(first, [1 - beta1**step for step in steps])
-        torch._foreach_div_(updates, roots)
+        foreach.lerp_(first, gradients, 1 - beta1)
+        foreach.mul_(second, beta2)
+        foreach.addcmul_(second, gradients, gradients, 1 - beta2)
+        roots = foreach.div(second, [1 - beta2**step for step in steps])
+        foreach.sqrt_(roots)
+        foreach.add_(roots, group["eps"])
+        updates = foreach.div(first, [1 - beta1**step for step in steps])
+        foreach.div_(updates, roots)
         if group["weight_decay"]:
-            torch._foreach_add_(updates, local_parameters(parameters), alpha=group["weight_decay"])
+            foreach.add_(updates, local_parameters(parameters), alpha=group["weight_decay"])
         return list(updates)
 
 
@@ -85,4 +86,4 @@ def _adapt(parameters: Sequence[nn.Parameter], updates: Sequence[Tensor], trust:
     squares = torch.stack(sum_over_cuts(squares.unbind(), [cuts(parameter) for parameter, _ in matrices]))
     size, length = squares.sqrt().unbind(1)
     ratio = torch.where((size > 0) & (length > 0), (size / length).clamp(*trust), 1.0).to(updates[0].dtype)
-    torch._foreach_mul_(updates, list(ratio.unbind()))
+    foreach.mul_(updates, list(ratio.unbind()))

@@ -11,7 +11,7 @@ from torch import Tensor
 from gptlite.parallelism.boxes import Cut
 from gptlite.parallelism.mesh import Mesh
 from gptlite.parallelism.messages import decode, encode
-from gptlite.parallelism.torch_private import all_gather_single
+from gptlite.torch_private.distributed import all_gather_single
 
 T = TypeVar("T")
 OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}

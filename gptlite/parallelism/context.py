@@ -25,7 +25,7 @@ from torch.autograd.function import once_differentiable
 from gptlite.parallelism.axes import CONTEXT
 from gptlite.parallelism.layout import chunk_starts
 from gptlite.parallelism.mesh import Mesh
-from gptlite.parallelism.torch_private import all_gather_single, reduce_scatter_single
+from gptlite.torch_private.distributed import all_gather_single, reduce_scatter_single
 
 KeysAndValues = tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]
 

@@ -12,7 +12,7 @@ from gptlite.parallelism.axes import AXES, EXPERT, EXPERT_AXES, EXPERT_DATA_AXES
 from gptlite.parallelism.config import Offload, ParallelismConfig
 from gptlite.parallelism.layout import Layout, resolve
 from gptlite.parallelism.process_group import join_alone, leave
-from gptlite.parallelism.torch_private import forget_meshes, set_timeout
+from gptlite.torch_private.distributed import forget_meshes, set_timeout
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 
 from gptlite.errors import ConfigError
@@ -29,8 +28,9 @@ from gptlite.parallelism.boxes import local_tensor
 from gptlite.parallelism.config import ParallelismConfig
 from gptlite.parallelism.layout import num_stages, rule, splits_backward, stages_of_rank
 from gptlite.parallelism.mesh import Mesh
-from gptlite.parallelism.torch_private import accumulate_gradients_now, reduce_gradients_now, split_backward
 from gptlite.parallelism.zero import before_backward, gather, reshard
+from gptlite.torch_private.fsdp import accumulate_gradients_now, reduce_gradients_now, split_backward
+from gptlite.torch_private.pipelining import Stage
 
 Forward = Callable[[nn.Module, Tensor, Inputs], Tensor]
 
@@ -203,7 +203,7 @@ class _Plain(nn.Module):
         return out.contiguous()  # torch's point-to-point operations refuse non-contiguous views
 
 
-class _Stage(PipelineStage):
+class _Stage(Stage):
     """Pipeline stage whose backward passes set FSDP2's flags for the ZeRO stage, see `zero.before_backward`.
 
     If backward passes are split, a part's gradients are reduced after the weight-gradient pass. With ZeRO 3, the part's
@@ -216,11 +216,6 @@ class _Stage(PipelineStage):
         if splits and isinstance(part, FSDPModule):
             split_backward(part)
         return self
-
-    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        # In a V schedule torch 2.11 lets the last rank send to itself at the start, which gloo does not support. torch
-        # 2.15 has no such method.
-        return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False

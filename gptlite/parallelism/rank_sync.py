@@ -25,6 +25,7 @@ from gptlite.errors import named
 from gptlite.parallelism.collectives import broadcast_bytes, gather_bytes
 from gptlite.parallelism.mesh import Mesh
 from gptlite.parallelism.messages import decode, decode_error, encode, encode_error
+from gptlite.torch_private.distributed import default_store
 
 T = TypeVar("T")
 ALONE = Mesh(torch.device("cpu"))  # a single process
@@ -68,7 +69,7 @@ def _exchange(mesh: Mesh, action: Callable[[], T], sources: Sequence[int], group
             answer, own_error = _run_encoded(mesh.rank, action)
         gathered = gather_bytes(answer, group)
         return _decoded([gathered[rank] for rank in sources], sources, mesh.rank, own_error)
-    store: Any = dist.distributed_c10d._get_default_store()
+    store = default_store()
     # The name is unique across calls and runs, as a restarted run may find the previous run's store.
     name = broadcast_bytes(uuid.uuid4().hex.encode()).decode()
     keys = [f"{name}/{rank}" for rank in sources]

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from gptlite.parallelism.axes import EXPERT
 from gptlite.parallelism.mesh import Mesh
-from gptlite.parallelism.torch_private import all_gather_single, reduce_scatter_single
+from gptlite.torch_private.distributed import all_gather_single, reduce_scatter_single
 
 
 @dataclass

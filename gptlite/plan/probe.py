@@ -18,8 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_leaves, tree_map
 
 from gptlite.errors import ConfigError, first_line
 from gptlite.models.batch_norm import SyncedBatchNorm
@@ -33,10 +31,12 @@ from gptlite.parallelism.layout import Layout, splits_backward
 from gptlite.plan.parameters import BLOCKS, num_blocks, repeats, with_blocks
 from gptlite.plan.segments import ADDED, GRADIENT, PARTS, PLAIN, UPSTREAM, Event, Halves, Op, Profile, Segment
 from gptlite.plan.simulate import CPU, as_on, assume_loads, mesh_of, ops_of, policy_of, zero_batch
-from gptlite.plan.torch_private import flash_attention_only, stage_backward_input, stage_backward_weight
 from gptlite.plan.watch import Change, Watch
 from gptlite.plan.workload import Transfer, Workload, block_input
 from gptlite.precision import Policy
+from gptlite.torch_private.recording import FakeTensorMode
+from gptlite.torch_private.simulation import flash_attention_only, stage_backward_input, stage_backward_weight
+from gptlite.torch_private.tree import tree_leaves, tree_map
 from gptlite.trainer.build import build_parts
 
 

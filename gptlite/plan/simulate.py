@@ -21,8 +21,6 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_leaves, tree_map
 
 from gptlite.data.batches import BatchSchedule
 from gptlite.data.loader import Batch, Loader
@@ -45,10 +43,12 @@ from gptlite.parallelism.point_to_point import PairwiseAllGather, PairwiseReduce
 from gptlite.parallelism.stage_runner import StageRunner
 from gptlite.parallelism.zero import sharded_modules
 from gptlite.plan.segments import Op
-from gptlite.plan.torch_private import imagined_world, schedule_stages
 from gptlite.plan.watch import Change, Watch
 from gptlite.plan.workload import RankBytes, Transfer, Workload
 from gptlite.precision import Policy, Precision, Reduce
+from gptlite.torch_private.recording import FakeTensorMode
+from gptlite.torch_private.simulation import imagined_world, schedule_stages
+from gptlite.torch_private.tree import tree_leaves, tree_map
 from gptlite.trainer.build import build_parts, build_updates
 from gptlite.trainer.signals import Stopping, StopSignal
 from gptlite.trainer.state import TrainState

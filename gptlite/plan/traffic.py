@@ -63,7 +63,7 @@ def reductions(work: Workload) -> int:
 
 def sums_copies_often(work: Workload) -> bool:
     """Return True if copies of shards (HSDP) are all-reduced whenever gradients are reduced, instead of once per step:
-    see `torch_private.reduce_gradients_now`."""
+    see `torch_private.fsdp.reduce_gradients_now`."""
     return splits_backward(work.parallelism) and frees_messages()
 
 

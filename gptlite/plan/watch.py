@@ -22,22 +22,34 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from gptlite.models.parallelize import is_kept
 from gptlite.parallelism.axes import EXPERT
 from gptlite.parallelism.mesh import Mesh
 from gptlite.plan.segments import ATTENTION, MATMUL, MOVE, Op
-from gptlite.plan.torch_private import held_messages, is_last_sum, shapes_unseen, watched_resizes
 from gptlite.plan.workload import Transfer
 from gptlite.plan.workspace import FILTERS, is_measured, tape_of, tensors_of, workspace_bytes
+from gptlite.torch_private.dispatch import TorchDispatchMode
+from gptlite.torch_private.recording import (
+    ALL_GATHER,
+    CPU_FLASH_ATTENTION,
+    CPU_FLASH_ATTENTION_BACKWARD,
+    LOCAL_SCALAR,
+    REDUCE_SCATTER,
+    SCALED_MM,
+    WITHOUT_COPY,
+    op_name,
+    op_schema,
+    storage_key,
+)
+from gptlite.torch_private.simulation import held_messages, is_last_sum, shapes_unseen, watched_resizes
 
 # Collectives of torch.distributed, by their names at the dispatcher.
 KINDS = {
     "allreduce_": "all_reduce",
-    "_allgather_base_": "all_gather",
-    "_reduce_scatter_base_": "reduce_scatter",
+    ALL_GATHER: "all_gather",
+    REDUCE_SCATTER: "reduce_scatter",
     "alltoall_base_": "all_to_all",
     "broadcast_": "broadcast",
     "send": "send",
@@ -49,16 +61,16 @@ GLOO_COPIES = ("all_gather", "reduce_scatter")  # gloo runs them in its own buff
 ANSWER = 1  # result of every `.item()`, as tensors have no values; 1 passes the pipeline stages' consistency check
 NOTHING = {  # ops that compute nothing
     *("detach", "empty", "empty_like", "new_empty", "new_empty_strided", "empty_strided", "lift_fresh", "device"),
-    *("_local_scalar_dense", "resize_", "set_", "_unsafe_view", "_reshape_alias"),
+    *("resize_", "set_", op_name(LOCAL_SCALAR), *WITHOUT_COPY),
 }
 LOOKUPS = {"embedding", "index", "gather", "index_select"}  # read as much of their first argument as they write
 WRITES = {"copy_", "zero_", "fill_"}  # overwrite their first argument without reading it
 SILENT = ("c10d", "_c10d_functional", "prim")  # namespaces whose ops have no cost; collectives are transfers instead
 # Index of the left factor among the arguments; the right one follows it.
-PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1, "_scaled_mm": 0, "weight_gradient": 0, "grouped_product": 0}
+PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1, SCALED_MM: 0, "weight_gradient": 0, "grouped_product": 0}
 SCORES = {  # index of the queries; the keys follow them, or are packed with them
-    "_scaled_dot_product_flash_attention_for_cpu": 0,
-    "_scaled_dot_product_flash_attention_for_cpu_backward": 1,
+    CPU_FLASH_ATTENTION: 0,
+    CPU_FLASH_ATTENTION_BACKWARD: 1,
     "attention": 0,
     "attention_backward": 3,
     "attention_packed": 0,
@@ -111,9 +123,9 @@ class Watch(TorchDispatchMode):
             return NotImplemented  # a DTensor runs ops on its local tensors, which are dispatched here in turn
         if func is torch.ops.prim.device.default:
             return func(*args)  # a query: computes and allocates nothing
-        if func is torch.ops.aten._local_scalar_dense.default:
+        if func is LOCAL_SCALAR:
             return ANSWER
-        moment = self._transferred(func._opname, args) if func.namespace == "c10d" else 0
+        moment = self._transferred(op_name(func), args) if func.namespace == "c10d" else 0
         if func is torch.ops.aten.add.Tensor and is_last_sum(args[0]):
             func = torch.ops.aten.add_.Tensor  # autograd adds in place if tensors have data
         out = func(*args, **(kwargs or {}))
@@ -125,7 +137,7 @@ class Watch(TorchDispatchMode):
         for each in tensors_of(out):
             if each.device.type == self._counted:
                 storage = each.untyped_storage()
-                if storage._cdata not in self._storages:
+                if storage_key(storage) not in self._storages:
                     self._known(storage, storage.nbytes())
         if moment:  # memory that is allocated and freed within the op
             self.log += [Change(self._count, moment), Change(self._count, -moment)]
@@ -139,7 +151,7 @@ class Watch(TorchDispatchMode):
         for size, place in tape:
             if place < 0:
                 self.log.append(Change(first - place - 1, size))
-            elif results[place]._cdata not in self._storages:
+            elif storage_key(results[place]) not in self._storages:
                 self._known(results[place], results[place].nbytes())
 
     def leave_out(self, *tensors: Tensor) -> None:
@@ -149,7 +161,7 @@ class Watch(TorchDispatchMode):
 
     def held(self, tensors: Iterable[Tensor]) -> dict[int, int]:
         """Return the bytes of the storages of local tensors, keyed by number, without excluded or empty storages."""
-        found = (self._storages.get(tensor.untyped_storage()._cdata) for tensor in tensors)
+        found = (self._storages.get(storage_key(tensor.untyped_storage())) for tensor in tensors)
         return {entry[0]: entry[1] for entry in found if entry is not None and entry[1]}
 
     def sent(self, group: dist.ProcessGroup, kind: str, payload: int) -> None:
@@ -174,7 +186,7 @@ class Watch(TorchDispatchMode):
 
     def _known(self, storage: torch.UntypedStorage, size: int) -> None:
         """Number a storage, and record its `size` in bytes; size 0 excludes it from the count."""
-        address, number = storage._cdata, self._count
+        address, number = storage_key(storage), self._count
         self._count += 1
         self._storages[address] = number, size, weakref.ref(storage, partial(self._freed, address))
         if size:
@@ -186,18 +198,18 @@ class Watch(TorchDispatchMode):
             self.log.append(Change(number, -size))
 
     def _resized(self, storage: torch.UntypedStorage) -> None:
-        if (entry := self._storages.get(storage._cdata)) is None:
+        if (entry := self._storages.get(storage_key(storage))) is None:
             return
         number, before, reference = entry
         now = storage.nbytes()
         if now != before:
-            self._storages[storage._cdata] = number, now, reference
+            self._storages[storage_key(storage)] = number, now, reference
             self.log.append(Change(number, now - before))
 
 
 def op_of(func: Any, args: Any, out: Any) -> Op | None:
     """Return the cost of a dispatched op; None if it computes nothing."""
-    name = func._opname
+    name = op_name(func)
     if name in NOTHING or func.namespace in SILENT or func.is_view:
         return None
     moved, kept = float(_moved(func, args, out)), is_kept(func)
@@ -254,7 +266,7 @@ def _attention(name: str, args: Any) -> int:
 
 def _moved(func: Any, args: Any, out: Any) -> int:
     """Return the bytes that an op reads, writes into its arguments, and writes into new results."""
-    name, schema = func._opname, func._schema
+    name, schema = op_name(func), op_schema(func)
     given = zip(schema.arguments, args, strict=False)
     mutated = [value for each, value in given if each.alias_info is not None and each.alias_info.is_write]
     results = out if isinstance(out, list | tuple) else [out]

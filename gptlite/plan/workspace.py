@@ -15,16 +15,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
-from gptlite.parallelism.torch_private import profiler_runs, recorded_allocations
 from gptlite.plan.cache import cached
-from gptlite.plan.torch_private import real_tensors
+from gptlite.torch_private.allocations import recorded_allocations
+from gptlite.torch_private.profiler import profiler_runs
+from gptlite.torch_private.recording import SCALED_MM, op_name, real_tensors
+from gptlite.torch_private.tree import tree_leaves
 
 FILTERS = {"convolution": 1, "convolution_backward": 2}  # convolutions: index of the weight
 # Products, which are measured in 16 bits or fewer; in fp32 they allocate only results. As in ALONG: indices of the
 # arguments whose first dim counts samples or rows, that of the left factor last.
-GEMMS = {"mm": (0,), "addmm": (1,), "bmm": (1, 0), "baddbmm": (0, 2, 1), "_scaled_mm": (0,)}
+GEMMS = {"mm": (0,), "addmm": (1,), "bmm": (1, 0), "baddbmm": (0, 2, 1), SCALED_MM: (0,)}
 ALONG = {"convolution": (0,), "convolution_backward": (0, 1), **GEMMS}
 ROWS = 256  # maximum number of parts of the rows that our kernels sum separately, see kernels/cpu/workspace.cpp
 # Our ops that sum over rows: index of the argument with the rows.
@@ -35,9 +36,9 @@ MOST_BYTES, MOST_FLOPS = 2**28, 2e9
 
 def workspace_bytes(func: Any, args: Any) -> int:
     """Return the bytes that one of our kernels allocates and frees besides its results."""
-    if func.namespace != "gptlite" or func._opname not in ROWS_OF:
+    if func.namespace != "gptlite" or op_name(func) not in ROWS_OF:
         return 0
-    *leading, width = args[ROWS_OF[func._opname]].shape
+    *leading, width = args[ROWS_OF[op_name(func)]].shape
     return 4 * 3 * min(prod(leading), ROWS) * width  # up to three fp32 sums of each column in each part
 
 
@@ -45,7 +46,7 @@ def is_measured(func: Any, args: Any) -> bool:
     """Return True if the memory of an op on a CPU depends on the instruction set."""
     if func.namespace != "aten":
         return False
-    return func._opname in FILTERS or (func._opname in GEMMS and args[0].itemsize <= 2)
+    return op_name(func) in FILTERS or (op_name(func) in GEMMS and args[0].itemsize <= 2)
 
 
 @cached(lambda func, args, out, threads: (func, _signature(args), threads))
@@ -60,7 +61,7 @@ def tape_of(func: Any, args: Any, out: Any, threads: int) -> list[tuple[int, int
     """
     if profiler_runs():  # the recorder of allocations serves one at a time
         return []
-    along = ALONG[func._opname]
+    along = ALONG[op_name(func)]
     count = args[along[-1]].shape[0]
     size = sum(each.nbytes for each in tensors_of((args, out)))
     share = max(size / MOST_BYTES, _flops(func, args, out) / MOST_FLOPS)
@@ -68,7 +69,7 @@ def tape_of(func: Any, args: Any, out: Any, threads: int) -> list[tuple[int, int
         if share <= 1 or (few := max(2, int(count / share / 2))) * 2 >= count:
             return _run(func, args, along, count)
         one, two = (_run(func, args, along, rows) for rows in (few, 2 * few))
-    if func._opname in GEMMS:
+    if op_name(func) in GEMMS:
         return two
     if [place for _, place in one] != [place for _, place in two]:
         one = [(size // 2, place) for size, place in two]
@@ -77,10 +78,10 @@ def tape_of(func: Any, args: Any, out: Any, threads: int) -> list[tuple[int, int
 
 def _flops(func: Any, args: Any, out: Any) -> float:
     """Return about how many FLOPs an op takes."""
-    if func._opname in FILTERS:
-        result = args[0] if "backward" in func._opname else out
-        return 2.0 * len(tensors_of(out)) * result.numel() * prod(args[FILTERS[func._opname]].shape[1:])
-    return 2.0 * out.numel() * args[ALONG[func._opname][-1]].shape[-1]
+    if op_name(func) in FILTERS:
+        result = args[0] if "backward" in op_name(func) else out
+        return 2.0 * len(tensors_of(out)) * result.numel() * prod(args[FILTERS[op_name(func)]].shape[1:])
+    return 2.0 * out.numel() * args[ALONG[op_name(func)][-1]].shape[-1]
 
 
 def _run(func: Any, args: Any, along: tuple[int, ...], rows: int) -> list[tuple[int, int]]:

@@ -12,7 +12,6 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -21,6 +20,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from gptlite import limits
 from gptlite.config.compose import typed
+from gptlite.config.hydra_private import combinations_of
 from gptlite.config.messages import refusals
 from gptlite.config.overrides import key_of
 from gptlite.config.schema import CONF_DIR
@@ -62,7 +62,7 @@ def checked_cells(loader: ConfigLoader, config: DictConfig, overrides: list[Over
     try:
         with refusals():
             _refuse_many(overrides)
-            (combinations,) = BasicSweeper.split_arguments(overrides, max_batch_size=None)
+            combinations = combinations_of(overrides)
         progress = Progress("checking", len(combinations), print, unit="cells")
         for number, each in enumerate(combinations):
             with refusals():

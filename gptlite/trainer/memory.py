@@ -13,7 +13,8 @@ from gptlite.parallelism.config import Offload, ParallelismConfig
 from gptlite.parallelism.host_copy import HostCopy
 from gptlite.parallelism.memory import MASTER
 from gptlite.parallelism.mesh import Mesh
-from gptlite.parallelism.torch_private import profiler_runs, watched_shards
+from gptlite.torch_private.fsdp import watched_shards
+from gptlite.torch_private.profiler import profiler_runs
 from gptlite.trainer.observers import Observer
 from gptlite.trainer.state import TrainState
 

@@ -17,7 +17,6 @@ from gptlite.monitor.memory_phases import AFTER, phase_peaks
 from gptlite.monitor.memory_watch import MemoryWatch, Sample, most_beside
 from gptlite.ops.select import select_ops
 from gptlite.parallelism.mesh import build_mesh
-from gptlite.parallelism.torch_private import profiler_runs, recorded_allocations
 from gptlite.parity.record import build
 from gptlite.plan import banner
 from gptlite.plan.banner import planned
@@ -25,6 +24,8 @@ from gptlite.plan.memory import estimate
 from gptlite.plan.workload import RankBytes, Workload
 from gptlite.precision import resolve_precision
 from gptlite.start.run import predicted
+from gptlite.torch_private.allocations import recorded_allocations
+from gptlite.torch_private.profiler import profiler_runs
 from gptlite.trainer.memory import MemoryReport
 from gptlite.trainer.state import TrainState
 from gptlite.trainer.step import Diverged, Step

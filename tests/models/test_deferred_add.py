@@ -17,8 +17,8 @@ from gptlite.models.parallelize import set_dtypes
 from gptlite.ops.config import Attention
 from gptlite.ops.select import Ops
 from gptlite.parallelism.config import ActivationCheckpointing
-from gptlite.parallelism.torch_private import compile_block
 from gptlite.precision import Precision
+from gptlite.torch_private.compiler import compile_block
 
 FUSED = Ops(Attention.matmul, layer_norm=True, activation=True, dropout=True)
 pytestmark = pytest.mark.usefixtures("kernels")

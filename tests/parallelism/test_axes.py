@@ -25,7 +25,7 @@ from gptlite.parallelism.axes import kinds
 from gptlite.parallelism.config import ParallelismConfig
 from gptlite.parallelism.layout import Layout, resolve
 from gptlite.parallelism.mesh import Mesh, build_mesh
-from gptlite.plan.torch_private import imagined_world
+from gptlite.torch_private.simulation import imagined_world
 
 CPU = torch.device("cpu")
 TWELVE = ParallelismConfig(tensor=2, pipeline=2, zero=1, expert=3)  # on 24 ranks: pipeline 2 x data 6 x tensor 2

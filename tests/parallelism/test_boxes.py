@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from gptlite.parallelism.boxes import local_box, local_part, num_local_elements
-from gptlite.plan.torch_private import imagined_world
+from gptlite.torch_private.simulation import imagined_world
 
 
 def piece(tensor: Tensor, dim: int, count: int, index: int) -> Tensor:

@@ -16,8 +16,8 @@ from gptlite.ops.config import Attention
 from gptlite.parallelism.layout import resolve
 from gptlite.plan.simulate import Simulation, enough, peak, simulate
 from gptlite.plan.simulate import counted as counted_of
-from gptlite.plan.torch_private import imagined_world
 from gptlite.plan.watch import Change
+from gptlite.torch_private.simulation import imagined_world
 from plan.truth import BASE, Counted, counted, workload
 
 # Small blocks of 64 x 64 weights and 128 tokens: activations are what there is most of.

@@ -5,9 +5,9 @@ from itertools import accumulate
 import pytest
 import torch
 
-from gptlite.parallelism.torch_private import recorded_allocations
 from gptlite.plan import workspace
 from gptlite.plan.workspace import tape_of
+from gptlite.torch_private.allocations import recorded_allocations
 
 CONVOLUTION, BACKWARD = torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default
 # [samples, channels, height], [filters, height of a filter], stride: a ResNet's first one and its blocks'.

@@ -14,6 +14,8 @@ from typing import Any
 
 from torch.utils import flop_counter
 
+from gptlite.torch_private.recording import TO_COPY, op_name
+
 from .step_trace import Op, Trace
 
 COPY, PRODUCT = 4.3e12, 790e12  # bytes and FLOPs a second
@@ -41,7 +43,7 @@ PRODUCTS: dict[str, Callable[..., int]] = {
     "aten.bmm": flop_counter.bmm_flop,
     "aten.baddbmm": flop_counter.baddbmm_flop,
 }
-COPIES = ("copy_", "clone", "_to_copy", "cat", "stack", "slice_backward", "contiguous", "zero_", "fill_", "zeros")
+COPIES = ("copy_", "clone", op_name(TO_COPY), "cat", "stack", "slice_backward", "contiguous", "zero_", "fill_", "zeros")
 WRITE_ONLY = ("copy_", "zero_", "fill_")
 OURS = (  # class by the first substring that the op's name contains
     *(("gelu", "activation"), ("activation", "activation"), ("cross_entropy", "loss"), ("adamw", "optimizer")),

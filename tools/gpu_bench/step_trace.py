@@ -11,13 +11,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
 from gptlite.kernels.library import Unavailable, load
 from gptlite.ops.config import OpsConfig
 from gptlite.ops.select import Ops, choose_ops
 from gptlite.parallelism.mesh import Mesh
+from gptlite.torch_private.dispatch import TorchDispatchMode
+from gptlite.torch_private.ops import flash_attention
+from gptlite.torch_private.recording import LOCAL_SCALAR, TO_COPY, WITHOUT_COPY, op_name, op_schema
+from gptlite.torch_private.tree import tree_iter
 
 META = torch.device("meta")
 ATEN = torch.ops.aten
@@ -31,7 +33,7 @@ READS = tuple(
 WRITTEN_ALONE = ("copies",)
 # Reads in this file do not block: their copies were started a step earlier, and on a GPU they have finished by then.
 ARRIVED = "parallelism/host_copy.py"
-MEMORY = ("_unsafe_view", "_reshape_alias", "lift_fresh", "detach", "alias", "set_")  # ops that touch no memory
+MEMORY = (*WITHOUT_COPY, "lift_fresh", "detach", "alias", "set_")  # ops that touch no memory
 
 
 @dataclass
@@ -142,7 +144,7 @@ class _Functions(TorchFunctionMode):
             return {"__bool__": True, "__int__": 1, "__index__": 1}.get(func.__name__, 1.0)
         if func is F.scaled_dot_product_attention and kwargs.get("attn_mask") is None:
             options = kwargs.get("dropout_p", 0.0), kwargs.get("is_causal", False)
-            return ATEN._scaled_dot_product_flash_attention(*args[:3], *options, scale=kwargs.get("scale"))[0]
+            return flash_attention(*args[:3], *options, scale=kwargs.get("scale"))
         return func(*args, **kwargs)
 
 
@@ -158,7 +160,7 @@ class _Dispatch(TorchDispatchMode):
         if (value := _on_host(func, args, kwargs)) is not None:
             waits = not kwargs.get("non_blocking", len(args) > 2 and args[2] is True)
             reads = self.trace.blocking_reads if waits else self.trace.copies_to_host
-            reads.append(f"{func._opname} at {_caller()}")
+            reads.append(f"{op_name(func)} at {_caller()}")
             return value
         out = func(*args, **kwargs)
         self.trace.ops.append(_op(func, args, kwargs, out))
@@ -168,16 +170,16 @@ class _Dispatch(TorchDispatchMode):
 def _op(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Op:
     operands: list[Operand] = []
     causal = False
-    for argument, value in _given(func._schema, args, kwargs):
+    for argument, value in _given(op_schema(func), args, kwargs):
         written = argument.alias_info is not None and argument.alias_info.is_write
         read = not (written and (argument.kwarg_only or argument.name in WRITTEN_ALONE))  # `out=` is only written
         operands += [_operand(t, read, written) for t in tree_iter(value) if isinstance(t, Tensor)]
         causal |= argument.name == "is_causal" and value
-    aliased = [each.alias_info is not None for each in func._schema.returns]
+    aliased = [each.alias_info is not None for each in op_schema(func).returns]
     view = bool(aliased) and all(aliased) and not any(operand.written for operand in operands)
-    memory = "empty" in func._opname or func._opname in MEMORY
+    memory = "empty" in op_name(func) or op_name(func) in MEMORY
     new = [] if any(aliased) else [_operand(t, False, True) for t in tree_iter(out) if isinstance(t, Tensor)]
-    return Op(f"{func.namespace}.{func._opname}", _phase(), operands, new, view or memory, causal)
+    return Op(f"{func.namespace}.{op_name(func)}", _phase(), operands, new, view or memory, causal)
 
 
 def _phase() -> str:
@@ -209,11 +211,11 @@ def _operand(tensor: Tensor, read: bool, written: bool) -> Operand:
 def _on_host(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Return a stand-in for the data if an op copies it from the device to the host, else None."""
     kinds = [each.device.type for each in args[:2] if isinstance(each, Tensor)]
-    if func is ATEN._local_scalar_dense.default and kinds[0] == "meta":
+    if func is LOCAL_SCALAR and kinds[0] == "meta":
         return 1.0
     if func is ATEN.copy_.default and kinds == ["cpu", "meta"]:
         return args[0]
-    if func is ATEN._to_copy.default and kinds[0] == "meta" and str(kwargs.get("device")).startswith("cpu"):
+    if func is TO_COPY and kinds[0] == "meta" and str(kwargs.get("device")).startswith("cpu"):
         return torch.ones(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype, device="cpu")
     return None
 

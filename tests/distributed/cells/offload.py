@@ -15,10 +15,10 @@ from gptlite.optimizer.streamed import Stream
 from gptlite.parallelism.boxes import local_part
 from gptlite.parallelism.config import Offload
 from gptlite.parallelism.memory import StateBytes
-from gptlite.parallelism.torch_private import watched_shards
 from gptlite.plan.memory import estimate
 from gptlite.plan.traffic import Moved, moved
 from gptlite.plan.workload import RankBytes
+from gptlite.torch_private.fsdp import watched_shards
 from gptlite.trainer.state import TrainState
 
 STEPS = 3

@@ -1,4 +1,4 @@
-"""Private torch APIs that the planner depends on, in addition to those of gptlite.parallelism.torch_private."""
+"""What the planner's simulation replaces and reads: process groups, attention, storages, and a pipeline's schedule."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,7 +12,8 @@ from torch.distributed.pipelining import schedules
 from torch.distributed.pipelining._backward import stage_backward_input as stage_backward_input
 from torch.distributed.pipelining._backward import stage_backward_weight as stage_backward_weight
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
-from torch.utils._python_dispatch import _disable_current_modes
+
+from gptlite.torch_private.recording import real_tensors, storage_key
 
 
 @contextmanager
@@ -80,7 +81,7 @@ def shapes_unseen() -> Iterator[None]:
     find = getattr(cls, name)
 
     def unseen(*args: Any) -> Any:
-        with _disable_current_modes():
+        with real_tensors():
             return find(*args)
 
     setattr(cls, name, unseen)
@@ -88,11 +89,6 @@ def shapes_unseen() -> Iterator[None]:
         yield
     finally:
         setattr(cls, name, find)
-
-
-def real_tensors() -> Any:
-    """Return a context manager in which ops run on real tensors, under none of the dispatch modes."""
-    return _disable_current_modes()
 
 
 @contextmanager
@@ -134,7 +130,7 @@ def is_last_sum(tensor: Tensor) -> bool:
     if torch.is_grad_enabled() or torch._C._current_autograd_node() is None:
         return False
     counted: Any = tensor  # _use_count is missing in the type stub
-    return counted._use_count() == 4 and torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) == 2
+    return counted._use_count() == 4 and torch._C._storage_Use_Count(storage_key(tensor.untyped_storage())) == 2
 
 
 def schedule_stages(schedule: Any) -> list[Any]:

@@ -13,15 +13,15 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from gptlite.parallelism.boxes import local_tensor
 from gptlite.parallelism.process_group import join_alone
-from gptlite.parallelism.torch_private import (
+from gptlite.parallelism.zero import before_backward
+from gptlite.torch_private.distributed import set_timeout
+from gptlite.torch_private.fsdp import (
     accumulate_gradients_now,
     keep_fp32_gradients,
     reduce_gradients_now,
-    set_timeout,
     split_backward,
 )
-from gptlite.parallelism.zero import before_backward
-from gptlite.plan.torch_private import stage_backward_input, stage_backward_weight
+from gptlite.torch_private.simulation import stage_backward_input, stage_backward_weight
 
 
 @pytest.fixture

@@ -1,45 +1,12 @@
-"""Private torch APIs that training depends on. docs/torch_versions.md lists them, and a test looks for each in the
-installed version."""
+"""FSDP2: gradients of split backward passes, their dtype, its buffers and its transfers."""
 
-import os
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from copy import copy
-from datetime import timedelta
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C import _autograd
-from torch._C._profiler import RecordScope, _EventType
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.utils._python_dispatch import TorchDispatchMode
-
-autograd: Any = _autograd  # its type stub is incomplete
-
-# Renamed in torch 2.13, where the old names warn.
-all_gather_single: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-
-
-def set_timeout(group: dist.ProcessGroup, seconds: float) -> None:
-    """Set a group's time limit for a collective."""
-    # public since torch 2.14, where the private name warns
-    set_group_timeout: Any = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
-    set_group_timeout(timedelta(seconds=seconds), group)
-
-
-def forget_meshes() -> None:
-    """Clear DTensor's sharding propagation cache.
-
-    A tensor on a new mesh would otherwise get an equal older mesh from the cache, whose process groups may be gone.
-    """
-    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-
-    _clear_sharding_prop_cache()
 
 
 def finalizes(part: FSDPModule) -> bool:
@@ -181,119 +148,3 @@ def watched_shards(
 def _has_gradient(param: Any) -> bool:
     whole = getattr(param, "_unsharded_param", None)
     return param.unsharded_accumulated_grad is not None or (whole is not None and whole.grad is not None)
-
-
-@contextmanager
-def recorded_allocations() -> Iterator[list[tuple[int, int, int]]]:
-    """Context manager that records this thread's CPU tensor allocations, in order. The yielded list is filled on exit.
-
-    Entries are (nanoseconds since 1970, address, bytes), with negative bytes for frees. Frees of memory
-    allocated before the recording are left out. The recorder is torch.profiler's, without operators. It costs about 10
-    us per allocation, and must not be running already: see `profiler_runs`.
-    """
-    allocations: list[tuple[int, int, int]] = []
-    settings: Any = torch.autograd.profiler.profile(use_cpu=True, use_kineto=True, profile_memory=True)
-    older = torch.empty(1)
-    with _silent_stderr():
-        autograd._prepare_profiler(settings.config(), settings.kineto_activities)
-        autograd._enable_profiler(settings.config(), settings.kineto_activities, {RecordScope.STATIC_RUNTIME_MODEL})
-        del older  # the first free of unrecorded memory logs a warning, the next 999 do not
-    try:
-        yield allocations
-    finally:
-        with _silent_stderr():
-            events: Any = autograd._disable_profiler().experimental_event_tree()
-        begun: set[int] = set()
-        for event in events:
-            if event.tag != _EventType.Allocation:
-                continue
-            address, size = event.extra_fields.ptr, event.extra_fields.alloc_size
-            # Skip frees of memory that was allocated before recording began, such as `older`.
-            if size > 0 or address in begun:
-                (begun.add if size > 0 else begun.remove)(address)
-                allocations.append((event.start_time_ns, address, size))
-
-
-def profiler_runs() -> bool:
-    """Return True if torch.profiler is recording."""
-    return autograd._profiler_enabled()
-
-
-@contextmanager
-def _silent_stderr() -> Iterator[None]:
-    """Redirect the process's stderr to /dev/null, as torch 2.13's recorder logs its start and stop there."""
-    sys.stderr.flush()
-    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    try:
-        os.dup2(nowhere, 2)
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(nowhere)
-
-
-class KeptForAll:
-    """Backward context of selective checkpointing that can be entered twice, by the input- and the weight-gradient pass
-    of a split backward pass.
-
-    torch's own context consumes its cache, and raises "Trying to backward an extra time" the second time.
-    """
-
-    def __init__(self, context: Any) -> None:
-        self._context, self._kept = context, context.storage
-
-    def __enter__(self) -> Any:
-        self._context.storage = {key: copy(entries) for key, entries in self._kept.items()}
-        return self._context.__enter__()
-
-    def __exit__(self, *error: Any) -> Any:
-        return self._context.__exit__(*error)
-
-
-class OnlyKept(TorchDispatchMode):
-    """Context of selective checkpointing that sees only the ops whose results it keeps.
-
-    torch's own context counts every op, and raises an error if the recomputation runs different ops than the forward
-    pass. This happens if FSDP2 gathers parameters inside a block.
-    """
-
-    def __init__(self, context: Any, keeps: Callable[[object], bool]) -> None:
-        super().__init__()
-        self._context, self._keeps = context, keeps
-
-    @property
-    def storage(self) -> Any:
-        """The kept results."""
-        return self._context.storage
-
-    @storage.setter
-    def storage(self, value: Any) -> None:
-        self._context.storage = value
-
-    def __enter__(self) -> Any:
-        if hasattr(self._context, "func_counter"):  # not in torch 2.11
-            self._context.func_counter.clear()
-        return super().__enter__()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self._keeps(func):
-            return self._context.__torch_dispatch__(func, types, args, kwargs)
-        return func(*args, **(kwargs or {}))
-
-
-def has_values(tensor: Tensor) -> bool:
-    """Return True if a tensor has data: it is neither on the meta device nor a fake tensor."""
-    return not tensor.is_meta and not isinstance(tensor, FakeTensor)
-
-
-def compile_block(block: nn.Module, **options: Any) -> None:
-    """Compile a block's forward method in place, with Python floats as constants.
-
-    By default, Dynamo turns a float that has changed since an earlier compilation in the process, such as a dropout
-    probability, into a symbol. It fails on symbols in an autograd.Function.
-    """
-    from torch._dynamo import config  # here, since the import takes a second
-
-    config.specialize_float = True
-    block.compile(**options)

@@ -1,0 +1,32 @@
+"""Process groups and device meshes."""
+
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+# Renamed in torch 2.13, where the old names warn.
+all_gather_single: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
+def set_timeout(group: dist.ProcessGroup, seconds: float) -> None:
+    """Set a group's time limit for a collective."""
+    # public since torch 2.14, where the private name warns
+    set_group_timeout: Any = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+    set_group_timeout(timedelta(seconds=seconds), group)
+
+
+def forget_meshes() -> None:
+    """Clear DTensor's sharding propagation cache.
+
+    A tensor on a new mesh would otherwise get an equal older mesh from the cache, whose process groups may be gone.
+    """
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _clear_sharding_prop_cache()
+
+
+def default_store() -> Any:
+    """Return the store that the ranks joined with."""
+    return dist.distributed_c10d._get_default_store()

@@ -1,0 +1,39 @@
+"""Single ops and kernels that have no public function, or whose public function is not available in all versions."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# The kernels of scaled_dot_product_attention.
+ATTENTION_OPS = (
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+)
+softmax_backward: Any = torch.ops.aten._softmax_backward_data
+
+
+def attention_choice(q: Tensor, k: Tensor, v: Tensor) -> int:
+    """Return the SDPBackend that torch would choose for causal attention, as an integer."""
+    choice: Any = torch._fused_sdp_choice  # type: ignore[attr-defined]
+    return choice(q, k, v, is_causal=True)
+
+
+def flash_attention(q: Tensor, k: Tensor, v: Tensor, *arguments: Any, **options: Any) -> Tensor:
+    """Return flash attention, whose causal mask aligns the last query with the last key."""
+    return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, *arguments, **options)[0]
+
+
+def scaled_mm(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Return the fp8 product of a [N, K], row-major, and b [K, M], column-major, in a dtype.
+
+    torch 2.11 cannot trace F.scaled_mm, which calls the same kernel.
+    """
+    return torch.ops.aten._scaled_mm(a, b, a_scale, b_scale, out_dtype=dtype)
+
+
+def version_of(tensor: Tensor) -> int:
+    """Return a tensor's version, which each write in place raises."""
+    return tensor._version
