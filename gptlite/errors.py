@@ -148,6 +148,9 @@ CURES = {
 }
 # Errors of reading and writing an open file, to which Python adds no name.
 _UNNAMED = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ESTALE, errno.EACCES, errno.EROFS, errno.EISDIR}
+_UNNAMED |= {errno.ETIMEDOUT}
+# Limits of the machine. A call that reaches one may name no file, such as the start of a process.
+_LIMITS = {errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM}
 
 
 def system_error(error: OSError, elsewhere: str = "give another path") -> str:
@@ -158,6 +161,25 @@ def system_error(error: OSError, elsewhere: str = "give another path") -> str:
     cure = CURES.get(error.errno or 0, "").format(elsewhere=elsewhere)
     cure *= cure not in words
     return printable(f"{' -> '.join(names)}{': ' * bool(names)}{words}{'; ' * bool(cure)}{cure}")
+
+
+def is_of_a_file(error: OSError) -> bool:
+    """Return True if an operation on a file has failed, or a limit of the machine is reached.
+
+    Users can act on such an error. Any other OSError, such as that of a closed socket or of a process that has ended,
+    is an error of the program.
+    """
+    return isinstance(named(error).filename, str | bytes) or error.errno in _LIMITS
+
+
+def print_failure(error: Exception) -> None:
+    """Print an error of a file in one line, and any other error with its traceback."""
+    from traceback import print_exception  # imported only for an error
+
+    if isinstance(error, OSError) and is_of_a_file(error):
+        print_refusal(OSError(system_error(error)).with_traceback(error.__traceback__))
+    else:
+        print_exception(error)
 
 
 def named(error: OSError) -> OSError:

@@ -6,7 +6,10 @@ import os
 import random
 import re
 import shutil
-from collections.abc import Iterator
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +18,8 @@ from checkpoint.destruction.forks import ForkServer, shared_server
 from checkpoint.destruction.lives import TINY
 from marking import marked
 
+from gptlite.commands.train import guarded
+from gptlite.config.command_line import run_tool
 from gptlite.errors import CURES, named, naming, system_error
 from gptlite.files import write_whole
 from gptlite.launch.worker import note_failure
@@ -166,6 +171,70 @@ def test_a_full_disk_names_the_file_and_not_its_temporary_name(tmp_path, monkeyp
     with pytest.raises(OSError, match="No space") as error:
         write_whole(tmp_path / "result.json", "{}")
     assert system_error(error.value).startswith(f"{tmp_path / 'result.json'}: No space left on device; free some")
+
+
+def closed_socket() -> None:
+    connection = socket.socket()
+    connection.close()
+    connection.send(b"x")
+
+
+def wrong_process() -> None:
+    os.kill(2**22 + 1, 0)  # above the largest process id
+
+
+def too_many_files() -> None:
+    raise OSError(errno.EMFILE, "Too many open files")  # as from socket.socket()
+
+
+@dataclass
+class NoOptions:
+    """A tool without options."""
+
+
+@pytest.mark.parametrize(
+    ("action", "words"),
+    [(closed_socket, "Bad file descriptor"), (wrong_process, "No such process"), (too_many_files, "")],
+)
+def test_only_errors_of_the_program_have_a_traceback(action, words, capsys, monkeypatch):
+    assert guarded(action) == 1
+    monkeypatch.setattr(sys, "argv", ["tool"])
+    for text in (capsys.readouterr().err, tool_error(action, capsys)):
+        if words:
+            assert "Traceback" in text
+            assert f"in {action.__name__}" in text
+            assert text.splitlines()[-1].endswith(words)
+        else:
+            assert text.startswith("error: Too many open files; raise the limit")
+            assert len(text.splitlines()) == 1
+
+
+def tool_error(action: Callable[[], None], capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit, match=r"^1$"):
+        run_tool(lambda options: action(), NoOptions, None)
+    return capsys.readouterr().err
+
+
+def test_the_traceback_of_an_error_of_a_file_can_be_seen(tmp_path, capsys, monkeypatch):
+    assert guarded((tmp_path / "absent").read_text) == 1
+    line = capsys.readouterr().err
+    assert line.startswith(f"error: {tmp_path / 'absent'}: No such file or directory; ")
+    monkeypatch.setattr(sys, "orig_argv", ["gptlite", "--traceback"])
+    assert guarded((tmp_path / "absent").read_text) == 1
+    text = capsys.readouterr().err
+    assert text.startswith("Traceback")
+    assert text.endswith(line)
+
+
+def test_a_rank_notes_an_error_of_the_program_as_it_is(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    try:
+        closed_socket()
+    except OSError as error:
+        note_failure(error)
+    message = json.loads((tmp_path / "error.json").read_text())["message"]
+    assert message["message"].endswith("Bad file descriptor")
+    assert "in closed_socket" in message["extraInfo"]["py_callstack"]
 
 
 def test_a_rank_notes_the_file_and_the_cure(tmp_path, monkeypatch):

@@ -28,7 +28,7 @@ from types import FrameType
 from typing import NoReturn
 
 from gptlite.config.command_line import run_tool
-from gptlite.errors import ConfigError, printable
+from gptlite.errors import ConfigError, is_of_a_file, printable
 from gptlite.progress import counted, format_count, log
 
 # Errors that persist until another output is given or the permissions of its folder are changed.
@@ -84,6 +84,8 @@ def prepare(arguments: Arguments) -> int:
             log=log,
         )
     except OSError as error:
+        if not is_of_a_file(error):
+            raise
         where = str(error.filename or output.with_name(f"{output.name}.partial"))
         reason = f"{where}: {(error.strerror or str(error)).lower()}"
         if error.errno in CANNOT_GO_ON and where.startswith(str(output)):

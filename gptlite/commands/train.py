@@ -6,7 +6,6 @@ import os
 import re
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from itertools import zip_longest
 from typing import NoReturn
@@ -26,7 +25,7 @@ from gptlite.config.resume import not_resumed
 from gptlite.config.schema import CONF_DIR, SCHEMAS, register
 from gptlite.config.warm_start import with_model
 from gptlite.deepspeed import with_deepspeed
-from gptlite.errors import ConfigError, did_you_mean, known_home, print_refusal, printable, system_error
+from gptlite.errors import ConfigError, did_you_mean, known_home, print_failure, print_refusal, printable
 from gptlite.invocation import localized, prepare_process
 from gptlite.launch.hostfile import run as run_on_hosts
 from gptlite.launch.hostfile import take_flags
@@ -183,7 +182,8 @@ def run_command(run: Callable[[list[str]], int], usage: str | None) -> NoReturn:
 
 
 def guarded(action: Callable[[], int | None]) -> int:
-    """Run an action and return its exit code. Prints a failure: a user error in one line, others with a traceback."""
+    """Run an action and return its exit code. Prints a failure: a user's error, or that of a file, in
+    one line, others with a traceback."""
     try:
         with known_home():
             return action() or 0
@@ -199,9 +199,6 @@ def guarded(action: Callable[[], int | None]) -> int:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
         return pipe_closed()
-    except OSError as error:  # e.g. a full disk; train.log has the traceback if it was open
-        print(f"error: {system_error(error)}", file=sys.stderr)
-        return EXIT_FAILED
-    except Exception:
-        traceback.print_exc()
+    except Exception as error:  # of a full disk, say, train.log has the traceback if it was open
+        print_failure(error)
         return EXIT_FAILED

@@ -19,7 +19,7 @@ from omegaconf import OmegaConf
 
 from gptlite.config.overrides import escaped, unquoted, whole_number
 from gptlite.documents import shown
-from gptlite.errors import ConfigError, did_you_mean, known_home, print_refusal, system_error
+from gptlite.errors import ConfigError, did_you_mean, known_home, print_failure, print_refusal
 from gptlite.invocation import localized, prepare_process
 from gptlite.limits import INTEGER
 
@@ -30,8 +30,9 @@ LITERAL = {"literal": True}  # metadata of a field whose text may begin and end 
 def run_tool(main: Callable[[Any], int | None], schema: type[Any], usage: str | None) -> NoReturn:
     """Run a tool with the arguments of the command line, converted to `schema`, and exit.
 
-    The exit code is the tool's return value (0 for None), 1 after an I/O error, 2 after a ConfigError, and 130 after
-    Ctrl-C. `--help` prints `usage`, the tool's docstring, with commands as they are typed in this environment.
+    The exit code is the tool's return value (0 for None), 1 after an error of a file or of the program,
+    2 after a ConfigError, and 130 after Ctrl-C. `--help` prints `usage`, the tool's docstring, with commands as they
+    are typed in this environment.
     """
     prepare_process()
     if {"-h", "--help"} & set(sys.argv[1:]):
@@ -47,8 +48,8 @@ def run_tool(main: Callable[[Any], int | None], schema: type[Any], usage: str | 
         sys.exit(130)
     except BrokenPipeError:
         sys.exit(pipe_closed())
-    except OSError as error:  # such as a full disk or a missing permission
-        print(f"error: {system_error(error)}", file=sys.stderr)
+    except OSError as error:
+        print_failure(error)
         sys.exit(1)
 
 

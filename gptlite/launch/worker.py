@@ -17,7 +17,7 @@ from typing import NoReturn, TypeVar
 
 from gptlite.config.saved import from_yaml, to_yaml
 from gptlite.config.schema import Config
-from gptlite.errors import CURES, ConfigError, one_line, printable, system_error
+from gptlite.errors import ConfigError, is_of_a_file, one_line, printable, system_error
 from gptlite.files import write_whole
 from gptlite.invocation import prepare_process
 from gptlite.launch.host_memory import lift, limit, limit_words, note_use, out_of_memory, prefer_oom_kill
@@ -207,7 +207,7 @@ def note_failure(error: BaseException) -> None:
     """Write the exception that is being handled, with its traceback, to the file that the elastic agent reads."""
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-    if isinstance(error, OSError) and error.errno in CURES:
+    if isinstance(error, OSError) and is_of_a_file(error):
         error = OSError(system_error(error))
     try:
         str(error)
