@@ -159,8 +159,8 @@ def system_error(error: OSError, elsewhere: str = "give another path") -> str:
     reason = error.strerror if isinstance(error.strerror, str) else text_of(error)
     words = " ".join((reason or type(error).__name__).split())  # of one line
     cure = CURES.get(error.errno or 0, "").format(elsewhere=elsewhere)
-    cure *= cure not in words
-    return printable(f"{' -> '.join(names)}{': ' * bool(names)}{words}{'; ' * bool(cure)}{cure}")
+    text = f"{' -> '.join(names)}: {words}" if names else words
+    return printable(text if not cure or cure in words else f"{text}; {cure}")
 
 
 def is_of_a_file(error: OSError) -> bool:

@@ -69,7 +69,11 @@ UPDATES = (
     ),
     Case(
         ("adamw_",),
-        *(_list_inputs, _adamw, None, _torch_adamw, ()),
+        _list_inputs,
+        _adamw,
+        None,
+        _torch_adamw,
+        (),
         *LISTS,
         traffic=_adamw_traffic,
         plain=_plain_adamw,

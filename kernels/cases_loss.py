@@ -63,7 +63,9 @@ def _whole_loss(name: str, smoothing: float, z_loss: float) -> Case:
         _loss_inputs,
         kernel,
         None,
-        *(lambda given: _torch_loss(given, smoothing, z_loss), ("logits",), *VOCABULARY),
+        lambda given: _torch_loss(given, smoothing, z_loss),
+        ("logits",),
+        *VOCABULARY,
         traffic=times_first(2),
     )
 
@@ -73,8 +75,12 @@ LOSSES = (
     _whole_loss(" plain", 0.0, 0.0),
     Case(
         ("cross_entropy_stats", "cross_entropy_gradient_"),
-        *(_loss_inputs, _stats, _sharded_gradient, _torch_loss),
-        *(("logits",), *VOCABULARY),
+        _loss_inputs,
+        _stats,
+        _sharded_gradient,
+        _torch_loss,
+        ("logits",),
+        *VOCABULARY,
         traffic=times_first(1, 2),
         between=_losses_of_stats,
     ),

@@ -92,7 +92,7 @@ def _print_summary(facts: dict[str, Any]) -> None:
     machine = [where.get("platform"), where.get("instruction_set"), f"threads {_given(where.get('threads'))}"]
     kinds = [
         f"{word} {format_bytes(each['bytes'])} in {each['tensors']} tensors"
-        + f" ({format_count(each['elements'])} parameters)" * (word == "model")
+        + (f" ({format_count(each['elements'])} parameters)" if word == "model" else "")
         for word, each in facts["kinds"].items()
     ]
     print(printable(facts["path"]))

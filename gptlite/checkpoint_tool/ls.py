@@ -54,7 +54,7 @@ def _list(root: Path, hashes: bool) -> bool:
 def _row(folder: Path, reason: str, hashes: bool, auto: bool) -> tuple[str, ...]:
     step = str(store.step_of(folder))
     status = f"DAMAGED: {reason}" if reason else "intact to the byte" if hashes else "intact"
-    status += "  <- resumes here" * auto
+    status += "  <- resumes here" if auto else ""
     try:
         manifest = read_manifest(folder)
     except DamagedCheckpoint:

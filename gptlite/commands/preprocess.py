@@ -115,8 +115,10 @@ def split_advice(train: int, held_out: int, formats: set[str]) -> str:
         fraction = min(0.5, 5 / number)  # five documents on average
         return f"{needs}: run the command again with validation_fraction={fraction:.1g} overwrite=true"
     text = "text" in formats
-    cut = ", e.g. with separator=blank, which makes one of each paragraph of a text" * text
-    instead = ", or train on the text itself, data=text data.path=..., which holds out the end of each file" * text
+    cut = ", e.g. with separator=blank, which makes one of each paragraph of a text" if text else ""
+    instead = (
+        ", or train on the text itself, data=text data.path=..., which holds out the end of each file" if text else ""
+    )
     return (
         f"{needs}, and a whole document is in one split: give {FEW_DOCUMENTS} documents or more{cut}, and run the "
         f"command again with validation_fraction=0.5 overwrite=true{instead}"

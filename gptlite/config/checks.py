@@ -274,7 +274,7 @@ def _pipeline(config: Config) -> None:
             tries.append(f"{key}={stages}")
         raise ConfigError(
             f"parallelism.pipeline={ranks} x {each} stages per rank = {stages} stages, and every stage needs at least "
-            f"one block, but {key}={layers}{'; try ' * bool(tries)}{', or '.join(tries)}"
+            f"one block, but {key}={layers}{'; try ' if tries else ''}{', or '.join(tries)}"
         )
     if ranks > 1 and its.splits_backward and not torch_splits():
         raise ConfigError(

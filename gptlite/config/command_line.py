@@ -73,7 +73,7 @@ class Subcommand:
     @property
     def usage(self) -> str:
         """Description of the paths: `A B`, `PATH ...` or `no paths`."""
-        return (" ".join(self.paths) or "no paths") + " ..." * self.more
+        return (" ".join(self.paths) or "no paths") + (" ..." if self.more else "")
 
 
 def run_subcommand(subcommands: Mapping[str, Subcommand], usage: str) -> NoReturn:
@@ -97,7 +97,7 @@ def run_subcommand(subcommands: Mapping[str, Subcommand], usage: str) -> NoRetur
         print_refusal(error)
         sys.exit(2)
     sys.argv[1:] = options  # run_tool reads them
-    run_tool(lambda typed: module.run(*[paths] * bool(subcommands[name].paths), typed), module.Options, None)
+    run_tool(lambda typed: module.run(*([paths] if subcommands[name].paths else []), typed), module.Options, None)
 
 
 def separate(name: str, wanted: Subcommand, arguments: list[str], keys: list[str]) -> tuple[list[str], list[str]]:
@@ -107,13 +107,13 @@ def separate(name: str, wanted: Subcommand, arguments: list[str], keys: list[str
     paths = [each for each in arguments if each not in options]
     for each in options:
         if each.startswith("-"):
-            raise ConfigError(f"{each}: options are key=value{'; the keys are ' * bool(keys)}{', '.join(keys)}")
+            raise ConfigError(f"{each}: options are key=value{'; the keys are ' if keys else ''}{', '.join(keys)}")
         if not keys:
             raise ConfigError(f"{each}: {name} takes no options, only {wanted.usage}; write a path with = as ./PATH")
     short = len(paths) < len(wanted.paths)
     if short or (len(paths) > len(wanted.paths) and not wanted.more):
-        given = f"{len(paths)} path{'s' * (len(paths) != 1)} given"
-        raise ConfigError(f"{name} takes {wanted.usage}; {given}{': ' * bool(paths)}{' '.join(paths)}; see --help")
+        given = f"{len(paths)} path{'s' if len(paths) != 1 else ''} given"
+        raise ConfigError(f"{name} takes {wanted.usage}; {given}{': ' if paths else ''}{' '.join(paths)}; see --help")
     return paths, options
 
 

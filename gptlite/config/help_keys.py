@@ -73,7 +73,7 @@ def group_help(name: str, overrides: list[str]) -> str:
     lines = [line for each, text in _keys(section, schema, f"{group}.") if each.startswith(name) for line in text]
     if not lines and key:
         raise ConfigError(f"--help {name}: the chosen preset has no such key{did_you_mean(key, list(section))}")
-    chosen = [choices(group)] * (group in SCHEMAS)
+    chosen = [choices(group)] if group in SCHEMAS else []
     about = [] if key else [*textwrap.wrap(inspect.cleandoc(schema.__doc__ or "").split("\n\n")[0], WIDTH), ""]
     return "\n".join([*(line for text in chosen for line in textwrap.wrap(text, WIDTH)), *about, *lines])
 

@@ -42,7 +42,7 @@ def explain(error: BaseException) -> str:
             return unknown_key(match[1])
     lacks, where = (re.search(pattern, text) for pattern in (r"key 'model\.(\w+)' not found", r"full_key: (\S+)"))
     if lacks and where:
-        other = "choose another data= if the model reads samples, or " * (where[1] == "data.sequence_length")
+        other = "choose another data= if the model reads samples, or " if where[1] == "data.sequence_length" else ""
         return f"{where[1]} defaults to model.{lacks[1]}, which this model does not have; {other}give {where[1]}=..."
     for item in chain:
         if match := re.search(r"full_key: (\S+)", str(item)):
@@ -127,7 +127,7 @@ def _missing_preset(error: MissingConfigException) -> str:
     if group == "data" and ("/" in name or Path(name).exists()):
         key = "data=tokens" if (Path(name) / "train.idx").exists() else "data=text"
         absent = "" if Path(name).expanduser().exists() else " that does not exist"
-        once = " once it holds texts" * bool(absent)
+        once = " once it holds texts" if absent else ""
         given = f"{key} data.path={hydra_value(name)}"
         return f"data={name} is a path{absent}, but data= takes a preset; give {given}{once}"
     if group == "hydra/launcher" and (plugin := name.partition("_")[0]) in ("joblib", "submitit"):

@@ -161,7 +161,7 @@ def _definition(content: bytes) -> _Definition:
 def _state(definition: _Definition) -> list[str]:
     """Return what a file was saved with that changes documents: truncation, padding, dropout."""
     found = [key for key in ("truncation", "padding") if definition.get(key) is not None]
-    return found + ["dropout"] * bool(definition["model"].get("dropout"))
+    return found + (["dropout"] if definition["model"].get("dropout") else [])
 
 
 def _plain(definition: _Definition) -> _Definition:
@@ -192,7 +192,7 @@ def _refuse_lossy(vocabulary: Collection[str], definition: _Definition) -> None:
     else:
         return  # `_pieces` refuses it
     if missing:
-        shown = ", ".join(sorted(missing)[:4]) + ", ..." * (len(missing) > 4)
+        shown = ", ".join(sorted(missing)[:4]) + (", ..." if len(missing) > 4 else "")
         raise ConfigError(
             f"{FILE} loses characters: {len(missing)} of 256 bytes have no token ({shown}); use a tokenizer with byte "
             "fallback or the whole alphabet of byte-level BPE"

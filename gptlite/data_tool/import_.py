@@ -178,7 +178,7 @@ def _write(
             add(writers[1], batch.tokens, batch.lengths)
         if fraction and not writers[1].num_documents:
             number = writers[0].num_documents
-            raised = "raise it, or " * (number > 1)  # a document is in one split as a whole
+            raised = "raise it, or " if number > 1 else ""  # a document is in one split as a whole
             documents = counted(number, "document")
             raise ConfigError(
                 f"validation_fraction={fraction} holds out none of {documents}; {raised}give validation=PATH"

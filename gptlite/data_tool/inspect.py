@@ -42,7 +42,7 @@ def run(paths: list[str], options: Options) -> int:
         print(json.dumps({"datasets": every, "damage": damage}, indent=1))
     else:
         _print(found, lengths)
-        print(*(printable(f"DAMAGED  {reason}") for reason in damage), sep="\n", end="\n" * bool(damage))
+        print(*(printable(f"DAMAGED  {reason}") for reason in damage), sep="\n", end="\n" if damage else "")
     if options.plot is not None:
         plot_lengths({str(prefix): each for prefix, each in lengths.items()}, Path(options.plot))
         print(f"document lengths plotted into {options.plot}")

@@ -17,6 +17,7 @@ from gptlite.data.stream import SampleStream
 from gptlite.errors import ConfigError
 from gptlite.parallelism.collectives import all_reduce
 from gptlite.parallelism.mesh import Mesh
+from gptlite.progress import counted
 from gptlite.torch_private.tree import tree_leaves, tree_map
 
 
@@ -91,8 +92,10 @@ def agreed_samples(batches: Sequence[SampleBatch], mesh: Mesh) -> int:
     sums = torch.tensor([count, count**2, samples], dtype=torch.int64, device=mesh.device)
     counts, squares, total = all_reduce(sums, mesh).tolist()
     if mesh.world_size * squares != counts**2:  # the variance of the counts is not 0
-        raise ConfigError(f"batch: rank {mesh.rank} has {count} micro-batch{'es' * (count != 1)}, but the ranks do not "
-                          "all have the same number; give every rank the same number")  # fmt: skip
+        raise ConfigError(
+            f"batch: rank {mesh.rank} has {counted(count, 'micro-batch')}, but the ranks do not all have the same "
+            "number; give every rank the same number"
+        )
     return total * mesh.data_size // mesh.world_size
 
 

@@ -107,7 +107,12 @@ class Scorer:
     def _continued(self, prompt: Prompt) -> str:
         decoder, text = StreamDecoder(self.tokenizer), ""
         tokens = self.model.spec.generate(
-            *(self.runner, prompt.tokens, prompt.max_tokens, prompt.sampling), stop=self.tokenizer.eod, cache=True
+            self.runner,
+            prompt.tokens,
+            prompt.max_tokens,
+            prompt.sampling,
+            stop=self.tokenizer.eod,
+            cache=True,
         )
         space = self.tokenizer.adds_space  # before a text, which decoding removes, as transformers does
         for token in tokens:

@@ -41,7 +41,7 @@ class ToTensor:
             raise ConfigError(f"data.resize={short} must be at least data.size={config.size}")
         for key, values in (("mean", config.mean), ("std", config.std)):
             if len(values) != 3 or (key == "std" and min(values) <= 0):
-                raise ConfigError(f"data.{key}={values} must be three numbers{' above 0' * (key == 'std')}")
+                raise ConfigError(f"data.{key}={values} must be three numbers{' above 0' if key == 'std' else ''}")
         mean, std = (torch.tensor(each).view(3, 1, 1) for each in (config.mean, config.std))
         return cls(config.size, short, augment and config.augment, mean, std)
 

@@ -18,6 +18,7 @@ from gptlite.launch.starter import Starter
 from gptlite.models.registry import spec_of
 from gptlite.parallelism.config import Offload
 from gptlite.parallelism.layout import wanted_world
+from gptlite.progress import counted
 
 if TYPE_CHECKING:
     from gptlite.launch.elastic import Ended
@@ -56,8 +57,8 @@ def check_here(config: Config, outer: Starter | None, ranks: int | None = None) 
     # srun may make only its own GPU visible to each rank.
     if gpus and here > gpus and not (outer and outer.name == "srun" and gpus == 1):
         raise ConfigError(
-            f"the layout has {here} ranks on this machine, which has {gpus} GPU{'s' * (gpus > 1)}; lower the degrees "
-            f"in parallelism.*, or set CUDA_VISIBLE_DEVICES= for ranks on the CPU"
+            f"the layout has {here} ranks on this machine, which has {counted(gpus, 'GPU')}; lower the "
+            "degrees in parallelism.*, or set CUDA_VISIBLE_DEVICES= for ranks on the CPU"
         )
     check_disk(sized, layout, here)
     if not gpus:  # on a GPU, a failed allocation raises an error at once

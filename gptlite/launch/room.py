@@ -47,7 +47,7 @@ def check_disk(config: Config, layout: Layout, here: int) -> None:
     needed, free = state_file_bytes(config, layout, here), shutil.disk_usage(path).free
     if needed > free:
         raise ConfigError(
-            f"{key}: the optimizer state of {here} rank{'s' * (here > 1)} takes {needed / 1e6:.1f} MB, but "
+            f"{key}: the optimizer state of {here} rank{'s' if here > 1 else ''} takes {needed / 1e6:.1f} MB, but "
             f"only {free / 1e6:.1f} MB are free; free some, or give another folder"
         )
 

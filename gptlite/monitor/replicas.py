@@ -106,8 +106,8 @@ def _message(found: list[dict[tuple[str, str], list[int]]], mesh: Mesh, step: in
     places = " and ".join(", ".join(str(mesh.layout.coordinate(rank, axis)) for rank in side) for side in sides)
     ranks = " and ".join(", ".join(map(str, side)) for side in sides)
     others = sorted({other for differing in found for _, other in differing} - {name})
-    named = ", ".join([*others[: MORE - 1], *["..."] * (len(others) >= MORE)])
-    more = f"; {len(others)} more differ{'s' * (len(others) == 1)}: {named}" if others else ""
+    named = ", ".join([*others[: MORE - 1], *(["..."] if len(others) >= MORE else [])])
+    more = f"; {len(others)} more differ{'s' if len(others) == 1 else ''}: {named}" if others else ""
     return f"parameter {name} differs between {axis} ranks {places} (world ranks {ranks}) after step {step}{more}"
 
 

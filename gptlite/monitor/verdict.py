@@ -78,7 +78,9 @@ def judge(before: Sequence[Heartbeat | None], beats: Sequence[Heartbeat | None],
         if beat.place.waits == "collective" and beat not in stalled:
             places.setdefault(beat.place.waiting_for, []).append(beat.rank)
     if places:
-        waiting = (f"{rank_words(ranks)} wait{'s' * (len(ranks) == 1)} in {place}" for place, ranks in places.items())
+        waiting = (
+            f"{rank_words(ranks)} wait{'s' if len(ranks) == 1 else ''} in {place}" for place, ranks in places.items()
+        )
         parts.append(", ".join(waiting))
     if not stalled and not missing:
         parts.append("no rank is behind: all ranks wait for each other, or the network between them has failed")
@@ -100,4 +102,4 @@ def rank_words(ranks: Iterable[int]) -> str:
         else:
             runs.append([rank])
     texts = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
-    return f"rank{'s' * (sum(map(len, runs)) > 1)} {', '.join(texts)}"
+    return f"rank{'s' if sum(map(len, runs)) > 1 else ''} {', '.join(texts)}"

@@ -201,7 +201,7 @@ def resolve(config: ParallelismConfig, world: int) -> Layout:
         ranks, degree = layout.size(*shared), layout.size(axis.name)
         if ranks % degree:
             raise ConfigError(
-                f"parallelism.{axis.key}={degree} does not divide the {ranks} rank{'s' * (ranks > 1)} of "
+                f"parallelism.{axis.key}={degree} does not divide the {ranks} rank{'s' if ranks > 1 else ''} of "
                 f"{' x '.join(shared)}; try parallelism.{axis.key}={listed(divisors(ranks))}"
             )
     return layout

@@ -79,7 +79,7 @@ def _changes(config: Config, world: int, cluster: ClusterConfig) -> list[tuple[C
         "data.micro_batch_size": divisors(micro)[-2::-1],
         "parallelism.activation_checkpointing": recomputed * keeps,
         "parallelism.zero": list(range(parallelism.zero + 1, 4)) * (layout.data_size > 1),
-        "parallelism.offload": [Offload.cpu] * offloads,
+        "parallelism.offload": ([Offload.cpu] if offloads else []),
     }
     changes: list[Change] = [
         dict(zip(keys, chosen, strict=True))

@@ -336,20 +336,20 @@ class _Stage:
         the next gather or the backward pass."""
         stage, profile, given = self.stage, self.profile, self.stage.first
         before = self.others_gathered * gathers * (not self.gathered)  # with buckets, the first one's gather frees it
-        tape = [before, *self.tape([profile.begin] * stage.first, added)]
+        tape = [before, *self.tape([profile.begin] if stage.first else [], added)]
         for bucket in self.buckets:
             for count in (1, bucket.times - 1):
                 buffer, freed = (bucket.gathered or before) * gathers, bucket.gathered * self.frees
                 blocks = self.tape((profile.blocks[kind] for kind in bucket.kinds), added, given)
                 tape, before, given = tape + repeated([buffer - before, freed, *blocks, -freed], count), buffer, True
-        return [*tape, *self.tape([profile.end] * stage.last, added), -before]
+        return [*tape, *self.tape([profile.end] if stage.last else [], added), -before]
 
     def backward(self, reduces: bool, before: int) -> tuple[list[int], int]:
         """Return the tape of a whole backward pass, and the bytes of its last reduction's input. `reduces`: the pass
         reduces gradients. `before`: bytes of the input of the reduction before this pass."""
         stage, profile = self.stage, self.profile
         whole = self.gathered * self.frees * self.split  # before a split pass, the whole stage is gathered
-        tape, given = [*self.tape([profile.end_back] * stage.last, self.added), whole], stage.last
+        tape, given = [*self.tape([profile.end_back] if stage.last else [], self.added), whole], stage.last
         for bucket in reversed(self.buckets):
             gathered, ahead = (each * self.frees * (not self.split) for each in (bucket.gathered, bucket.ahead))
             reductions = bucket.reductions * (reduces and not self.split)
@@ -361,14 +361,14 @@ class _Stage:
                 reduced, before = self.reduced(reductions, before)
                 tape += repeated([gathered + ahead, *blocks, -gathered, *reduced, -ahead], count)
                 given = True
-        tape += [-whole, *self.tape([profile.begin_back] * stage.first, self.added)]
+        tape += [-whole, *self.tape([profile.begin_back] if stage.first else [], self.added)]
         reduced, before = self.remaining(before) if reduces else ([], before)
         return tape + reduced, before
 
     def inputs(self) -> list[int]:
         """Return the tape of the I half of a backward pass."""
         found, gathered = halves_of(self.work, self.stage.blocks), self.gathered * self.frees
-        end, blocks = ([found.inputs_end] * self.stage.last, [found.inputs])
+        end, blocks = ([found.inputs_end] if self.stage.last else [], [found.inputs])
         inside = repeated(self.tape(blocks, self.added), self.stage.units)
         return [gathered, *self.tape(end, self.added), *inside, -gathered]
 

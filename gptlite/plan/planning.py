@@ -280,7 +280,10 @@ def too_small(config: Config, cluster: ClusterConfig, found: Found) -> str:
     """Return the error message if no layout of a model fits, with the missing memory and a fix."""
     assert found.smallest is not None
     memory, work = found.smallest
-    nodes, smaller = enough_nodes(config, cluster), f"a smaller model{' or data.sequence_length' * (not work.sample)}"
+    nodes, smaller = (
+        enough_nodes(config, cluster),
+        f"a smaller model{' or data.sequence_length' if not work.sample else ''}",
+    )
     return (
         f"{spec_of(config.model).label(config.model)} does not fit cluster={cluster.name} "
         f"cluster.nodes={cluster.nodes or 1}: of {found.tried} layouts the smallest "

@@ -27,6 +27,7 @@ from gptlite.plan.search import ERROR, Candidate, distinct, equal_seconds, equal
 from gptlite.plan.timeline import timeline
 from gptlite.plan.traffic import file_bytes
 from gptlite.plan.workload import Workload
+from gptlite.progress import counted
 
 EQUAL = "="  # marks a layout within the planner's error of the fastest
 HEADINGS = ("#", "", "s/step", "{}/s", "MFU", "comm", "bubble", "GiB/rank", "micro", "recompute")
@@ -38,20 +39,20 @@ INDENT = "    "  # of a layout's description below its figures
 def report(plan: Plan, top: int, tokens: float | None = None) -> str:
     """Return the banner, the table of the `top` layouts and the command that trains the best layout."""
     found, work, spec = plan.found, plan.best.work, spec_of(plan.best.work.model)
-    guessed = f" (assumed: {plan.assumed})" * bool(plan.assumed)
+    guessed = f" (assumed: {plan.assumed})" if plan.assumed else ""
     lines = [
         ("model", f"{_label(work)}: {format_parameters(num_parameters(work.model), spec.idle_parameters(work.model))}"
-                  f"{f', vocabulary of {vocabulary_of(work.model)}{guessed}' * (work.sample is None)}"),
+                  f"{f', vocabulary of {vocabulary_of(work.model)}{guessed}' if work.sample is None else ''}"),
         ("cluster", _cluster_words(plan.cluster)),
         *[("", words) for words in [unmeasured_words(plan.cluster)] if words],
         ("batch", _batch_words(work)),
         ("searched", f"{found.tried:,} layouts; {len(found.ranked):,} of the fastest fit"),
         *[("", f"{count:,}: {kind}, e.g. {found.examples[kind].partition('; ')[0]}")
           for kind, count in found.pruned.items()],
-        *[("", f"{found.slower:,}: slower, so their memory was not computed")] * bool(found.slower),
-        ("equal", f"{_equal_words(plan)}{f'; {EQUAL} marks them' * (len(equals(found)) > 1)}"),
+        *([("", f"{found.slower:,}: slower, so their memory was not computed")] if found.slower else []),
+        ("equal", f"{_equal_words(plan)}{f'; {EQUAL} marks them' if len(equals(found)) > 1 else ''}"),
         ("memory", _memory_words(plan)),
-        *[("offload", _offload_words(plan))] * (work.parallelism.offload is not Offload.none),
+        *([("offload", _offload_words(plan))] if work.parallelism.offload is not Offload.none else []),
     ]  # fmt: skip
     if tokens is not None:
         lines.append(("training", _training_words(plan, tokens)))
@@ -174,7 +175,7 @@ def write_largest(cluster: ClusterConfig, found: Sequence[Largest], folder: Path
     shown, nodes = found[:top], cluster.nodes or 1
     draw_layouts(
         folder / "largest.png",
-        f"Most layers at the width of {_label(found[0].work)} that fit {cluster.name}, {nodes} node{'s' * (nodes > 1)}",
+        f"Most layers at the width of {_label(found[0].work)} that fit {cluster.name}, {counted(nodes, 'node')}",
         [
             Bars(
                 each.work.layout.describe(each.work.parallelism),
@@ -240,7 +241,7 @@ def _equal_words(plan: Plan) -> str:
     if len(alike) == 1:
         return f"none: all others are slower by more than the planner's error of {ERROR:.0%}"
     # If all layouts that fit are equal, slower layouts, whose memory was not computed, may be equal too.
-    more = "at least " * (len(alike) == len(plan.found.ranked) and plan.found.slower > 0)
+    more = "at least " if len(alike) == len(plan.found.ranked) and plan.found.slower > 0 else ""
     return (
         f"{more}{len(alike):,} layouts, of {kinds} combinations of degrees and ZeRO stage, are equal within the "
         f"planner's error of {ERROR:.0%}; the first is the fastest predicted"
@@ -296,8 +297,8 @@ def _offload_words(plan: Plan) -> str:
     """Return the description of the best layout's offload: its kind, size and place."""
     parallelism, best = plan.best.work.parallelism, plan.best.prediction
     state = file_bytes(plan.best.work, best.memory_rank)
-    kept = [f"{format_bytes(best.memory.host)} of host memory per rank"] * bool(best.memory.host)
-    kept += [f"{format_bytes(state)} per rank in {parallelism.offload_path}"] * bool(state)
+    kept = [f"{format_bytes(best.memory.host)} of host memory per rank"] if best.memory.host else []
+    kept += [f"{format_bytes(state)} per rank in {parallelism.offload_path}"] if state else []
     given = "" if "offload" in fixed_keys(plan.config) else ", since no layout fits without it"
     return f"{parallelism.offload.value}{given}: {', '.join(kept) or 'in host memory'}"
 

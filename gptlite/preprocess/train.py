@@ -66,4 +66,4 @@ def _texts(settings: Settings, every: int, held_out: float, log: Log) -> Iterato
                     yield document.text
     if bad:
         where = f"{settings.sources[bad[0].source].path}:{bad[0].line}: {bad[0].reason}"
-        log(f"left out {len(bad)} bad record{'s' * (len(bad) > 1)}, the first at {where}")
+        log(f"left out {len(bad)} bad record{'s' if len(bad) > 1 else ''}, the first at {where}")

@@ -109,7 +109,7 @@ class Sweep:
         words = "".join(f", {count} {what}" for what, count in done.items() if count)
         if cells:
             where = f"sweep of {counted(len(cells), 'cell')} in {self.folder.path}"
-            one = "; no key has several values, as in optimizer.lr=1e-3,3e-3" * (not self.folder.header["swept"])
+            one = "; no key has several values, as in optimizer.lr=1e-3,3e-3" if not self.folder.header["swept"] else ""
             print(printable(f"{where}: {len(cells) - done.total()} to run{words}{one}"), flush=True)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:

@@ -134,7 +134,7 @@ def alone(overrides: Sequence[str]) -> list[str]:
     ours = {f"+sweep={each.stem}" for each in (CONF_DIR / "sweep").glob("*.yaml")}
     kept = [each for each in overrides if each not in ours]
     sweeping = any(each.startswith(("+sweep=", "experiment=")) for each in kept)
-    return [*kept, *[ALONE] * (sweeping and ALONE not in kept)]
+    return [*kept, *([ALONE] if sweeping and ALONE not in kept else [])]
 
 
 def prepare(raw: DictConfig, cell: Record) -> None:

@@ -62,7 +62,7 @@ class Comparison:
         each = ", ".join(f"{statuses.count(status)} {status}" for status in dict.fromkeys(statuses))
         number = len(self.rows)
         total = max(number, self.expected or 0)
-        return f"{f'{number} of ' * (number < total)}{counted(total, 'cell')}: {each}"
+        return f"{f'{number} of ' if number < total else ''}{counted(total, 'cell')}: {each}"
 
     @property
     def unit(self) -> str:
@@ -103,7 +103,7 @@ class Comparison:
         if base is None or base is best or not base[self.measure]:
             return words
         faster, other = value / base[self.measure], f"{base['name']}'s"
-        noise = ", which is within the noise" * (abs(faster - 1) <= ALIKE)
+        noise = ", which is within the noise" if abs(faster - 1) <= ALIKE else ""
         lower = f"{base[self.measure] - value:.4f} below {other}"
         return f"{words}, {f'{faster:.2f} times {other}{noise}' if speed else lower}"
 
@@ -164,7 +164,7 @@ def _row(record: Record) -> Row:
         return [rank[key] for rank in ranks if rank.get(key) is not None]
 
     peak = result.get("memory_peak_bytes")
-    peaks = known("peak") or [peak] * (peak is not None)
+    peaks = known("peak") or ([peak] if peak is not None else [])
     used, world, speed = known("utilization"), record.world_size or result.get("world_size"), result.get(SPEED)
     tensors = [{name: rank[name] for name in CATEGORIES if rank.get(name) is not None} for rank in ranks]
     fullest = max(tensors, key=lambda rank: sum(rank.values()), default={})
@@ -258,7 +258,7 @@ def bubble_share(found: Timeline) -> float:
 def schedule_words(pipeline: dict[str, Any]) -> str:
     """Return a description such as `1f1b, 2 ranks, 8 micro-batches`."""
     stages = pipeline["stages_per_rank"]
-    each = f", {stages} stages per rank" * (stages > 1)
+    each = f", {stages} stages per rank" if stages > 1 else ""
     return f"{pipeline['schedule']}, {pipeline['ranks']} ranks{each}, {pipeline['micro_batches']} micro-batches"
 
 

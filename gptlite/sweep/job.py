@@ -64,7 +64,7 @@ def run_cell(raw: DictConfig) -> float | None:
             print(printable(f"  to watch it: tail -f {shlex.quote(str(log))}"), flush=True)
             with folder.updating() as records:
                 left = time_left(records, header.get("cells"))
-            print(f"  {left}\n" * bool(left), end="", flush=True)
+            print(f"  {left}\n" if left else "", end="", flush=True)
             with nullcontext() if here else passing_on_stops(folder):
                 record = attempt(raw, cell, log, before or 0.0)
             folder.keep(record)

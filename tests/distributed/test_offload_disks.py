@@ -107,10 +107,9 @@ def test_a_full_disk_is_refused_before_any_rank_starts(server: ForkServer, begun
     run = begun(world)
     server.call(DISKS + "mount_small", str(run.bad), FULL_MB)
     assert run.command(run.bad) == 2
-    words = (
-        f"error: parallelism.offload_path={run.bad}: the optimizer state of {world} rank{'s' * (world > 1)} takes 0."
-    )
-    assert run.error().startswith(words)
+    ranks = "1 rank" if world == 1 else f"{world} ranks"
+    begin = f"error: parallelism.offload_path={run.bad}: the optimizer state of {ranks} takes 0."
+    assert run.error().startswith(begin)
     assert run.error().endswith(" MB, but only 0.3 MB are free; free some, or give another folder")
     check_goes_on(run)
 

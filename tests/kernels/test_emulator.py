@@ -137,7 +137,7 @@ SLOW_FAULTS = ("never_ends",)
 
 
 @pytest.mark.parametrize(
-    "fault", [pytest.param(each, marks=[pytest.mark.slow] * (each in SLOW_FAULTS)) for each in FAULTS]
+    "fault", [pytest.param(each, marks=[pytest.mark.slow] if each in SLOW_FAULTS else []) for each in FAULTS]
 )
 def test_a_fault_is_found_and_its_line_told(kernels: Kernels, fault) -> None:
     lines = SOURCE.read_text().splitlines()

@@ -94,7 +94,9 @@ MODEL_WIDTHS = (512, 520, 768, 800, 1024, 1280, 1536, 2048, 2560, 4096, 6144, 81
 
 
 @each(
-    *("width,dtype", [(w, d) for w in MODEL_WIDTHS for d in DTYPES], [(w, BF16) for w in MODEL_WIDTHS[1:9]]),
+    "width,dtype",
+    [(w, d) for w in MODEL_WIDTHS for d in DTYPES],
+    [(w, BF16) for w in MODEL_WIDTHS[1:9]],
     backends=PAIR,  # to other CPUs these widths are like any other
 )
 def test_more_rows_than_a_gpu_holds_at_once(backend: Backend, width, dtype) -> None:

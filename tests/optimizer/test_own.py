@@ -180,7 +180,7 @@ def test_updates_follow_the_papers(config, rule, shape):
 def test_adafactors_and_lambs_steps_do_not_depend_on_the_size_of_the_gradients(size):
     """Not so in torch's Adafactor, whose small number is 1e-7; LAMB's eps is 1e-6."""
     start = start_of((6, 5))
-    configs = [(AdafactorConfig(), adafactor)] + [(LambConfig(), lamb)] * (size > 1)
+    configs = [(AdafactorConfig(), adafactor)] + ([(LambConfig(), lamb)] if size > 1 else [])
     for config, rule in configs:
         found = optimized(config, start, gradients_of((6, 5), size)).double()
         torch.testing.assert_close(found, rule(config, start, gradients_of((6, 5), 1.0)), rtol=0.0, atol=2e-6)

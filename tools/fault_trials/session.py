@@ -33,7 +33,7 @@ def workers(root: Path, jobs: int, tests: str | None) -> Iterator[list[Worker]]:
     if jobs < 1:
         raise ConfigError(f"jobs={jobs} must be at least 1")
     compiled = (root / CACHE / "ccache").absolute()
-    log(f"copying the checkout {jobs} times" + f", with the tests of {tests}" * bool(tests))
+    log(f"copying the checkout {jobs} times" + (f", with the tests of {tests}" if tests else ""))
     if shutil.which("ccache") is None:
         log("ccache is not installed: each fault of a C++ file compiles all kernels; apt-get install ccache")
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the copies are removed
@@ -142,6 +142,6 @@ def _warn(known: CoverageMap, tree: Path) -> None:
     before: dict[str, str] = json.loads(path.read_text(encoding="utf-8"))
     changed = [file for file, digest in digests.items() if before.get(file) != digest]
     if changed:
-        shown = ", ".join(changed[:5]) + ", ..." * (len(changed) > 5)
+        shown = ", ".join(changed[:5]) + (", ..." if len(changed) > 5 else "")
         log(f"map: {len(changed)} source files have changed since {known.folder} was made: {shown}; to measure again, "
             "remove the folder")  # fmt: skip

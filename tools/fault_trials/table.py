@@ -108,12 +108,20 @@ def markdown(rows: list[Row], shown: list[Row], two: bool) -> Iterable[str]:
     """Yield the lines of a Markdown document."""
     head, *counts = areas(rows, two)
     yield from (_cells(head), "|---" + "|--:" * (len(head) - 1) + "|", *map(_cells, counts), "")
-    titles = ["area", "place", "change", "caught before by" if two else "caught by", *["caught after by"] * two]
+    titles = [
+        "area",
+        "place",
+        "change",
+        "caught before by" if two else "caught by",
+        *(["caught after by"] if two else []),
+    ]
     yield from (_cells(titles), "|---" * len(titles) + "|")
     for row in shown:
         place = f"{row.before['file']}:{row.before['line']}"
         code = row.change().replace("|", "\\|").replace("`", "'")
-        yield _cells([row.before["area"], place, f"`{code}`", caught_by(row.before), *[row.by_after()] * two])
+        yield _cells(
+            [row.before["area"], place, f"`{code}`", caught_by(row.before), *([row.by_after()] if two else [])]
+        )
 
 
 def areas(rows: list[Row], two: bool) -> list[list[str]]:
@@ -141,7 +149,7 @@ def caught_by(record: Record) -> str:
     """Return the test that caught a fault, or the verdict."""
     if not is_caught(record):
         return f"{record['verdict']}, {record['left']} tests left" if record["left"] else record["verdict"]
-    return record["by"] + " (time limit)" * (record["verdict"] == LIMIT)
+    return record["by"] + (" (time limit)" if record["verdict"] == LIMIT else "")
 
 
 def _open(row: Row) -> bool:
@@ -163,7 +171,7 @@ def _common(one: str, other: str) -> int:
 
 def _title(name: str) -> str:
     """Return the name of a test's function without `test_`, of a file without its folder."""
-    mark = "slow: " * name.startswith("slow: ")
+    mark = "slow: " if name.startswith("slow: ") else ""
     return mark + name.removeprefix(mark).partition("[")[0].rpartition("::")[2].rpartition("/")[2].removeprefix("test_")
 
 

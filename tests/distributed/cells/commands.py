@@ -61,7 +61,7 @@ class Run:
             with contextlib.suppress(OSError):
                 if folder.name.isdigit() and "\nState:\tZ" not in (folder / "status").read_text():
                     env = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
-                    found += [int(folder.name)] * (set(variables) <= set(env))
+                    found += [int(folder.name)] if set(variables) <= set(env) else []
         return found
 
     def until(self, *paths: Path, timeout: float = 90) -> None:

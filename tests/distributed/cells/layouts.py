@@ -57,13 +57,13 @@ class Cell:
     @property
     def id(self) -> str:
         words = [f"tp{self.tensor}{'-sp' if self.sequence else ''}-pp{self.pipeline}"]
-        words += [self.schedule] * (self.pipeline > 1)
+        words += [self.schedule] if self.pipeline > 1 else []
         words += [f"dp{self.data}" + (f"x{self.replicate}" if self.replicate > 1 else ""), f"zero{self.zero}"]
         words.insert(1, f"cp{self.context}") if self.context > 1 else None
         words += [f"acc{self.accumulation}", "tied" if self.tied else "untied", self.vocabulary]
-        words += [f"ac_{self.checkpointing}"] * (self.checkpointing != "none")
-        words += [self.precision] * (self.precision != "fp32")
-        words += [self.offload] * (self.offload != "none")
+        words += [f"ac_{self.checkpointing}"] if self.checkpointing != "none" else []
+        words += [self.precision] if self.precision != "fp32" else []
+        words += [self.offload] if self.offload != "none" else []
         words += [each.split(".")[-1].replace("=", "_") for each in self.shared + self.more]
         return "-".join(words)
 

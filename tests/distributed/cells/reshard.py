@@ -136,5 +136,5 @@ def differing(wholes: dict[str, Whole], masters: bool) -> list[str]:
         saved = drawn(key, whole.value.shape, SAVED)
         if key.startswith("model.") and not masters:
             saved = saved.bfloat16().float()
-        wrong += [key] * (not same_bits(whole.value, saved) or bool(whole.disagreements))
+        wrong += [key] if not same_bits(whole.value, saved) or bool(whole.disagreements) else []
     return wrong

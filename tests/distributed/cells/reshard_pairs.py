@@ -49,11 +49,13 @@ class Layout:
 
     @property
     def id(self) -> str:
-        words = [f"tp{self.tensor}"] * (self.tensor > 1) + [f"pp{self.pipeline}_{self.schedule}"] * (self.pipeline > 1)
-        words += [f"virtual{self.virtual}"] * (self.virtual is not None)
-        words += [f"cp{self.context}"] * (self.context > 1) + [f"ep{self.expert}"] * (self.expert > 1)
-        words += [f"dp{self.data}" + f"x{self.replicate}" * (self.replicate > 1)] * (self.data > 1)
-        words += [f"zero{self.zero}"] * (self.data * self.context > 1 or self.zero > 0)
+        words = ([f"tp{self.tensor}"] if self.tensor > 1 else []) + (
+            [f"pp{self.pipeline}_{self.schedule}"] if self.pipeline > 1 else []
+        )
+        words += [f"virtual{self.virtual}"] if self.virtual is not None else []
+        words += ([f"cp{self.context}"] if self.context > 1 else []) + ([f"ep{self.expert}"] if self.expert > 1 else [])
+        words += [f"dp{self.data}" + (f"x{self.replicate}" if self.replicate > 1 else "")] if self.data > 1 else []
+        words += [f"zero{self.zero}"] if self.data * self.context > 1 or self.zero > 0 else []
         return "_".join(words) or "single"
 
     def overrides(self) -> list[str]:
