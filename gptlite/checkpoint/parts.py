@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorPr
 from torch.distributed.checkpoint.planner import TensorWriteData
 
 from gptlite.checkpoint.manifest import Entries, in_words, spell
-from gptlite.parallelism.boxes import local_box, local_part
+from gptlite.parallelism.boxes import local_box, local_tensor
 from gptlite.progress import Log, Progress
 
 Offer = tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]]  # offset and sizes of a box, and its tensor's `spell`
@@ -31,7 +31,7 @@ class Parts:
             if not isinstance(value, Tensor):
                 kind = type(value).__name__
                 raise TypeError(f"checkpoint key {key} is a {kind}, not a tensor: put it into `meta`")
-        self.local = {key: local_part(tensor) for key, tensor in tensors.items()}
+        self.local = {key: local_tensor(tensor).detach() for key, tensor in tensors.items()}
         self.offers: dict[str, TensorWriteData] = {}
         for key, tensor in tensors.items():
             shape, offset = local_box(tensor)

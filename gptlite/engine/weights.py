@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 from gptlite.engine.module import ModuleSpec
 from gptlite.errors import ConfigError
 from gptlite.models.model import Model
-from gptlite.parallelism.boxes import local_box, local_part
+from gptlite.parallelism.boxes import local_box, local_tensor
 from gptlite.parallelism.config import Offload, ParallelismConfig
 from gptlite.parallelism.mesh import Mesh
 from gptlite.parallelism.rank_sync import from_all
@@ -84,7 +84,7 @@ def fill_from(module: nn.Module, model: Model, parts: Sequence[nn.Module], mesh:
         for target in held.get(name, ()):
             shape, offset = local_box(target)
             box = tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
-            local_part(target).copy_(value[box])
+            local_tensor(target).detach().copy_(value[box])
 
 
 def _values(module: nn.Module) -> list[tuple[str, Tensor]]:

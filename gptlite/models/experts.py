@@ -19,11 +19,12 @@ from torch.autograd.function import once_differentiable
 from gptlite.ops.bias_activation import bias_activation
 from gptlite.ops.experts import Dispatch, grouped_linear
 from gptlite.parallelism.axes import DATA_AXES
+from gptlite.parallelism.boxes import local_tensor
 from gptlite.parallelism.collectives import all_reduce
 from gptlite.parallelism.context import ContextAxis
 from gptlite.parallelism.expert import ExpertAxis
 from gptlite.parallelism.mesh import Mesh
-from gptlite.parallelism.tensor import TensorAxis, axis_of, cut, enter, leave, local
+from gptlite.parallelism.tensor import TensorAxis, axis_of, cut, enter, leave
 from gptlite.torch_private.dispatch import has_values
 
 
@@ -171,9 +172,9 @@ class Experts(nn.Module):
 
     def _outputs(self, rows: Tensor, ends: Tensor) -> Tensor:
         """Return the experts' outputs for rows sorted by expert."""
-        hidden = grouped_linear(rows, local(self.up), ends, fp8=self.fp8)
+        hidden = grouped_linear(rows, local_tensor(self.up), ends, fp8=self.fp8)
         hidden = bias_activation(hidden, None, self.activation, self.fused)
-        return grouped_linear(hidden, local(self.down), ends, fp8=self.fp8)
+        return grouped_linear(hidden, local_tensor(self.down), ends, fp8=self.fp8)
 
     def _sizes(self, dispatch: Dispatch, axis: ExpertAxis) -> tuple[list[int], list[int], Tensor]:
         """Return the number of rows to send to each rank, the number to receive from each rank, and the local expert

@@ -6,7 +6,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from gptlite.parallelism.tensor import TensorAxis, cut, local, summed
+from gptlite.parallelism.boxes import local_tensor
+from gptlite.parallelism.tensor import TensorAxis, cut, summed
 
 
 class HeadsNorm(nn.Module):
@@ -36,5 +37,5 @@ class HeadsNorm(nn.Module):
             squares = summed(squares, self.axis)
         normed = wide * torch.rsqrt(squares / self.size + self.eps)
         if self.weight is not None:
-            normed = normed * local(self.weight, x.dtype).float().view(x.shape[2:])
+            normed = normed * local_tensor(self.weight).to(x.dtype).float().view(x.shape[2:])
         return normed.to(x.dtype)

@@ -5,7 +5,8 @@ from torch import Tensor, nn
 
 from gptlite.models.layers import Head
 from gptlite.ops.cross_entropy import NOTHING_KNOWN, LossGradient, VocabShard, linear_cross_entropy, soft_capped
-from gptlite.parallelism.tensor import TensorAxis, cut, enter, first_row, local, rows_per_rank
+from gptlite.parallelism.boxes import local_tensor
+from gptlite.parallelism.tensor import TensorAxis, cut, enter, first_row, rows_per_rank
 
 
 class VocabParallelHead(nn.Module):
@@ -28,7 +29,7 @@ class VocabParallelHead(nn.Module):
         """
         hidden = hidden.to(self.matmul_dtype or hidden.dtype)
         longest = rows_per_rank(self.weight, self.axis)
-        weight = local(self.weight)
+        weight = local_tensor(self.weight)
         if targets is None:
             mine = (hidden[:, 0] @ weight.to(hidden.dtype).t()).float()
             return soft_capped(self.axis.gather_columns(mine, longest)[:, :vocab_size], self.terms.softcap)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gptlite.errors import RunEnded
 from gptlite.parallelism.axes import AXES, EXPERT, Alike, alike
-from gptlite.parallelism.boxes import local_part
+from gptlite.parallelism.boxes import local_tensor
 from gptlite.parallelism.collectives import all_reduce, gather_objects
 from gptlite.parallelism.mesh import Mesh
 from gptlite.parallelism.tensor import is_cut, of_experts
@@ -46,7 +46,7 @@ def check_replicas(parameters: Iterable[tuple[str, Tensor]], tied: Sequence[str]
         for part in range(degree if apart else 1)
     ]
     # Ranks exchange these hashes, not the parameters.
-    hashes = torch.stack([fingerprint(local_part(tensor)) for _, tensor in named]).to(mesh.device)
+    hashes = torch.stack([fingerprint(local_tensor(tensor).detach()) for _, tensor in named]).to(mesh.device)
     whole = [name for name, tensor in named if not is_cut(tensor)]
     copies: dict[Alike, Sequence[str]] = {"all": every, "uncut": whole, "tied": tied}
     tables = {axis: names for which, names in copies.items() for axis in alike(which)}

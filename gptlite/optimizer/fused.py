@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Adam, AdamW, Optimizer
 
 from gptlite.ops.weight_copies import copy_of, mark_written
-from gptlite.optimizer.base import Closure, refuse
+from gptlite.optimizer.base import Closure, local_gradients, refuse
 from gptlite.optimizer.clip import clip_factor, clip_gradients
 from gptlite.optimizer.state import materialized
 from gptlite.parallelism.boxes import local_tensor
@@ -39,9 +39,9 @@ class FusedStep:
             copies = [copy_of(parameter) for parameter in parameters]
             copied = [each for each, copy in zip(parameters, copies, strict=True) if copy is not None]
             torch.ops.gptlite.adamw_(
-                _local(parameters),
-                _local(p.grad for p in parameters),
-                *(_local(state[key] for state in states) for key in ("exp_avg", "exp_avg_sq", "step")),
+                [local_tensor(parameter) for parameter in parameters],
+                local_gradients(parameters),
+                *([local_tensor(state[key]) for state in states] for key in ("exp_avg", "exp_avg_sq", "step")),
                 float(group["lr"]),
                 *group["betas"],
                 group["eps"],
@@ -114,7 +114,3 @@ def clip_and_step(
             optimizer.found_inf = found_inf  # type: ignore[attr-defined]  # torch's GradScaler passes it this way
             optimizer.step()
             del optimizer.found_inf  # type: ignore[attr-defined]
-
-
-def _local(tensors: Iterable[Tensor]) -> list[Tensor]:
-    return [local_tensor(tensor) for tensor in tensors]

@@ -89,17 +89,13 @@ def local_box(tensor: Tensor) -> Box:
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """Return this rank's elements of a tensor, sharing its memory, in the shape of its `local_box`."""
+    """Return this rank's elements of a tensor, sharing its memory, in the shape of its `local_box`. Gradients flow back
+    to the tensor."""
     if not isinstance(tensor, DTensor):
         return tensor
     local = tensor.to_local()
     # FSDP2's shards of an empty tensor-parallel shard have 0 rows, whatever their box is.
     return local if local.numel() else local.view(local_box(tensor)[0])
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """Return this rank's elements, detached, sharing the tensor's memory."""
-    return local_tensor(tensor).detach()
 
 
 def cut_like(parameter: Tensor, local: Tensor) -> Tensor:

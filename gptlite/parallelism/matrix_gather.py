@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gptlite.parallelism.boxes import Cut, copies, cuts, local_part
+from gptlite.parallelism.boxes import Cut, copies, cuts, local_tensor
 
 BATCH = 2**24  # elements that a rank changes in a round: 64 MiB in fp32
 
@@ -55,7 +55,7 @@ def _round(tensors: Mapping[int, Tensor], change: Change) -> None:
     rank with the owner's coordinate.
     """
     levels = {index: _levels(tensor) for index, tensor in tensors.items()}
-    held = {index: local_part(tensor) for index, tensor in tensors.items()}
+    held = {index: local_tensor(tensor).detach() for index, tensor in tensors.items()}
     for index, each in levels.items():
         # An offloaded tensor is on the host.
         held[index] = held[index].to(each[0][0].device) if each else held[index]
@@ -75,7 +75,7 @@ def _round(tensors: Mapping[int, Tensor], change: Change) -> None:
     for owners, at in reversed(way):
         held = _give_back(held, owners, at, like)
     for index, tensor in tensors.items():
-        local_part(tensor).copy_(held[index])
+        local_tensor(tensor).detach().copy_(held[index])
 
 
 def _levels(tensor: Tensor) -> list[Level]:

@@ -27,6 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from gptlite.parallelism.axes import EXPERT
+from gptlite.parallelism.boxes import local_tensor
 from gptlite.parallelism.mesh import Mesh
 from gptlite.torch_private.distributed import all_gather_single, reduce_scatter_single
 
@@ -113,13 +114,6 @@ def is_cut(parameter: Tensor) -> bool:
     return isinstance(parameter, DTensor) and "tp" in (parameter.device_mesh.mesh_dim_names or ())
 
 
-def local(parameter: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Return a parameter's local shard, cast to `dtype` if given. Gradients flow back to the parameter."""
-    if isinstance(parameter, DTensor):
-        parameter = parameter.to_local()
-    return parameter if dtype is None else parameter.to(dtype)
-
-
 class ColumnParallelLinear(nn.Module):
     """Column-parallel linear layer: x [B, S or s, d] -> [B, S, f / T], this rank's output features.
 
@@ -137,19 +131,19 @@ class ColumnParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         out = self.project(x)
-        return out if self.bias is None else out + local(self.bias, out.dtype)
+        return out if self.bias is None else out + local_tensor(self.bias).to(out.dtype)
 
     def project(self, x: Tensor) -> Tensor:
         """Apply the layer without its bias, for an op that adds the bias itself."""
         x = x.to(self.matmul_dtype or x.dtype)
-        weight = local(self.weight, x.dtype)
+        weight = local_tensor(self.weight).to(x.dtype)
         if self.axis.overlap and self.multiply is F.linear:  # the fp8 version has its own backward pass
             return _OverlappedColumn.apply(x, weight, self.axis)
         return self.multiply(enter(x, self.axis), weight)
 
     def local_bias(self, dtype: torch.dtype) -> Tensor | None:
         """Return this rank's shard of the bias in a compute dtype."""
-        return None if self.bias is None else local(self.bias, dtype)
+        return None if self.bias is None else local_tensor(self.bias).to(dtype)
 
 
 class RowParallelLinear(nn.Module):
@@ -174,7 +168,7 @@ class RowParallelLinear(nn.Module):
     def project(self, x: Tensor) -> Tensor:
         """Apply the layer without its bias, for an op that adds the bias itself."""
         x = x.to(self.matmul_dtype or x.dtype)
-        return leave(self.multiply(x, local(self.weight, x.dtype)), self.axis)
+        return leave(self.multiply(x, local_tensor(self.weight).to(x.dtype)), self.axis)
 
     def local_bias(self, dtype: torch.dtype) -> Tensor | None:
         """Return the whole bias, which every rank holds, in a compute dtype. With sequence parallelism, the
@@ -192,7 +186,7 @@ class VocabParallelEmbedding(nn.Module):
         self.weight = cut(whole.weight, axis, 0)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        weight = local(self.weight)
+        weight = local_tensor(self.weight)
         row = tokens - first_row(self.weight, self.axis)
         mine = (row >= 0) & (row < len(weight))
         # With fewer rows than ranks, some ranks have an empty table, which F.embedding rejects.
@@ -206,7 +200,7 @@ class VocabParallelEmbedding(nn.Module):
 def sum_sliced_gradients(parameters: Iterable[Tensor], axis: TensorAxis) -> None:
     """Sum the gradients of unsharded parameters, which each rank has computed from a slice of the sequence, over the
     axis."""
-    gradients = [local(p.grad) for p in parameters if p.grad is not None and not is_cut(p)]
+    gradients = [local_tensor(p.grad) for p in parameters if p.grad is not None and not is_cut(p)]
     if gradients:
         whole = torch.cat([gradient.flatten() for gradient in gradients])  # one collective for all of them
         flat = _sum(whole.to(axis.mesh.device_type), axis)  # an offloaded gradient is on the host

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from gptlite.parallelism.boxes import local_box, local_part
+from gptlite.parallelism.boxes import local_box, local_tensor
 
 Box = tuple[tuple[int, int], ...]  # (start, stop) along each dim, in the whole tensor
 
@@ -51,7 +51,7 @@ def box_of(tensor: Tensor) -> Box:
     if isinstance(tensor, DTensor) and any(placement.is_partial() for placement in tensor.placements):
         raise ValueError(f"a tensor of shape {tuple(tensor.shape)} is not reduced: {tensor.placements}")
     sizes, starts = local_box(tensor)
-    if (shape := tuple(local_part(tensor).shape)) != sizes:
+    if (shape := tuple(local_tensor(tensor).shape)) != sizes:
         raise ValueError(
             f"this rank's shard of a tensor of shape {tuple(tensor.shape)} has shape {shape}, not {sizes} as its "
             "placements require"
@@ -67,7 +67,9 @@ def gather(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Whole] | None:
     twice. Rank 0 receives a copy of every rank's parts, so its memory must hold the model several times.
     """
     mine = [
-        Part(name, tuple(tensor.shape), box_of(tensor), local_part(tensor).to("cpu", torch.float32, copy=True))
+        Part(
+            name, tuple(tensor.shape), box_of(tensor), local_tensor(tensor).detach().to("cpu", torch.float32, copy=True)
+        )
         for name, tensor in tensors
     ]
     if not (dist.is_initialized() and dist.get_world_size() > 1):

@@ -13,7 +13,7 @@ from gptlite.data.batch_loader import BatchLoader
 from gptlite.models.model import Model
 from gptlite.optimizer.schedule import Schedule
 from gptlite.optimizer.state import optimizer_state, take_optimizer_state
-from gptlite.parallelism.boxes import local_part, num_local_elements
+from gptlite.parallelism.boxes import local_tensor, num_local_elements
 from gptlite.parallelism.stage_runner import StageRunner
 from gptlite.trainer.loss_scale import LossScaler
 from gptlite.trainer.saved_meta import checked_meta
@@ -44,7 +44,7 @@ def take_model_tensors(model: Model, parts: Sequence[nn.Module], tensors: dict[s
     for part in parts:
         for name, parameter in model.named_weights(part):
             if parameter.dtype != torch.float32:
-                mine, given = local_part(parameter), local_part(tensors[f"model.{name}"])
+                mine, given = local_tensor(parameter).detach(), local_tensor(tensors[f"model.{name}"]).detach()
                 mine.copy_(given)
                 count += int((mine != given).sum())
     return count

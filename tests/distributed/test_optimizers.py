@@ -21,7 +21,7 @@ from gptlite.checkpoint.checkpointer import Checkpointer
 from gptlite.config import Config, load
 from gptlite.optimizer.rounded import set_step
 from gptlite.optimizer.state import optimizer_state
-from gptlite.parallelism.boxes import local_box, local_part
+from gptlite.parallelism.boxes import local_box, local_tensor
 from gptlite.parallelism.mesh import build_mesh
 from gptlite.parity.gather import Whole, gather
 from gptlite.run.folder import RunFolder
@@ -76,7 +76,7 @@ def take_steps(config: Config, save: bool = False) -> dict[str, Whole] | None:
     state = filled(config, mesh, SAVED)
     with closing(state.loader):
         for value in optimizer_state(state.optimizer).values():
-            local_part(value).zero_()
+            local_tensor(value).detach().zero_()
         state.refresh_copies()
         for step in range(STEPS):
             _give_gradients(state, step)
@@ -106,7 +106,7 @@ def _gradient(name: str, parameter: nn.Parameter, step: int) -> Tensor:
     sizes, starts = local_box(parameter)
     box = tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
     gradient = torch.zeros_like(parameter, dtype=torch.float32)
-    local_part(gradient).copy_(whole[box])
+    local_tensor(gradient).detach().copy_(whole[box])
     return gradient
 
 

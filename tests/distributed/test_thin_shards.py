@@ -17,7 +17,7 @@ from gptlite.optimizer.build import build_optimizer
 from gptlite.optimizer.config import OPTIMIZERS
 from gptlite.optimizer.rounded import round_steps, set_step
 from gptlite.optimizer.state import optimizer_state
-from gptlite.parallelism.boxes import local_box, local_part
+from gptlite.parallelism.boxes import local_box, local_tensor
 from gptlite.parallelism.config import ParallelismConfig
 from gptlite.parallelism.mesh import Mesh, build_mesh
 from gptlite.parallelism.tensor import TensorAxis, cut
@@ -117,7 +117,7 @@ def _steps(name: str, module: Holder, mesh: Mesh, config: ParallelismConfig) -> 
             box = tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
             parameter.grad_dtype = torch.float32
             parameter.grad = torch.zeros_like(parameter, dtype=torch.float32)
-            local_part(parameter.grad).copy_(whole[box])
+            local_tensor(parameter.grad).detach().copy_(whole[box])
         optimizer.step()
     return {**parameters, **optimizer_state(optimizer)}
 

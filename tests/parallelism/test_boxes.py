@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from gptlite.parallelism.boxes import local_box, local_part, num_local_elements
+from gptlite.parallelism.boxes import local_box, local_tensor, num_local_elements
 from gptlite.torch_private.simulation import imagined_world
 
 
@@ -38,7 +38,7 @@ def test_the_box_is_what_fsdp_holds_of_what_the_tensor_axis_holds(rows, copies, 
             (height, width), (row, column) = local_box(weight)
             assert part.shape == (height, width)
             assert num_local_elements(weight) == part.numel()
-            assert local_part(weight).data_ptr() == part.data_ptr()
+            assert local_tensor(weight).data_ptr() == part.data_ptr()
             assert torch.equal(part, whole[row : row + height, column : column + width])
             covered[row : row + height, column : column + width] += 1
     assert (covered == copies).all()

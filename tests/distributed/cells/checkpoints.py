@@ -18,7 +18,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from gptlite.checkpoint.checkpointer import Checkpointer
 from gptlite.checkpoint.config import CheckpointConfig
 from gptlite.checkpoint.load import load_tensors
-from gptlite.parallelism.boxes import local_part
+from gptlite.parallelism.boxes import local_tensor
 from gptlite.parallelism.collectives import gather_objects
 from gptlite.parallelism.config import ParallelismConfig
 from gptlite.parallelism.mesh import Mesh, build_mesh
@@ -108,10 +108,10 @@ class Case:
         folder = self.checkpointer.save(config_yaml="seed: 1\n", log=print, **arguments)
         if self.checkpointer.config.async_save and arguments["tensors"] is self.tensors:
             for tensor in self.tensors.values():  # as training would
-                local_part(tensor).mul_(-1)
+                local_tensor(tensor).detach().mul_(-1)
             self.checkpointer.finish()
             for tensor in self.tensors.values():
-                local_part(tensor).mul_(-1)
+                local_tensor(tensor).detach().mul_(-1)
         self.checkpointer.finish()
         return folder
 
@@ -121,10 +121,10 @@ def save_and_read_back(run: Path, layout: str, beside: bool = False) -> tuple[Pa
     with Case(run, layout, beside) as case:
         folder = case.save(100)
         into = {key: torch.zeros_like(tensor) for key, tensor in case.tensors.items()}
-        addresses = {key: local_part(tensor).data_ptr() for key, tensor in into.items()}
+        addresses = {key: local_tensor(tensor).data_ptr() for key, tensor in into.items()}
         load_tensors(folder, into, mesh=case.mesh)
-        wrong = [key for key in into if bits(local_part(into[key])) != bits(local_part(case.tensors[key]))]
-        return folder, wrong + [key for key in into if local_part(into[key]).data_ptr() != addresses[key]]
+        wrong = [key for key in into if bits(local_tensor(into[key])) != bits(local_tensor(case.tensors[key]))]
+        return folder, wrong + [key for key in into if local_tensor(into[key]).data_ptr() != addresses[key]]
 
 
 def fails(action: Callable[[], Any]) -> str:
@@ -188,7 +188,7 @@ def fail_to_load(run: Path, layout: str) -> dict[str, str]:
         if rank == 0:
             payload.write_bytes(bytes([content[0] ^ 1]) + content[1:])
         raised["damaged"] = fails(lambda: load(threes))
-        raised["touched"] = str([key for key, t in threes.items() if not bool((local_part(t) == 3).all())])
+        raised["touched"] = str([key for key, t in threes.items() if not bool((local_tensor(t).detach() == 3).all())])
         raised["damaged since it was verified"] = fails(lambda: load(threes, verified=True))
     return raised
 

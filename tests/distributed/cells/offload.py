@@ -12,7 +12,7 @@ from distributed.cells.steps import built, planned_work
 from gptlite.config import Config, load
 from gptlite.monitor.memory_watch import MemoryWatch
 from gptlite.optimizer.streamed import Stream
-from gptlite.parallelism.boxes import local_part
+from gptlite.parallelism.boxes import local_tensor
 from gptlite.parallelism.config import Offload
 from gptlite.parallelism.memory import StateBytes
 from gptlite.plan.memory import estimate
@@ -81,12 +81,12 @@ def take(config: Config) -> list[Bits]:
         def inspect(state: TrainState) -> None:
             for name, parameter in state.named_parameters():
                 if parameter.grad is not None:
-                    gradients[f"gradient {name}"] = local_part(parameter.grad).clone()
+                    gradients[f"gradient {name}"] = local_tensor(parameter.grad).detach().clone()
 
         found = []
         for _ in range(STEPS):
             result = step(state, inspect)
-            tensors = {key: local_part(tensor).clone() for key, tensor in state.tensors().items()}
+            tensors = {key: local_tensor(tensor).detach().clone() for key, tensor in state.tensors().items()}
             found.append({"loss": result.loss, "norm": result.grad_norm} | gradients | tensors)
         return found
 

@@ -19,7 +19,7 @@ from gptlite.checkpoint.checkpointer import Checkpointer
 from gptlite.config import Config
 from gptlite.config.saved import to_yaml
 from gptlite.optimizer.base import OwnOptimizer
-from gptlite.parallelism.boxes import local_box, local_part
+from gptlite.parallelism.boxes import local_box, local_tensor
 from gptlite.parallelism.mesh import Mesh, build_mesh
 from gptlite.parity.gather import Whole, gather
 from gptlite.parity.record import build
@@ -62,7 +62,7 @@ def fill(state: TrainState, filling: str) -> None:
     for key, tensor in held(state):
         sizes, starts = local_box(tensor)
         box = tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
-        local_part(tensor).copy_(drawn(key, tensor.shape, filling)[box])
+        local_tensor(tensor).detach().copy_(drawn(key, tensor.shape, filling)[box])
 
 
 def filled(config: Config, mesh: Mesh, filling: str) -> TrainState:
