@@ -164,22 +164,17 @@ def system_error(error: OSError, elsewhere: str = "give another path") -> str:
 
 
 def is_of_a_file(error: OSError) -> bool:
-    """Return True if an operation on a file has failed, or a limit of the machine is reached.
-
-    Users can act on such an error. Any other OSError, such as that of a closed socket or of a process that has ended,
-    is an error of the program.
-    """
+    """Return True if an operation on a file has failed, or a limit of the machine is reached. Any other OSError, such
+    as that of a closed socket or of a process that has ended, is an error of the program."""
     return isinstance(named(error).filename, str | bytes) or error.errno in _LIMITS
 
 
 def print_failure(error: Exception) -> None:
     """Print an error of a file in one line, and any other error with its traceback."""
-    from traceback import print_exception  # imported only for an error
-
     if isinstance(error, OSError) and is_of_a_file(error):
         print_refusal(OSError(system_error(error)).with_traceback(error.__traceback__))
     else:
-        print_exception(error)
+        sys.excepthook(type(error), error, error.__traceback__)
 
 
 def named(error: OSError) -> OSError:

@@ -5,15 +5,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from gptlite.parallelism.axes import WORLD, every_axis
-from gptlite.torch_private.flight_recorder import collectives_started, recorded_collectives, time_collectives
+from gptlite.torch_private.flight_recorder import recorded_collectives, time_collectives
 
 READ_SECONDS = 30.0
-
-
-def counts(groups: Sequence[Any]) -> tuple[int, ...]:
-    """Return the number of collectives that each group has started on this rank. A change shows that the rank makes
-    progress."""
-    return collectives_started(groups)
 
 
 class RecordedTime:

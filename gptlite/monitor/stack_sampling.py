@@ -1,18 +1,25 @@
 """Sampling of another thread's Python stack, without interrupting or slowing it.
 
 A thread waits for other ranks in one of a few known places: a function of torch.distributed, a line that calls
-`.wait()`, or rank_sync.py, which polls the store. The files on its stack identify the axis whose ranks it waits for.
+`.wait()`, or rank_sync.py, which polls the store. The process group of the function identifies the axis whose ranks it
+waits for. A line that calls `.wait()` has no group, and an axis over all ranks has the group of the world: then the
+files on the stack decide.
 """
 
 import linecache
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
+from itertools import takewhile
 from pathlib import Path
 from traceback import walk_stack
 from types import FrameType
 
-from gptlite.parallelism.axes import WORLD, every_axis
+import torch.distributed as dist
+
+from gptlite.parallelism.axes import DATA, EXPERT_DATA_AXES, WORLD, every_axis
+from gptlite.parallelism.mesh import Mesh
 from gptlite.torch_private.frames import BACKWARD, COLLECTIVES, DISTRIBUTED
 
 # Absolute prefixes, since a checkout or a user's folder may have the same names in its path.
@@ -51,21 +58,27 @@ class Place:
         return f"{self.collective or nameless} over {self.axis}"
 
 
-def waits_along(thread: int) -> str | None:
+def axes_of_groups(mesh: Mesh) -> dict[str, str]:
+    """Return `{name of a process group: kind of its axis}`. Of axes that share a group, the first one counts."""
+    axes = {axis.name: axis.kind for axis in every_axis()} | dict.fromkeys(EXPERT_DATA_AXES, DATA)
+    return {group.group_name: axes[name] for name, group in reversed((mesh.groups() | mesh.expert_groups()).items())}
+
+
+def waits_along(thread: int, groups: Mapping[str, str]) -> str | None:
     """Return the axis of the collective in which the thread with this identifier waits; None if it does not wait in a
-    collective."""
+    collective. `groups` are those of `axes_of_groups`."""
     frame = sys._current_frames().get(thread)
-    return None if frame is None or not _waits(frame.f_code.co_filename, frame.f_lineno or 0) else _axis(frame)
+    return None if frame is None or not _waits(frame.f_code.co_filename, frame.f_lineno or 0) else _axis(frame, groups)
 
 
-def place_of(thread: int) -> Place:
-    """Return the position of the thread with this identifier."""
+def place_of(thread: int, groups: Mapping[str, str]) -> Place:
+    """Return the position of the thread with this identifier. `groups` are those of `axes_of_groups`."""
     frame = sys._current_frames().get(thread)
     if frame is None:
         return Place(words="ended")
     words, file = _words([each for each, _ in walk_stack(frame)]), frame.f_code.co_filename
     if _waits(file, frame.f_lineno or 0):
-        return Place("collective", frame.f_code.co_name if file in COLLECTIVES else "", _axis(frame), words)
+        return Place("collective", frame.f_code.co_name if file in COLLECTIVES else "", _axis(frame, groups), words)
     return Place("store" if file == STORE else "", words=words)
 
 
@@ -76,10 +89,35 @@ def _waits(file: str, line: int) -> bool:
     return file in COLLECTIVES or (calls and ".wait()" in linecache.getline(file, line))
 
 
-def _axis(frame: FrameType) -> str:
-    # The axis of the innermost file on the stack that belongs to one; the world if no file does.
-    found = (_axis_of_file(outer.f_code.co_filename) for outer, _ in walk_stack(frame))
-    return next(filter(None, found), WORLD)
+def _axis(frame: FrameType, groups: Mapping[str, str]) -> str:
+    frames = [outer for outer, _ in walk_stack(frame)]
+    inside = list(takewhile(lambda each: _is_collective(each.f_code.co_filename), frames))
+    group, world = next(filter(None, map(_group_of, inside)), None), _group_name(None)
+    if group in groups and group != world:
+        return groups[group]
+    axes = [_axis_of_file(each.f_code.co_filename) for each in frames[len(inside) :]]
+    # Every collective of a pass runs below the pipeline, so its files count only if they wait themselves.
+    axis = next(filter(None, [*axes[:1], *(each for each in axes[1:] if each != "pp")]), WORLD)
+    return WORLD if group is not None and group == world and groups.get(group) != axis else axis
+
+
+@cache
+def _is_collective(file: str) -> bool:
+    """Return True for a file in the folder of torch.distributed itself, as opposed to those of FSDP2 or pipelines."""
+    return f"{Path(file).parent}/" == DISTRIBUTED
+
+
+def _group_of(frame: FrameType) -> str | None:
+    """Return the name of the process group of a function of torch.distributed; None if the function has no group."""
+    # Only of these functions, which are short: reading the variables of a frame keeps them alive until it ends.
+    variables = frame.f_locals
+    return _group_name(variables["group"]) if "group" in variables else None
+
+
+def _group_name(group: object) -> str | None:
+    """Return the name of a group; None stands for the group of the world."""
+    group = dist.group.WORLD if group is None else group
+    return group.group_name if isinstance(group, dist.ProcessGroup) else None
 
 
 @cache

@@ -26,14 +26,15 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from gptlite.monitor.comm_time import CommunicationTime
-from gptlite.monitor.flight_recorder import counts, oldest_under_way
-from gptlite.monitor.stack_sampling import Place, place_of, waits_along
+from gptlite.monitor.flight_recorder import oldest_under_way
+from gptlite.monitor.stack_sampling import Place, axes_of_groups, place_of, waits_along
 from gptlite.monitor.verdict import Heartbeat, judge, silent_ranks
 from gptlite.parallelism.axes import WORLD
 from gptlite.parallelism.mesh import Mesh
 from gptlite.parallelism.rank_sync import from_main
 from gptlite.progress import format_duration
 from gptlite.torch_private.distributed import default_store
+from gptlite.torch_private.flight_recorder import collectives_started
 
 LOOK_SECONDS = 0.05  # interval at which the position of the main thread is sampled
 ANSWER_SECONDS = 2.0  # time limit of a call to the store, which normally takes a millisecond or less
@@ -62,6 +63,7 @@ class RankWatch:
         self._suspect_after = self._end_after - 3 * self._period  # leaves time for two heartbeats of each rank
         self.communication_time = CommunicationTime(mesh)
         self._groups = [dist.group.WORLD, *mesh.groups().values()]
+        self._axes = axes_of_groups(mesh)
         self._mark: tuple | None = None
         self._since = self._last_answer = time.monotonic()
         place = Place()
@@ -119,15 +121,19 @@ class RankWatch:
         while not self._closed.wait(LOOK_SECONDS):
             now = time.monotonic()
             if self._in_step:
-                self.communication_time.add(waits_along(main), now - sampled)
+                self.communication_time.add(waits_along(main, self._axes), now - sampled)
             sampled = now
-            mark = (self._step, self._in_step, counts(self._groups))  # a change of any of these is progress
+            mark = (
+                self._step,
+                self._in_step,
+                collectives_started(self._groups),
+            )  # a change is progress
             if mark != self._mark:
                 self._mark, self._since = mark, now
             stood = now - self._since
             if now - published >= (self._period if stood < self._suspect_after else self._period / 4):
                 published = now  # heartbeats are four times as frequent once a hang is suspected
-                self._beat(place_of(main), stood)
+                self._beat(place_of(main, self._axes), stood)
 
     def _beat(self, place: Place, stood: float) -> None:
         """Publish a heartbeat, and end this process if its main thread has been in one collective for too long."""

@@ -19,7 +19,7 @@ from gptlite.optimizer.base import BuildContext, OwnOptimizer, local_gradients, 
 from gptlite.optimizers.configs import AdamW8bitConfig
 from gptlite.optimizers.torchao import BLOCK_8BIT, in_8_bits
 from gptlite.parallelism.boxes import cut_like, local_tensor
-from gptlite.torch_private.compiler import a_graph_for_each_shape
+from gptlite.torch_private.dynamo import a_graph_for_each_shape
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 PIECE = 2**20  # elements stepped at a time in eager mode: bounds the memory of a step

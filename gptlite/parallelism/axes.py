@@ -33,37 +33,22 @@ class Axis:
     over: tuple[str, ...] = ()
     factor: bool = True
     alike: Alike = ""  # parameters replicated over its ranks: none, all, those not sharded by tensor.py, or tied ones
-    files: tuple[str, ...] = ()  # source files or folders; a thread that waits in them waits for ranks of this axis
+    files: tuple[str, ...] = ()  # source files or folders; a wait in them without a process group is along this axis
     waits: str = "a collective"  # the operation to report if the thread's stack does not name it
 
 
 FSDP = ("torch/distributed/fsdp/",)
 PIPELINING = ("torch/distributed/pipelining/", "gptlite/parallelism/pipeline.py", "gptlite/parallelism/stage_runner.py")
+RING = ("gptlite/parallelism/context.py",)
+EXPERTS = ("gptlite/parallelism/expert.py", "gptlite/models/experts.py")
+DATA_RANKS = ("dp_replicate", "dp_shard")
 # Slowest first: ranks that are neighbours on the last axis have consecutive numbers.
 TABLE: tuple[Axis, ...] = (
     Axis("pp", "pipeline", "pipeline", "the blocks", "pp", alike="tied", files=PIPELINING, waits="send or receive"),
     Axis("dp_replicate", "dp_replicate", "", "the global batch", DATA, factor=False, alike="all", files=FSDP),
     Axis("dp_shard", "data", "data", "the global batch", DATA, files=FSDP),
-    Axis(
-        CONTEXT,
-        "context",
-        "context",
-        "every sequence",
-        CONTEXT,
-        over=("dp_replicate", "dp_shard"),
-        files=("gptlite/parallelism/context.py",),
-    ),
-    Axis(
-        EXPERT,
-        "expert",
-        "expert",
-        "the experts",
-        EXPERT,
-        over=("dp_replicate", "dp_shard"),
-        factor=False,
-        files=("gptlite/parallelism/expert.py",),
-        waits="tokens",
-    ),
+    Axis(CONTEXT, "context", "context", "every sequence", CONTEXT, over=DATA_RANKS, files=RING),
+    Axis(EXPERT, "expert", "expert", "the experts", EXPERT, DATA_RANKS, False, files=EXPERTS, waits="tokens"),
     Axis("tp", "tensor", "tensor", "every matrix", "tp", alike="uncut", files=("gptlite/parallelism/tensor.py",)),
 )
 AXES = tuple(axis.name for axis in TABLE if not axis.over)  # the dimensions of the mesh

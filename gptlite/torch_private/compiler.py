@@ -1,6 +1,5 @@
 """Settings of torch.compile. Each import here takes a second, so it is made when the setting is used."""
 
-from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import nn
@@ -16,13 +15,6 @@ def compile_block(block: nn.Module, **options: Any) -> None:
 
     config.specialize_float = True
     block.compile(**options)
-
-
-def a_graph_for_each_shape() -> AbstractContextManager[Any]:
-    """Return a context manager in which a compiled function may have any number of graphs."""
-    from torch._dynamo import utils
-
-    return utils.disable_cache_limit()
 
 
 def inductor_has(option: str) -> bool:

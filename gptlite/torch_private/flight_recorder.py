@@ -8,7 +8,8 @@ import torch._C._distributed_c10d as c10d
 
 
 def collectives_started(groups: Sequence[Any]) -> tuple[int, ...]:
-    """Return the number of collectives that each group has started on this rank."""
+    """Return the number of collectives that each group has started on this rank. A change shows that the rank makes
+    progress."""
     return tuple(group._get_sequence_number_for_group() for group in groups)
 
 

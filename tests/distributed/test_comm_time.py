@@ -4,16 +4,20 @@ import time
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 
 from distributed.cells.run import Ranks
 from gptlite.monitor.comm_time import summary
 from gptlite.monitor.flight_recorder import shares_of
 from gptlite.monitor.watchdog import RankWatch
+from gptlite.ops.inputs import Inputs
 from gptlite.parallelism.axes import kinds
 from gptlite.parallelism.collectives import all_reduce
 from gptlite.parallelism.config import ParallelismConfig
 from gptlite.parallelism.layout import Layout
 from gptlite.parallelism.mesh import Mesh, build_mesh
+from gptlite.parallelism.pipeline import MicroBatches, OnePart
 from gptlite.parallelism.tensor import leave, tensor_axis
 from gptlite.trainer.watch import watch_ranks
 
@@ -35,6 +39,37 @@ def lag(axis: str) -> dict:
     row = watch.communication(2.0)
     watch.close()
     return row
+
+
+def in_a_pass(axis: str | None) -> dict:
+    """Steps in which ranks wait along an axis, or for the world, in a pass of a model with collectives of its own."""
+    mesh = build_mesh(ParallelismConfig(tensor=2))
+    watch = RankWatch(mesh, 60.0)
+
+    def forward(part: nn.Module, x: torch.Tensor, inputs: Inputs) -> torch.Tensor:
+        if mesh.rank == 0 if axis is None else mesh.coordinate(axis) == 0:
+            time.sleep(0.15)
+        dist.all_reduce(torch.ones(4), group=None if axis is None else mesh.group(axis))
+        return part(x).sum()
+
+    part = OnePart(forward, nn.Linear(2, 1), 0)
+    batches = MicroBatches([torch.ones(1, 2)], [torch.zeros(1, dtype=torch.int64)], [torch.zeros(1, dtype=torch.int64)])
+    for number in range(12):
+        with watch.step(number + 1):
+            part.run(batches, torch.tensor(1.0))
+    row = watch.communication(2.0)
+    watch.close()
+    return row
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("axis", "kind"), [("tp", "tp"), ("dp_replicate", "dp"), (None, "world")])
+def test_a_collective_of_a_pass_is_along_the_axis_of_its_group(four: Ranks, axis, kind) -> None:
+    """Its file is in no row of the table of axes, and the files of the pipeline are on the stack."""
+    row = four.run(f"{THIS}:in_a_pass", axis)[0]
+    seconds = {name: row.pop(f"comm_seconds_{name}") for name in ("tp", "dp", "world")}
+    assert 0.5 < seconds.pop(kind) < 1.8  # of 2 seconds
+    assert max(seconds.values()) < 0.3
 
 
 @pytest.mark.slow

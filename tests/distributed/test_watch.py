@@ -205,7 +205,7 @@ def test_a_place_says_the_phase_and_the_line(file, said):
     thread.start()
     standing.wait(30)
     assert thread.ident is not None
-    place = stack_sampling.place_of(thread.ident)
+    place = stack_sampling.place_of(thread.ident, {})
     done.set()
     thread.join()
     assert place == stack_sampling.Place(words=place.words)  # waits for no other rank
@@ -214,4 +214,4 @@ def test_a_place_says_the_phase_and_the_line(file, said):
         assert place.words.startswith("evaluation, forward, in ")
     else:
         assert place.words in [f"evaluation, forward, in forward ({said}:{line})" for line in (2, 3)]
-    assert stack_sampling.place_of(0) == stack_sampling.Place(words="ended")  # no such thread
+    assert stack_sampling.place_of(0, {}) == stack_sampling.Place(words="ended")  # no such thread

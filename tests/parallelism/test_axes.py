@@ -136,10 +136,21 @@ def test_a_rank_that_waits_in_the_file_of_a_row_waits_along_its_axis():
         thread.start()
         assert thread.ident is not None
         time.sleep(0.2)
-        place = stack_sampling.place_of(thread.ident)
+        place = stack_sampling.place_of(thread.ident, {})
     thread.join()
     assert (place.waits, place.axis) == ("collective", "ep")
     assert place.waiting_for == "tokens over ep"
+
+
+def test_each_group_of_a_mesh_has_the_kind_of_its_axis():
+    with imagined_world(0, 24):
+        mesh = build_mesh(TWELVE)
+        groups = stack_sampling.axes_of_groups(mesh)
+        kinds = {name: groups[mesh.group(name).group_name] for name in ("pp", "dp_shard", "tp", "ep")}
+        experts = {groups[group.group_name] for group in mesh.expert_groups().values()}
+        mesh.close()
+    assert kinds == {"pp": "pp", "dp_shard": "dp", "tp": "tp", "ep": "ep"}
+    assert experts == {"dp"}
 
 
 def test_what_runs_in_a_backward_pass_is_no_phase_of_its_own():
