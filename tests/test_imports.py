@@ -46,15 +46,17 @@ class Room:
 # Every room may import itself, gptlite (its version) and these, which import nothing.
 LEAVES = "cpu errors files invocation limits progress unpickle".split()
 SHARED = [*LEAVES, "documents"]  # what every other room may import
+# Lowest layer first.
 ROOMS = {
     **{leaf: Room() for leaf in LEAVES},
-    "documents": Room(lazy="yaml"),
     "files": Room("errors"),
     "progress": Room("errors"),
     "invocation": Room("errors"),
+    "documents": Room(lazy="yaml"),
+    "torch_private": Room(packages="torch"),
+    "kernels": Room(packages="torch"),
     "ops": Room("kernels", packages="torch", lazy="apex"),
     "parallelism": Room("ops", packages="torch"),
-    "torch_private": Room(packages="torch"),
     "precision": Room(lazy="torch"),  # the schema imports it for its dataclass
     "metrics": Room(packages="torch", lazy="tensorboard wandb"),
     "data": Room(
@@ -62,7 +64,6 @@ ROOMS = {
         packages="torch numpy",
         lazy="datasets hydra sentencepiece tiktoken tiktoken_ext tokenizers",
     ),
-    "preprocess": Room("data", packages="numpy", lazy="pyarrow zstandard"),
     "models": Room("ops", packages="torch", lazy="hydra"),
     "optimizer": Room("ops parallelism", packages="numpy torch", lazy="hydra"),
     "checkpoint": Room("parallelism", packages="torch"),
@@ -73,49 +74,49 @@ ROOMS = {
         "checkpoint data metrics models ops optimizer parallelism precision trainer",
         packages="hydra omegaconf yaml",  # PyYAML comes with omegaconf
     ),
+    "run": Room("checkpoint config data metrics models ops optimizer parallelism precision trainer", packages="torch"),
+    "pretrain": Room("config parallelism run trainer"),
+    "launch": Room(
+        "checkpoint config data models ops parallelism pretrain run trainer",
+        packages="torch",
+    ),
+    # Satellites.
+    "optimizers": Room("ops optimizer parallelism", packages="torch", lazy="torchao"),
+    "plots": Room("metrics run", lazy="matplotlib numpy"),
     "plan": Room(
         "config data kernels metrics models monitor ops optimizer optimizers parallelism plots precision trainer",
         packages="numpy torch",
         lazy="matplotlib yaml",
     ),
-    # The composition, from the command line down.
-    "__main__": Room(),
-    "commands": Room(
-        "checkpoint config data deepspeed harness launch models parallelism parity plan precision preprocess run start "
-        "sweep trainer",
-        packages="hydra numpy omegaconf",
-        lazy="torch",
+    "preprocess": Room("data", packages="numpy", lazy="pyarrow zstandard"),
+    "deepspeed": Room("config precision"),
+    "huggingface": Room("models", packages="torch"),
+    "images": Room("data", packages="numpy torch", lazy="PIL datasets"),
+    "start": Room("config deepspeed launch parallelism plan plots pretrain run trainer"),
+    "engine": Room(
+        "checkpoint config data deepspeed launch models ops parallelism precision run trainer", packages="numpy torch"
     ),
     "sweep": Room(
         "checkpoint config launch metrics parallelism plan plots run start",
         packages="hydra numpy omegaconf",
         lazy="jinja2 matplotlib",
     ),
-    "deepspeed": Room("config precision"),
-    "huggingface": Room("models", packages="torch"),
-    "optimizers": Room("ops optimizer parallelism", packages="torch", lazy="torchao"),
-    "images": Room("data", packages="numpy torch", lazy="PIL datasets"),
-    "start": Room("config deepspeed launch parallelism plan plots pretrain run trainer"),
-    "launch": Room(
-        "checkpoint config data models ops parallelism pretrain run trainer",
-        packages="torch",
-    ),
-    "engine": Room(
-        "checkpoint config data deepspeed launch models ops parallelism precision run trainer", packages="numpy torch"
-    ),
-    "pretrain": Room("config parallelism run trainer"),
-    "run": Room("checkpoint config data metrics models ops optimizer parallelism precision trainer", packages="torch"),
     "checkpoint_tool": Room(
         "config checkpoint data huggingface metrics models ops", packages="torch omegaconf", lazy="transformers"
     ),
     "data_tool": Room("config data metrics plots", packages="numpy", lazy="matplotlib"),
     "harness": Room("data models ops parallelism", packages="lm_eval torch"),
-    "plots": Room("metrics run", lazy="matplotlib numpy"),
     "parity": Room("config launch parallelism precision run trainer", packages="torch"),
     "template": Room("data models ops", lazy="torch"),  # the files of `gptlite new`
-    # Folders of their own, installed as gptlite.<name>.
-    "kernels": Room(packages="torch"),
     "recipes": Room("config data", packages="numpy", lazy="sentencepiece"),
+    # The commands, which compose the others.
+    "commands": Room(
+        "checkpoint config data deepspeed harness launch models parallelism parity plan precision preprocess run start "
+        "sweep trainer",
+        packages="hydra numpy omegaconf",
+        lazy="torch",
+    ),
+    "__main__": Room(),
 }
 # A submodule that may import more than its room.
 WIDER = {
@@ -179,6 +180,15 @@ def test_rooms_import_each_other_in_no_cycle():
         found = {m.split(".")[1] for m in modules if re.match(r"gptlite\.(?!\w+\.config\.)", m)}
         graph[name] = (found & set(ROOMS)) - {name}
     assert list(TopologicalSorter(graph).static_order())  # raises CycleError
+
+
+def test_no_room_imports_one_above_it():
+    """Not even inside a function. The configuration takes the dataclasses of rooms below it."""
+    layers = {name: layer for layer, name in enumerate(ROOMS)}
+    found = [(name, f) for name in ROOMS for path in files_of(name) for f in imports_of(path)]
+    rooms = [(name, f, f.module.split(".")[1]) for name, f in found if f.module.startswith("gptlite.")]
+    assert len(rooms) > 2000
+    assert [str(f) for name, f, other in rooms if layers.get(other, 0) > layers[name]] == []
 
 
 BASES = ("data.config.DatasetConfig",)  # which configurations of other rooms extend

@@ -1,5 +1,7 @@
 """Count the lines of each package and of what training imports, and list long files: `python tools/size.py`.
 
+Also print functions of many parameters, and imports that go up or around.
+
 All lines count, as in `wc -l`. In a notebook, only the lines of code cells count. Tests are counted separately.
 """
 
@@ -9,6 +11,7 @@ import statistics
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -23,6 +26,8 @@ COLUMNS = ("Python", "C++", "CUDA", "YAML")
 LIMIT = 400  # lines; a longer file should be split
 LARGEST = 10
 CORE = "gptlite.pretrain"  # the module whose imports are followed
+MANY = 8  # parameters; values that travel together should be one
+LAYERS = "tests/test_imports.py"  # its table ROOMS has the packages, lowest first
 BESIDE = {"gptlite.kernels": "kernels", "gptlite.recipes": "data"}  # packages whose folder is not below gptlite/
 
 
@@ -65,8 +70,9 @@ def report(root: Path) -> str:
     rule = "-" * len(header)
     rows = [_row(name, files) for name, files in sorted(rooms.items())]
     table = [header, rule, *rows, rule, _row("all but tests", code), _row("tests", tests)]
-    reach = _reach(root)
-    return "\n".join([*table, *reach, "", *_largest(code, "files"), "", *_largest(tests, "tests")])
+    return "\n".join(
+        [*table, *_reach(root), *_structure(root), "", *_largest(code, "files"), "", *_largest(tests, "tests")]
+    )
 
 
 def imported(root: Path, module: str, inside_functions: bool) -> set[Path]:
@@ -118,6 +124,56 @@ def _reach(root: Path) -> Iterator[str]:
     for inside_functions, words in ((False, "at import"), (True, "with imports inside functions")):
         files = imported(root, CORE, inside_functions)
         yield f"{CORE} imports {len(files)} files, {sum(count_lines(root / each) for each in files):,} lines {words}"
+
+
+def _structure(root: Path) -> Iterator[str]:
+    """Yield lines on functions of many parameters, and on imports that go up or around, inside functions too."""
+    if not (root / LAYERS).is_file():
+        return
+    folders = [root / folder for folder in ("gptlite", "kernels", "data", "tools")]
+    trees = {path: ast.parse(path.read_text(encoding="utf-8")) for folder in folders for path in folder.rglob("*.py")}
+    functions = [(path, node) for path, tree in trees.items() for node in ast.walk(tree) if _parameters(node) >= MANY]
+    yield f"{len(functions)} functions have {MANY} or more parameters"
+    yield from sorted(f"    {path.relative_to(root)}: {getattr(node, 'name', '')}" for path, node in functions)
+    layers, up = _layers(root), list[str]()
+    graph: dict[str, set[str]] = {}
+    for path, tree in trees.items():
+        name = _module_of(root, path)
+        found = set(_imports(tree, inside_functions=True))
+        if path.name != "__init__.py" and name.startswith("gptlite."):
+            graph[name] = {_module_of(root, root / file) for each in found if (file := _file_of(root, each))} - {name}
+        here = layers.get(name.split(".")[1], 0) if name.startswith("gptlite.") else len(layers)
+        rooms = {each.split(".")[1] for each in found if each.startswith("gptlite.")}
+        up += [f"    {path.relative_to(root)} imports {room}" for room in rooms if layers.get(room, 0) > here]
+    yield f"{len(up)} imports go up across packages"
+    yield from sorted(up)
+    try:
+        TopologicalSorter(graph).prepare()
+        yield "no files import each other in a circle"
+    except CycleError as error:
+        yield f"files import each other in a circle: {' -> '.join(error.args[1])}"
+
+
+def _parameters(node: ast.AST) -> int:
+    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        return 0
+    return sum(isinstance(each, ast.arg) and each.arg not in ("self", "cls") for each in ast.walk(node.args))
+
+
+def _layers(root: Path) -> dict[str, int]:
+    """Return `{package: layer}` from the table of the tests. Packages that it does not name one by one are lowest."""
+    for node in ast.parse((root / LAYERS).read_text(encoding="utf-8")).body:
+        match node:
+            case ast.Assign(targets=[ast.Name("ROOMS")], value=ast.Dict(keys=keys)):
+                names = [key.value for key in keys if isinstance(key, ast.Constant)]
+                return {str(name): layer for layer, name in enumerate(names, 1)}
+    return {}
+
+
+def _module_of(root: Path, path: Path) -> str:
+    relative = ".".join(path.relative_to(root).with_suffix("").parts)
+    package = next((name for name, folder in BESIDE.items() if relative.startswith(f"{folder}.")), None)
+    return relative if package is None else package + relative[len(BESIDE[package]) :]
 
 
 def _row(name: str, files: dict[Path, int]) -> str:
