@@ -16,7 +16,7 @@ from gptlite.data.check import check_settings, find_recipe
 from gptlite.data.config import CorpusConfig, DataConfig, DatasetConfig, SyntheticConfig, TextConfig, TokensConfig
 from gptlite.data.corpus import TOKENIZER, TRAIN, VALIDATION, train_tokenizer, write_split
 from gptlite.data.indexed import token_dtype
-from gptlite.data.loader import Loader, Share
+from gptlite.data.loader import HeldOut, Loader, Share
 from gptlite.data.prepared import Identity, PreparedData, TokenSet, make_identity, open_blend, open_folder
 from gptlite.data.samples import SampleLoader, SampleSets, open_samples
 from gptlite.data.stream import SampleStream
@@ -150,13 +150,16 @@ def build_loader(
             workers=config.workers,
         )
     length, sets = config.sequence_length, prepared.sets
+    held_out = HeldOut(
+        {each.name: each.validation for each in sets},
+        prepared.tokenizer.token_bytes(),
+        {each.name: each.validation_bytes for each in sets},
+    )
     return Loader(
         SampleStream.begin(seed, length, {each.name: (each.data, each.train, each.weight) for each in sets}),
-        {each.name: each.validation for each in sets},
+        held_out,
         schedule=schedule,
         micro_batch_size=micro,
-        token_bytes=prepared.tokenizer.token_bytes(),
-        text_bytes={each.name: each.validation_bytes for each in sets},
         device=mesh.device,
         share=Share(mesh.data_rank, mesh.data_size, _positions(length, mesh)),
         document_end=prepared.tokenizer.eod if config.documents else None,

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -19,31 +20,34 @@ _BLOCK = 1 << 22  # tokens read at a time
 _Key = tuple[BatchSchedule, SampleStream, int]  # the int is the number of samples before the step
 
 
+@dataclass(frozen=True)
+class HeldOut:
+    """Held-out tokens of each data set, int[N], with what their losses per byte need: the bytes of each token id, and
+    those of each set's text, None if they are the sum of its tokens'."""
+
+    tokens: Mapping[str, np.ndarray]
+    token_bytes: np.ndarray
+    text_bytes: Mapping[str, int | None]
+
+
 class Loader(BatchLoader):
     """Loader of sequences of tokens. With `document_end`, the id that ends a document, batches carry the document
-    boundaries, and nothing is predicted from that id. `validation` is {data set: held-out tokens, int[N]}.
-
-    `text_bytes` is the size of each set's held-out text; None if that is the sum of its tokens' `token_bytes`.
-    """
+    boundaries, and nothing is predicted from that id."""
 
     def __init__(
         self,
         stream: SampleStream,
-        validation: Mapping[str, np.ndarray],
+        held_out: HeldOut,
         *,
         schedule: BatchSchedule,
         micro_batch_size: int,
-        token_bytes: np.ndarray,
-        text_bytes: Mapping[str, int | None] | None = None,
         device: torch.device,
         share: Share = WHOLE,
         document_end: int | None = None,
     ):
         super().__init__(stream, schedule=schedule, micro_batch_size=micro_batch_size, device=device, share=share)
-        self._validation = validation
+        self._held_out = held_out
         self._length = stream.eras[-1].sequence_length
-        self._token_bytes = token_bytes
-        self._text_bytes = text_bytes or {}
         self._document_end = document_end
         # One thread: reads are in the order of the steps.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="data")
@@ -77,17 +81,17 @@ class Loader(BatchLoader):
 
     @property
     def validation_sets(self) -> list[str]:
-        return list(self._validation)
+        return list(self._held_out.tokens)
 
     def _num_validation_samples(self, name: str) -> int:
-        return num_chunks(self._validation[name], self._length)
+        return num_chunks(self._held_out.tokens[name], self._length)
 
     def validation_batches(self, limit: int | None = None, name: str | None = None) -> Iterator[Batch]:
         """Yield this rank's batches of held-out chunks, in file order, see BatchLoader.
 
         All batches have the same shape: the last chunk and the last batch are padded, with targets IGNORE.
         """
-        held_out = self._validation[name or self.validation_sets[0]]
+        held_out = self._held_out.tokens[name or self.validation_sets[0]]
         chunks = spread(num_chunks(held_out, self._length), limit)
         for start in range(0, len(chunks), self._samples_at_once):
             begin = start + self._share.rank * self.micro_batch_size
@@ -101,7 +105,7 @@ class Loader(BatchLoader):
         those of the text, of which each target has a share as its piece has of all pieces.
         """
         name = name or self.validation_sets[0]
-        held_out = self._validation[name]
+        held_out = self._held_out.tokens[name]
         chunks = spread(num_chunks(held_out, self._length), limit)
         if (name, len(chunks)) not in self._bytes_counted:
             counts = (self._bytes(read_chunk(held_out, chunk, self._length)) for chunk in chunks.tolist())
@@ -110,16 +114,16 @@ class Loader(BatchLoader):
 
     def _text_per_piece(self, name: str) -> float:
         """Return the bytes of a set's held-out text per byte of its tokens' pieces."""
-        if (size := self._text_bytes.get(name)) is None:
+        if (size := self._held_out.text_bytes[name]) is None:
             return 1.0
-        held_out, pieces = self._validation[name], 0
+        held_out, pieces = self._held_out.tokens[name], 0
         for start in range(0, len(held_out), _BLOCK):
-            pieces += int(self._token_bytes[held_out[start : start + _BLOCK]].sum())
+            pieces += int(self._held_out.token_bytes[held_out[start : start + _BLOCK]].sum())
         return size / pieces if pieces else 1.0
 
     def _bytes(self, values: np.ndarray) -> int:
         counted = values[1:] if self._document_end is None else values[1:][values[:-1] != self._document_end]
-        return int(self._token_bytes[counted].sum())
+        return int(self._held_out.token_bytes[counted].sum())
 
     def _read(self, consumed_samples: int) -> list[Batch]:
         numbers = self._numbers(consumed_samples)
@@ -136,7 +140,7 @@ class Loader(BatchLoader):
 
         `name` describes a row by its index, for the message.
         """
-        size = len(self._token_bytes)
+        size = len(self._held_out.token_bytes)
         if (place := outside(rows.reshape(-1), size)) is not None:
             row, column = divmod(place, rows.shape[1])
             raise ConfigError(

@@ -7,7 +7,7 @@ import torch
 from gptlite.data.batch_loader import Batch
 from gptlite.data.batches import BatchSchedule
 from gptlite.data.corpus import write_split
-from gptlite.data.loader import Loader, Share
+from gptlite.data.loader import HeldOut, Loader, Share
 from gptlite.data.order import order_key, permute
 from gptlite.data.prepared import open_folder
 from gptlite.data.samples import SampleBatch
@@ -25,29 +25,26 @@ def stream(tokens):
 
 
 def loader(
-    micro=2, total=12, rank=0, size=1, validation=100, tokens=TOKENS, ramp=None, end=None, positions=None, **more
+    micro=2, total=12, rank=0, size=1, validation=100, tokens=TOKENS, ramp=None, end=None, positions=None, text=None
 ):
     return Loader(
         stream(np.arange(tokens, dtype=np.uint16)),
-        {"name": np.arange(validation, dtype=np.uint16)},
+        HeldOut({"name": np.arange(validation, dtype=np.uint16)}, np.arange(TOKENS) % 5, {"name": text}),
         schedule=BatchSchedule(total, ramp),
         micro_batch_size=micro,
-        token_bytes=np.arange(TOKENS) % 5,
         device=torch.device("cpu"),
         share=Share(rank, size, positions),
         document_end=end,
-        **more,
     )
 
 
 def test_bytes_are_those_of_the_text_where_its_pieces_have_others(tmp_path):
     """Of 100 held-out tokens with pieces of 200 bytes, 99 are targets, and the text has 300 bytes."""
-    plain, changed = loader(), loader(text_bytes={"name": 300})
+    plain, changed = loader(), loader(text=300)
     pieces = int((np.arange(100) % 5).sum())
     assert (pieces, plain.validation_bytes()) == (200, 200)  # the first token, which is no target, has none
     assert changed.validation_bytes() == 300
     assert changed.validation_bytes(2) == round(plain.validation_bytes(2) * 1.5)
-    assert loader(text_bytes={"name": None}).validation_bytes() == 200
 
 
 def test_the_text_of_a_folder_is_counted_if_its_tokenizer_may_change_it(tmp_path):
@@ -235,7 +232,7 @@ def test_ids_outside_the_vocabulary_are_named(dtype, wrong, part):
     damaged[33] = wrong  # within the chunk of tokens 32 to 40, and in no other
     train, validation = (damaged, whole) if part == "training" else (whole, damaged)
     reader = loader(1, 1)
-    reader.stream, reader._validation, reader._token_bytes = stream(train), {"name": validation}, np.ones(50)
+    reader.stream, reader._held_out = stream(train), HeldOut({"name": validation}, np.ones(50))
 
     def asked(n):
         return reader.batch(n, 0) if part == "training" else list(reader.validation_batches())[n]
