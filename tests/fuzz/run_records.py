@@ -9,7 +9,8 @@ from gptlite.config import load
 from gptlite.config.resume import saved_overrides
 from gptlite.config.saved import from_yaml, to_yaml
 from gptlite.data import order_log
-from gptlite.metrics import jsonl, plot, plot_experts
+from gptlite.metrics import jsonl
+from gptlite.plots import curves, experts
 from gptlite.run.result import Result
 from gptlite.sweep.begin import sweep_overrides
 from gptlite.sweep.compare import compare
@@ -64,12 +65,12 @@ def metrics(folder: Path) -> Reader:
         path.write_bytes(content)
         rows = jsonl.read_rows(path)
         for key in ("loss", "val_loss", "lr", "grad_norm", "tokens_per_second"):
-            if values := plot._series(rows, key)[1]:
-                plot.smooth(values, 2.0)
-        plot.own_metrics(rows)
-        if plot._series(rows, "loss")[0]:
-            plot._summary(rows, "token")
-        plot_experts._chosen(rows, 3)
+            if values := curves._series(rows, key)[1]:
+                curves.smooth(values, 2.0)
+        curves.own_metrics(rows)
+        if curves._series(rows, "loss")[0]:
+            curves._summary(rows, "token")
+        experts._chosen(rows, 3)
         jsonl.truncate_after(path, 1)
 
     return Reader(json_lines([row, row | {"step": 2}, {"step": 2, "spike_step": 2, "skipped": [1, 2]}]), read)

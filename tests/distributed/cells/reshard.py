@@ -24,7 +24,6 @@ from gptlite.parallelism.mesh import Mesh, build_mesh
 from gptlite.parity.gather import Whole, gather
 from gptlite.parity.record import build
 from gptlite.run.folder import RunFolder
-from gptlite.torch_private.distributed import forget_meshes
 from gptlite.trainer.eval import evaluate
 from gptlite.trainer.state import TrainState
 

@@ -15,11 +15,11 @@ from torch.distributed.distributed_c10d import PrefixStore
 from gptlite.config import Config, load
 from gptlite.config.cluster import ClusterConfig
 from gptlite.parallelism.mesh import Mesh, build_mesh
-from gptlite.parallelism.torch_private import forget_meshes
 from gptlite.parity.record import build
 from gptlite.plan.planning import workload_of
 from gptlite.plan.workload import Workload
 from gptlite.pretrain import pretrain
+from gptlite.torch_private.distributed import forget_meshes
 from gptlite.trainer.state import TrainState
 from gptlite.trainer.step import Step
 
