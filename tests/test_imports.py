@@ -123,6 +123,7 @@ WIDER = {
     PACKAGE / "models" / "parallelize.py": "parallelism precision",
     PACKAGE / "models" / "vocab_parallel.py": "parallelism",
     PACKAGE / "models" / "spec.py": "parallelism precision",  # for types alone
+    PACKAGE / "models" / "capabilities.py": "parallelism",  # for types alone
     PACKAGE / "models" / "model.py": "parallelism precision",
     PACKAGE / "models" / "gpt" / "spec.py": "parallelism precision",  # for types alone
     PACKAGE / "models" / "gpt" / "model.py": "precision",  # for types alone

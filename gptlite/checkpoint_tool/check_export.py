@@ -15,6 +15,7 @@ from gptlite.data.tokenizer import Tokenizer
 from gptlite.errors import ConfigError, one_line
 from gptlite.models.config import ModelConfig
 from gptlite.models.model import Model
+from gptlite.models.scores import scores
 from gptlite.ops.inputs import Inputs
 from gptlite.ops.select import Ops
 from gptlite.progress import Log
@@ -83,7 +84,7 @@ def _our_scores(step: Path, model: Model, tokens: Tensor, dtype: torch.dtype) ->
     load_tensors(step, tensors | {f"model.{name}": each for name, each in model.named_buffers(part)}, strict=False)
     for each in tensors.values():
         each.copy_(each.to(dtype))
-    return model.scores(part.eval(), tokens[:, :-1], Inputs(tokens[:, 1:]))[..., 0]
+    return scores(model, part.eval(), tokens[:, :-1], Inputs(tokens[:, 1:]))[..., 0]
 
 
 @torch.no_grad()

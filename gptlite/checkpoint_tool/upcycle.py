@@ -9,6 +9,7 @@ gptlite train checkpoint.resume=RUN_DIR checkpoint.load=weights model=... model.
 import shlex
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -22,9 +23,19 @@ from gptlite.config.saved import from_yaml, override_value, to_yaml
 from gptlite.errors import printable
 from gptlite.files import refuse_used
 from gptlite.invocation import command
+from gptlite.models.capabilities import required
 from gptlite.models.init import init_weight_
 from gptlite.models.model import Model
 from gptlite.progress import log
+
+
+class Upcycling(Protocol):
+    """Capability of a spec: experts in place of a dense MLP."""
+
+    def upcycled(self, config: Any, experts: int, top_k: int) -> tuple[Any, dict[str, str]]:
+        """Return the configuration with `experts` experts in place of the dense MLP, and `{expert parameter: dense
+        parameter that each expert copies}`. Raises ConfigError for a configuration that cannot have experts."""
+        ...
 
 
 @dataclass
@@ -42,7 +53,8 @@ def run(paths: list[str], options: Options) -> int:
     refuse_used("RUN_DIR", run_dir, holding=CHECKPOINTS)
     config = from_yaml(read_config(step), step)
     dense = Model.of(config.model)
-    found, copies = dense.spec.upcycled(config.model, options.experts, options.top_k)
+    maker = required(dense.spec, Upcycling, str(step))
+    found, copies = maker.upcycled(config.model, options.experts, options.top_k)
     keys = [f"model.{key}={override_value(value)}" for key, value in changed(found, config.model)]
     # The new run has another folder and other weights, so these overrides of the dense run are left out.
     kept = [each for each in config.run.overrides if not each.lstrip("+~").startswith(("run.", "checkpoint."))]

@@ -17,6 +17,7 @@ from typing import NoReturn
 
 from gptlite.config.command_line import LITERAL, run_tool
 from gptlite.errors import ConfigError, printable
+from gptlite.models.capabilities import TextGeneration, required
 from gptlite.models.sampling import Sampling
 
 
@@ -60,8 +61,7 @@ def write_samples(arguments: Arguments) -> None:
     model, runner, tokenizer, *_ = restore(
         arguments.checkpoint, arguments.precision, arguments.plugins, tokenizer=arguments.tokenizer
     )
-    if not model.spec.writes_text:
-        raise ConfigError(f"checkpoint={arguments.checkpoint}: a {model.spec.name} model does not generate text")
+    writer = required(model.spec, TextGeneration, f"checkpoint={arguments.checkpoint}")
     prompt = tokenizer.prompt(arguments.prompt)
     # A model may write what a terminal would act on. A file receives the text as it is.
     shown = partial(printable, keep="\n\t") if sys.stdout.isatty() else str
@@ -70,6 +70,6 @@ def write_samples(arguments: Arguments) -> None:
         decoder, drawn = StreamDecoder(tokenizer), replace(sampling, seed=arguments.seed + index)
         print(shown(arguments.prompt), end="", flush=True)
         given = (runner, prompt, arguments.max_tokens, drawn)
-        for token in model.spec.generate(*given, stop=tokenizer.eod, cache=arguments.cache):
+        for token in writer.generate(*given, stop=tokenizer.eod, cache=arguments.cache):
             print(shown(decoder.push(token)), end="", flush=True)
         print(shown(decoder.flush()), flush=True)

@@ -13,6 +13,7 @@ from gptlite.data.tokenizer import Tokenizer
 from gptlite.errors import ConfigError
 from gptlite.harness.ranks import SharedScorer
 from gptlite.harness.scorer import Prompt, Scored
+from gptlite.models.capabilities import TextGeneration, required
 from gptlite.models.sampling import Sampling
 from gptlite.models.spec import ModelSpec
 
@@ -79,9 +80,7 @@ class GptliteLM(TemplateLM):
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """Return a continuation of each context, generated greedily unless the task requests sampling."""
-        if not self._spec.writes_text:
-            raise ConfigError(f"tasks: one of the tasks generates text, which a {self._spec.name} model cannot do; "
-                              "choose other tasks")  # fmt: skip
+        required(self._spec, TextGeneration, "tasks: one of the tasks generates text")
         texts = self._scorer.generate(
             [self._prompt(each.args[0], each.args[1], seed) for seed, each in enumerate(requests)]
         )

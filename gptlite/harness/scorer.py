@@ -11,8 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from gptlite.data.tokenizer import StreamDecoder, Tokenizer
+from gptlite.models.capabilities import TextGeneration, required
 from gptlite.models.model import Model
 from gptlite.models.sampling import Sampling
+from gptlite.models.scores import scores
 from gptlite.ops.inputs import IGNORE, Inputs
 from gptlite.parallelism.axes import CONTEXT
 from gptlite.parallelism.collectives import all_reduce
@@ -106,7 +108,7 @@ class Scorer:
 
     def _continued(self, prompt: Prompt) -> str:
         decoder, text = StreamDecoder(self.tokenizer), ""
-        tokens = self.model.spec.generate(
+        tokens = required(self.model.spec, TextGeneration, "tasks").generate(
             self.runner,
             prompt.tokens,
             prompt.max_tokens,
@@ -126,4 +128,4 @@ class Scorer:
 
 
 def _scores(model: Model, inputs: Inputs, index: int, part: nn.Module, x: Tensor) -> Tensor:
-    return model.scores(part, x, inputs)
+    return scores(model, part, x, inputs)

@@ -1,11 +1,13 @@
 """Adapters of each model: the built-in ones, and those of plug-ins' specs."""
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 from gptlite.huggingface.adapter import Adapter
 from gptlite.huggingface.gpt2 import GPT2
 from gptlite.huggingface.llama import Llama, Mistral, Qwen3
 from gptlite.huggingface.moe import Mixtral, OLMoE, Qwen3MoE
+from gptlite.models.capabilities import capability
 from gptlite.models.gpt.spec import GPTSpec
 from gptlite.models.registry import SPECS
 from gptlite.models.spec import ModelSpec
@@ -15,10 +17,19 @@ BUILT_IN: dict[type[ModelSpec], tuple[Adapter[Any], ...]] = {
 }
 
 
+class HuggingFaceModel(Protocol):
+    """Capability of a spec: conversion to and from classes of Hugging Face's transformers."""
+
+    def huggingface(self) -> Sequence[Adapter[Any]]:
+        """Return the adapters to these classes. Without any, those of the spec that this one extends are used."""
+        ...
+
+
 def adapters_of(spec: ModelSpec) -> tuple[Adapter[Any], ...]:
     """Return the adapters that a spec gives; otherwise, the built-in ones of its class or of the nearest base class."""
     built_in = (BUILT_IN[each] for each in type(spec).__mro__ if each in BUILT_IN)
-    return tuple(spec.huggingface()) or next(built_in, ())
+    own = capability(spec, HuggingFaceModel)
+    return tuple(own.huggingface() if own else ()) or next(built_in, ())
 
 
 def all_adapters() -> list[Adapter[Any]]:

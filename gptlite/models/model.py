@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from gptlite.errors import ConfigError, one_line, text_of
+from gptlite.models.capabilities import MuonMatrices, capability
 from gptlite.models.metrics import check_metrics
-from gptlite.models.plain import build_whole, input_shapes
+from gptlite.models.plain import build_whole, embeddings, input_shapes
 from gptlite.models.registry import spec_of
-from gptlite.models.spec import ModelSpec
+from gptlite.models.spec import Matrices, ModelSpec
 from gptlite.ops.inputs import Inputs
 from gptlite.ops.select import Ops
 from gptlite.parallelism.layout import split_layers
@@ -63,14 +64,11 @@ class Model:
             out = self.spec.forward(part, x, inputs)
         return out.to(self.dtype) if out.dim() else out  # activations, which the next part of a pipeline receives
 
-    def scores(self, part: nn.Module, x: Any, inputs: Inputs) -> Tensor:
-        """Return the scores [B, S, 2] of the targets [B, S], or the activations of a part without the loss: see
-        ModelSpec.scores."""
-        if self.autocast is None:
-            return self.spec.scores(part, x, inputs)
-        with torch.autocast(inputs.targets.device.type, self.autocast):
-            out = self.spec.scores(part, x, inputs)
-        return out if out.shape == (*inputs.targets.shape, 2) else out.to(self.dtype)  # activations, as in `forward`
+    def matrices(self) -> Matrices:
+        """Return the matrix structure of the parameters, for Muon: see MuonMatrices."""
+        if (structured := capability(self.spec, MuonMatrices)) is not None:
+            return structured.matrices(self.config)
+        return Matrices(embeddings=embeddings(self.spec, self.config))
 
     def count(self, targets: Tensor) -> Tensor:
         """Return the number of losses for these targets, a scalar tensor on their device: see ModelSpec.count."""

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from gptlite.errors import ConfigError, one_line
 from gptlite.ops.inputs import IGNORE, Inputs
 from gptlite.ops.select import Ops
-from gptlite.ops.token_scores import token_scores
 
 # Number of blocks by `build` method and configuration. Global on purpose: a search over layouts needs it for the same
 # model thousands of times.
@@ -139,21 +138,3 @@ def cross_entropy(spec: Any, out: Any, inputs: Inputs) -> Tensor:
         raise ConfigError(
             f"the {spec.name} model has {classes} classes, with indices from 0, but the data has another index: {error}"
         ) from error
-
-
-def no_scores(spec: Any) -> str:
-    """Return the beginning of a message about a model without scores."""
-    return f"the {spec.name} model returns no token logits, which lm-eval's tasks need"
-
-
-def scores(spec: Any, part: nn.Module, x: Any, targets: Tensor) -> Tensor:
-    """Return the scores of targets [B, S] from the module's logits [B, S, V]: see ModelSpec.scores."""
-    words = no_scores(spec)
-    out = call(part, x)
-    if not has_end(part):
-        return out
-    logits = getattr(out, "logits", out)
-    if not isinstance(logits, Tensor) or logits.shape[:-1] != targets.shape:
-        found = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
-        raise ConfigError(f"{words}: its output is {found}; define `scores` in {type(spec).__name__}")
-    return token_scores(logits, targets, lambda rows: rows)

@@ -5,28 +5,29 @@ A new model consists of a configuration dataclass, a module and a subclass of Mo
 (gptlite.models.plain). If a parallelism axis needs a method that is missing, the configuration is refused before any
 rank starts. Importing a spec must not import torch, so that composing a configuration stays fast.
 
+ModelSpec has the methods that train a model. Facts about its sizes and its description have their own base classes
+(gptlite.models.facts). Optional capabilities, such as text generation, are defined in gptlite.models.capabilities.
+
 Shapes: B sequences in a micro-batch, sequence length S.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from gptlite.errors import ConfigError
 from gptlite.models.config import ModelConfig
+from gptlite.models.facts import Description, Limits
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from gptlite.models.sampling import Sampling
     from gptlite.ops.inputs import Inputs
     from gptlite.ops.select import Ops
     from gptlite.parallelism.mesh import Mesh
-    from gptlite.parallelism.stage_runner import StageRunner
     from gptlite.precision import Policy
 
 C = TypeVar("C", bound=ModelConfig)
@@ -78,7 +79,7 @@ class Matrices:
     embeddings: tuple[str, ...] = ()
 
 
-class ModelSpec(Generic[C]):
+class ModelSpec(Limits[C], Description[C]):
     """Interface of a model for the engine. Methods take the model's configuration, an instance of `schema`.
 
     Presets refer to the schema by `name`: `defaults: [<name>_schema, _self_]`. `casts` is True if the model's layers
@@ -92,7 +93,6 @@ class ModelSpec(Generic[C]):
     reads: str = "tokens"  # or "samples", for a dataset that is not text
     keyed_dropout = False  # True if dropout masks are keyed by sample, not drawn from torch's generator
     metrics: tuple[str, ...] = ()  # names of the sums that `loss` records, such as "accuracy"
-    writes_text = False  # True if `generate` is implemented
     blocks_key = "blocks"  # the configuration key of the number of blocks
     positive: tuple[str, ...] = ()  # configuration keys that must be at least 1 if they are not null
     renamed: Mapping[str, str] = {}  # {former configuration key: key}, for saved configurations
@@ -110,91 +110,6 @@ class ModelSpec(Generic[C]):
         from gptlite.models.plain import count_blocks
 
         return count_blocks(self, config)
-
-    def equal_blocks(self, config: C) -> bool:
-        """Return True if all blocks have the same layers and shapes, so that the planner profiles only one of them."""
-        return True
-
-    def tensor_sizes(self, config: C) -> dict[str, int] | None:
-        """Return `{key: size}` of the sizes that parallelism.tensor must divide; if None, parallelism.tensor > 1 is
-        refused."""
-        return None
-
-    def max_length(self, config: C) -> int | None:
-        """Return the maximum sequence length; None if there is no limit."""
-        return None
-
-    def takes_context(self, config: C) -> bool:
-        """Return True if attention supports sequences sharded over ranks; if False, parallelism.context > 1 is
-        refused."""
-        return False
-
-    def experts(self, config: C) -> int | None:
-        """Return the number of experts per layer, which parallelism.expert must divide; if None, parallelism.expert > 1
-        is refused."""
-        return None
-
-    def idle_parameters(self, config: C) -> int:
-        """Return the number of parameters in the experts that a token is not routed to, over all layers."""
-        return 0
-
-    def uses(self, config: C, op: str) -> bool:
-        """Return True if the model runs an op of gptlite.ops, such as `rope`."""
-        return self.casts
-
-    def upcycled(self, config: C, experts: int, top_k: int) -> tuple[C, dict[str, str]]:
-        """Return the configuration with `experts` experts in place of the dense MLP, and `{expert parameter: dense
-        parameter that each expert copies}`. Raises ConfigError for a model that cannot have experts."""
-        raise ConfigError(f"the {self.name} model cannot have experts; only a GPT can be upcycled")
-
-    def table_rows(self, config: C) -> int | None:
-        """Return the number of embedding rows, which the tensor axis shards; None while it is unknown."""
-        return None
-
-    def product_sizes(self, config: C) -> dict[str, int] | None:
-        """Return `{key: size}` of the GEMM dimensions, which must be multiples of 16 for precision=fp8; if None, fp8 is
-        refused."""
-        return None
-
-    def norms_have_biases(self, config: C) -> bool:
-        """Return True if norms have biases, as Apex's norms do."""
-        return False
-
-    def vocab_size(self, config: C) -> int | None:
-        """Return the vocabulary size, by default the configuration key `vocab_size`; if None, the model uses the
-        tokenizer's."""
-        return getattr(config, "vocab_size", None)
-
-    def with_vocabulary(self, config: C, vocab_size: int) -> C:
-        """Return the configuration with the tokenizer's vocabulary size, unless it already has one. By default, sets
-        the key `vocab_size` if it is null."""
-        unset = getattr(config, "vocab_size", 0) is None
-        return replace(config, vocab_size=vocab_size) if unset else config  # type: ignore[call-arg]
-
-    def flops(self, config: C, length: int) -> tuple[int, int] | None:
-        """Return the FLOPs per token, forward and backward, of one block and of everything after the last block. If
-        None, FLOPs are counted on the meta device for MFU (gptlite.models.flops), and pipeline stages treat all blocks
-        as equal."""
-        return None
-
-    def attention(self, config: C) -> tuple[int, int, bool] | None:
-        """Return the number of heads, the head width, and True if attention has dropout, otherwise False. If None, the
-        banner has no line on the SDPA kernel."""
-        return None
-
-    def label(self, config: C) -> str:
-        """Return the model's name in banners and tables."""
-        return getattr(config, "name", self.name)
-
-    def words(self, config: C) -> str:
-        """Return the model's description for the banner, printed after the number of parameters."""
-        return ""
-
-    def huggingface(self) -> Sequence[Any]:
-        """Return the converters to and from classes of Hugging Face's transformers, subclasses of
-        gptlite.huggingface.adapter.Adapter. By default, those of the spec that this one extends, if it has any;
-        without converters, exports are refused."""
-        return ()
 
     # Methods on modules.
 
@@ -233,20 +148,6 @@ class ModelSpec(Generic[C]):
         from gptlite.models.plain import cross_entropy
 
         return cross_entropy(self, out, inputs)
-
-    def scores(self, part: nn.Module, x: Any, inputs: Inputs) -> Tensor:
-        """Return the scores of the targets [B, S], fp32 [B, S, 2]: the log probability of each target, and 1 if no
-        token is more likely, otherwise 0. Both are 0 where the target is -100. A part without the model's end returns
-        activations.
-
-        By default, scores are computed from the module's output, logits [B, S, V]. The default raises ConfigError for
-        any other output, or if the spec overrides `forward`.
-        """
-        from gptlite.models.plain import no_scores, scores
-
-        if type(self).forward is not ModelSpec.forward:
-            raise ConfigError(f"{no_scores(self)}: {type(self).__name__} overrides `forward`; define its `scores` too")
-        return scores(self, part, x, inputs.targets)
 
     def count(self, targets: Tensor) -> Tensor | int:
         """Return the number of losses that `forward` sums for these targets, by default the number of targets other
@@ -312,24 +213,3 @@ class ModelSpec(Generic[C]):
         [layers with experts, E + 1]: the number of tokens of each expert and, in the last column, the router's losses
         summed over tokens.
         """
-
-    def generate(
-        self,
-        runner: StageRunner,
-        prompt: list[int],
-        max_tokens: int,
-        sampling: Sampling,
-        *,
-        stop: int | None,
-        cache: bool,
-    ) -> Iterator[int]:
-        """Yield up to `max_tokens` tokens that continue `prompt`, ending before the first `stop`. Required if the spec
-        sets `writes_text`. `cache`: keep the keys and values of earlier tokens. All ranks call it."""
-        raise NotImplementedError(f"{type(self).__name__} does not generate text")
-
-    def matrices(self, config: C) -> Matrices:
-        """Return the matrix structure of the parameters, for Muon. By default, Muon updates every matrix separately,
-        except those of torch's embedding modules."""
-        from gptlite.models.plain import embeddings
-
-        return Matrices(embeddings=embeddings(self, config))

@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import groupby
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from gptlite.models.capabilities import capability
 from gptlite.models.config import ModelConfig
 from gptlite.models.registry import spec_of
 from gptlite.models.spec import Matrices, ModelSpec
@@ -29,6 +30,14 @@ if TYPE_CHECKING:
 BLOCKS = 2  # number of blocks of a model that is built for shapes, if its blocks are equal; the last represents all
 Runs = tuple[tuple[int, int], ...]  # blocks of a stage in order: kind and number of each run of equal blocks
 Alike = tuple[tuple[Runs, ...], bool, bool]  # runs of the stages; has the model's beginning; has the model's end
+
+
+class PlannerFacts(Protocol):
+    """Capability of a spec: facts that only the planner needs. Without it, the blocks count as equal."""
+
+    def equal_blocks(self, config: Any) -> bool:
+        """Return True if all blocks have the same layers and shapes, so that the planner profiles only one of them."""
+        ...
 
 
 class Parameter(NamedTuple):
@@ -219,7 +228,7 @@ def inventory(model: ModelConfig, tensor: int, tp_rank: int = 0, expert: int = 1
     dims = {f"{name}.{each}": dim for name, cut in layers for each, dim in cut.dims.items()}
     experts = {id(each) for module in whole.modules() if isinstance(module, Experts) for each in module.parameters()}
     tied = {*spec.tied(config), *spec.tied(config).values()}
-    structure = spec.matrices(config)
+    structure = few.matrices()
 
     def local(name: str, parameter: Tensor) -> Parameter:
         shape, dim = list(parameter.shape), dims.get(name)
@@ -271,7 +280,8 @@ def repeats(model: Any) -> bool:
     spec = spec_of(model)
     if type(spec).num_blocks is ModelSpec.num_blocks or (number := spec.num_blocks(model)) is None:
         return False
-    return getattr(model, spec.blocks_key, None) == number and spec.equal_blocks(model)
+    facts = capability(spec, PlannerFacts)
+    return getattr(model, spec.blocks_key, None) == number and (facts is None or facts.equal_blocks(model))
 
 
 def runs(model: Any, blocks: range) -> Runs:

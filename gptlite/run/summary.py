@@ -21,6 +21,7 @@ from gptlite.errors import RunEnded, one_line, printable, text_of
 from gptlite.invocation import command, launched_command
 from gptlite.metrics.console import banner, format_bytes, format_duration
 from gptlite.metrics.memory import memory_bytes
+from gptlite.models.capabilities import TextGeneration, capability
 from gptlite.models.sampling import Sampling
 from gptlite.optimizer.schedule import Schedule
 from gptlite.parallelism.config import Offload
@@ -191,7 +192,7 @@ def _close(
     run.log(f"resume:    {resume}")
     if outcome.ending is Ending.done and (rise := _rise(config, state.step)):
         run.log(f"           {rise}")
-    if state.model.spec.writes_text:
+    if capability(state.model.spec, TextGeneration) is not None:
         prompt = config.trainer.sample_prompt.strip()
         words = [f"checkpoint={command_value(str(run.path))}", *[f"prompt={prompt}"] * bool(prompt)]
         words += [as_override(config.plugins)] * bool(config.plugins)
@@ -209,7 +210,8 @@ def _rise(config: Config, step: int) -> str:
 
 def _sample(config: Config, run: RunFolder, state: TrainState) -> None:
     tokenizer, trainer = run.tokenizer, config.trainer
-    if not state.model.spec.writes_text or tokenizer is None or not trainer.sample_prompt or not trainer.sample_tokens:
+    writer = capability(state.model.spec, TextGeneration)
+    if writer is None or tokenizer is None or not trainer.sample_prompt or not trainer.sample_tokens:
         return
     prompt = tokenizer.prompt(trainer.sample_prompt)
     decoder = StreamDecoder(tokenizer)
@@ -218,8 +220,8 @@ def _sample(config: Config, run: RunFolder, state: TrainState) -> None:
         run.log(banner([], title="sample").splitlines()[0])
     # Compiled blocks would be recompiled for every length of the KV cache.
     with torch.compiler.set_stance("force_eager"):
-        spec, count = state.model.spec, trainer.sample_tokens
-        tokens = spec.generate(state.runner, prompt, count, sampling, stop=tokenizer.eod, cache=True)
+        count = trainer.sample_tokens
+        tokens = writer.generate(state.runner, prompt, count, sampling, stop=tokenizer.eod, cache=True)
         text = "".join([decoder.push(token) for token in tokens]) + decoder.flush()
     if run.mesh.is_main:
         run.log(trainer.sample_prompt.strip("\n") + text)

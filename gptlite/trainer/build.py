@@ -46,7 +46,7 @@ def build_updates(
 ) -> Optimizer:
     """Build the optimizer for materialized parts, wrapped for stochastic rounding and offload if configured."""
     weights = [named for part in parts for named in model.named_weights(part)]
-    matrices = model.spec.matrices(model.config)  # which parameters Muon splits, and which it leaves to AdamW
+    matrices = model.matrices()  # which parameters Muon splits, and which it leaves to AdamW
     structure = matrices.edges, matrices.fused
     others = config.left_to_adamw((name for name, _ in weights), matrices.embeddings)
     optimizer = build_optimizer(config, weights, ops.adamw, *structure, policy.compute_dtype, matrices.batched, others)

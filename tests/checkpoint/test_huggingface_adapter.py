@@ -64,7 +64,7 @@ class ConvAdapter(Adapter[ConvConfig]):
 
 @pytest.fixture
 def adapted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ConvSpec, "huggingface", lambda self: (ConvAdapter(),))
+    monkeypatch.setattr(ConvSpec, "huggingface", lambda self: (ConvAdapter(),), raising=False)
 
 
 @pytest.fixture

@@ -81,7 +81,7 @@ def test_a_plug_in_follows_the_same_rule_and_the_planner_knows_it(names: str):
     found = [name for group in optimizer.param_groups if group["muon"] for name in group["names"]]
     assert ("table.weight" in found) is (names == "null")
     assert "out.weight" in found
-    assert model.spec.matrices(model.config) == Matrices(embeddings=("table.weight",))
+    assert model.matrices() == Matrices(embeddings=("table.weight",))
     flags = [each.embedding for each in inventory(config.model, 1).others[True, True]]
     assert flags == [True, False, False]  # table.weight, out.weight, out.bias
 

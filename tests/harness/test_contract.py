@@ -16,6 +16,7 @@ from gptlite.harness.scorer import Prompt, Scored, Scorer
 from gptlite.models.model import Model
 from gptlite.models.plain import keep_blocks
 from gptlite.models.sampling import Sampling
+from gptlite.models.scores import scores
 from gptlite.models.spec import ModelSpec
 from gptlite.ops.inputs import IGNORE, Inputs
 from gptlite.run.restore import restore
@@ -68,26 +69,26 @@ def test_a_plain_module_that_gives_logits_is_scored():
     part, tokens = nn.Sequential(nn.Embedding(7, 5), nn.Linear(5, 7)), torch.tensor([[1, 2, 3], [4, 5, 6]])
     targets = torch.tensor([[2, 3, IGNORE], [5, 6, 0]])
     with torch.no_grad():
-        found, logits = Bigram().scores(part, tokens, Inputs(targets)), part(tokens)
+        found, logits = scores(Model(Bigram(), None), part, tokens, Inputs(targets)), part(tokens)
     expected = -nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
     torch.testing.assert_close(found[..., 0].flatten(), expected)
     assert found[..., 1].tolist() == ((logits.argmax(-1) == targets) & (targets != IGNORE)).float().tolist()
 
 
 def test_a_model_without_logits_is_refused_by_name():
-    model = Model(ConvSpec(), config_of("data.vocab_size=9").model)
+    model, bigram = Model(ConvSpec(), config_of("data.vocab_size=9").model), Model(Bigram(), None)
     with pytest.raises(ConfigError, match=r"the conv model returns no token logits.* define its `scores` too"):
-        model.scores(nn.Identity(), torch.zeros(1, 2), Inputs(torch.zeros(1, 2, dtype=torch.int64)))
+        scores(model, nn.Identity(), torch.zeros(1, 2), Inputs(torch.zeros(1, 2, dtype=torch.int64)))
     with pytest.raises(ConfigError, match=r"the bigram model returns no token logits.* its output is \(2, 5\)"):
-        Bigram().scores(nn.Embedding(7, 5), torch.tensor([1, 2]), Inputs(torch.zeros(1, 2, dtype=torch.int64)))
+        scores(bigram, nn.Embedding(7, 5), torch.tensor([1, 2]), Inputs(torch.zeros(1, 2, dtype=torch.int64)))
 
 
 def test_scores_are_fp32_under_autocast_and_activations_are_not():
     model, tokens = Model(Bigram(), None, torch.bfloat16, torch.bfloat16), torch.tensor([[1, 2, 3]])
     part = nn.Sequential(nn.Embedding(7, 5), nn.Linear(5, 7))
-    assert model.scores(part, tokens, Inputs(tokens)).dtype == torch.float32
+    assert scores(model, part, tokens, Inputs(tokens)).dtype == torch.float32
     keep_blocks(part, range(1))
-    assert model.scores(part, tokens, Inputs(tokens)).dtype == torch.bfloat16
+    assert scores(model, part, tokens, Inputs(tokens)).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,6 @@ class GPTSpec(ModelSpec[GPTConfig]):
     schema = GPTConfig
     casts = True
     keyed_dropout = True
-    writes_text = True
     blocks_key = "num_layers"
     positive = (
         *("num_layers", "num_heads", "kv_heads", "head_dim", "d_model", "d_ff"),
