@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from gptlite.engine.engine import Engine, initialize
     from gptlite.errors import ConfigError
     from gptlite.pretrain import pretrain
-    from gptlite.run.result import Result
     from gptlite.start.api import RunFailed, launch
     from gptlite.start.load import load
+    from gptlite.trainer.result import Result
 
 __all__ = ["Config", "ConfigError", "Engine", "Result", "RunFailed", "initialize", "launch", "load", "pretrain"]
 __version__ = "0.1.0"
@@ -28,7 +28,7 @@ _PUBLIC = {
     "Config": "gptlite.config.schema",
     "ConfigError": "gptlite.errors",
     "Engine": "gptlite.engine.engine",
-    "Result": "gptlite.run.result",
+    "Result": "gptlite.trainer.result",
     "RunFailed": "gptlite.start.api",
     "initialize": "gptlite.engine.engine",
     "launch": "gptlite.start.api",

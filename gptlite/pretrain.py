@@ -9,12 +9,12 @@ from gptlite.config.schema import Config, require_config
 from gptlite.errors import without_exit
 from gptlite.parallelism.mesh import build_mesh
 from gptlite.progress import working
-from gptlite.run.banner import announce
-from gptlite.run.build import build_run
-from gptlite.run.folder import RunFolder
-from gptlite.run.result import Result
-from gptlite.run.summary import conclude
+from gptlite.trainer.banner import announce
+from gptlite.trainer.build import build_run
+from gptlite.trainer.folder import RunFolder
+from gptlite.trainer.result import Result
 from gptlite.trainer.signals import StopSignal
+from gptlite.trainer.summary import conclude
 from gptlite.trainer.trainer import Settings, Surroundings, Trainer
 from gptlite.trainer.watch import watch_ranks
 

@@ -68,21 +68,22 @@ ROOMS = {
     "optimizer": Room("ops parallelism", packages="numpy torch", lazy="hydra"),
     "checkpoint": Room("parallelism", packages="torch"),
     "monitor": Room("parallelism", packages="torch"),
-    "trainer": Room("ops parallelism precision metrics data models monitor optimizer checkpoint", packages="torch"),
     # Of a room, the configuration knows its dataclasses and what checks them.
     "config": Room(
-        "checkpoint data metrics models ops optimizer parallelism precision trainer",
+        "checkpoint data metrics models ops optimizer parallelism precision",
         packages="hydra omegaconf yaml",  # PyYAML comes with omegaconf
     ),
-    "run": Room("checkpoint config data metrics models ops optimizer parallelism precision trainer", packages="torch"),
-    "pretrain": Room("config parallelism run trainer"),
+    "trainer": Room(
+        "checkpoint config data metrics models monitor ops optimizer parallelism precision", packages="torch"
+    ),
+    "pretrain": Room("config parallelism trainer"),
     "launch": Room(
-        "checkpoint config data models ops parallelism pretrain run trainer",
+        "checkpoint config data models ops parallelism pretrain trainer",
         packages="torch",
     ),
     # Satellites.
     "optimizers": Room("ops optimizer parallelism", packages="torch", lazy="torchao"),
-    "plots": Room("metrics run", lazy="matplotlib numpy"),
+    "plots": Room("metrics trainer", lazy="matplotlib numpy"),
     "plan": Room(
         "config data kernels metrics models monitor ops optimizer optimizers parallelism plots precision trainer",
         packages="numpy torch",
@@ -92,12 +93,12 @@ ROOMS = {
     "deepspeed": Room("config precision"),
     "huggingface": Room("models", packages="torch"),
     "images": Room("data", packages="numpy torch", lazy="PIL datasets"),
-    "start": Room("config deepspeed launch parallelism plan plots pretrain run trainer"),
+    "start": Room("config deepspeed launch parallelism plan plots pretrain trainer"),
     "engine": Room(
-        "checkpoint config data deepspeed launch models ops parallelism precision run trainer", packages="numpy torch"
+        "checkpoint config data deepspeed launch models ops parallelism precision trainer", packages="numpy torch"
     ),
     "sweep": Room(
-        "checkpoint config launch metrics parallelism plan plots run start",
+        "checkpoint config launch metrics parallelism plan plots start trainer",
         packages="hydra numpy omegaconf",
         lazy="jinja2 matplotlib",
     ),
@@ -106,12 +107,12 @@ ROOMS = {
     ),
     "data_tool": Room("config data metrics plots", packages="numpy", lazy="matplotlib"),
     "harness": Room("data models ops parallelism", packages="lm_eval torch"),
-    "parity": Room("config launch parallelism precision run trainer", packages="torch"),
+    "parity": Room("config launch parallelism precision trainer", packages="torch"),
     "template": Room("data models ops", lazy="torch"),  # the files of `gptlite new`
     "recipes": Room("config data", packages="numpy", lazy="sentencepiece"),
     # The commands, which compose the others.
     "commands": Room(
-        "checkpoint config data deepspeed harness launch models parallelism parity plan precision preprocess run start "
+        "checkpoint config data deepspeed harness launch models parallelism parity plan precision preprocess start "
         "sweep trainer",
         packages="hydra numpy omegaconf",
         lazy="torch",
@@ -133,16 +134,19 @@ WIDER = {
     PACKAGE / "models" / "init.py": "parallelism",  # which box of a weight is this rank's
     PACKAGE / "models" / "gpt" / "generate.py": "parallelism",  # through the parts of a pipeline
 }
-# From a configuration to a plan, and back: these know the whole configuration, the rest of plan/ its own section.
-PLANNING = {PACKAGE / "plan" / f"{name}.py" for name in "advice banner largest planning report tuning".split()}
-CLUSTER = "gptlite.config.cluster."
+# Construction and folder of a run, and a plan: these know the whole configuration, the rest of both rooms sections.
+COMPOSING = {
+    *(PACKAGE / "plan" / f"{name}.py" for name in "advice banner largest planning report tuning".split()),
+    *(PACKAGE / "trainer" / f"{name}.py" for name in "banner build folder restore summary".split()),
+}
+SECTIONS = "gptlite.config.cluster.", "gptlite.config.trainer."  # dataclasses of their users
 CONFIG_USERS = set(
-    "checkpoint_tool commands config data_tool deepspeed engine launch parity pretrain run start sweep".split()
+    "checkpoint_tool commands config data_tool deepspeed engine launch parity pretrain start sweep".split()
 )
 # What training, resuming, evaluating and generating on any layout needs. All other rooms are satellites.
 CORE = {
     *("checkpoint config data kernels launch metrics models monitor ops optimizer parallelism precision".split()),
-    *("pretrain", "run", "torch_private", "trainer", *SHARED),
+    *("pretrain", "torch_private", "trainer", *SHARED),
 }
 
 
@@ -212,14 +216,20 @@ def test_the_root_configuration_takes_only_config_classes_from_rooms():
     models = ["gptlite.data.registry", "gptlite.models.registry"]
     optimizer = [f"gptlite.optimizer.{each}" for each in ("registry", "schedule_config")]
     others = ["gptlite.optimizer.schedule_config.ScheduleConfig", "gptlite.precision.PrecisionConfig"]
-    assert [f.module for f in inside] == [f"{CLUSTER}ClusterConfig", *models, *optimizer, *others]
+    assert [f.module for f in inside] == [
+        "gptlite.config.cluster.ClusterConfig",
+        "gptlite.config.trainer.TrainerConfig",
+        *models,
+        *optimizer,
+        *others,
+    ]
 
 
 def test_only_the_composition_knows_the_whole_configuration():
     scripts = [*ROOT.glob("*.py")]  # not __init__.py, which offers `load`
-    rooms = [path for name in ROOMS if name not in CONFIG_USERS for path in files_of(name) if path not in PLANNING]
+    rooms = [path for name in ROOMS if name not in CONFIG_USERS for path in files_of(name) if path not in COMPOSING]
     found = [f for path in scripts + rooms for f in imports_of(path) if (f.module + ".").startswith("gptlite.config.")]
-    assert [str(f) for f in found if not f.module.startswith(("gptlite.config.command_line.", CLUSTER))] == []
+    assert [str(f) for f in found if not f.module.startswith(("gptlite.config.command_line.", *SECTIONS))] == []
 
 
 def test_the_core_imports_no_satellite():

@@ -11,6 +11,7 @@ from nanogpt import Size
 from torch import nn
 
 from gptlite.config import Config
+from gptlite.config.trainer import TrainerConfig
 from gptlite.data.batches import BatchSchedule
 from gptlite.data.loader import Batch, Loader
 from gptlite.models.gpt.config import GPTConfig
@@ -25,8 +26,7 @@ from gptlite.optimizer.state import optimizer_state
 from gptlite.parallelism.config import ParallelismConfig
 from gptlite.parallelism.mesh import Mesh
 from gptlite.precision import Precision, PrecisionConfig, resolve_precision
-from gptlite.run.build import build_state
-from gptlite.trainer.config import TrainerConfig
+from gptlite.trainer.build import build_state
 from gptlite.trainer.signals import Stopping, StopSignal
 from gptlite.trainer.step import Step
 from gptlite.trainer.steps import Steps, lag_of

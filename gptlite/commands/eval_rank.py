@@ -25,7 +25,7 @@ from gptlite.progress import log
 if TYPE_CHECKING:
     from gptlite.data.prepared import PreparedData
     from gptlite.data.tokenizer import Tokenizer
-    from gptlite.run.restore import Restored
+    from gptlite.trainer.restore import Restored
 
 
 def on_rank(arguments: Arguments, config: Config, *_: Any) -> int:
@@ -36,7 +36,7 @@ def on_rank(arguments: Arguments, config: Config, *_: Any) -> int:
 
 def evaluate(arguments: Arguments, layout: ParallelismConfig | None = None) -> None:
     """Evaluate the checkpoint. Rank 0 prints the result as text, followed by a line of JSON."""
-    from gptlite.run.restore import restore
+    from gptlite.trainer.restore import restore
 
     found = restore(arguments.checkpoint, arguments.precision, arguments.plugins, layout, arguments.tokenizer)
     if arguments.tasks is None:

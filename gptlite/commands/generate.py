@@ -55,7 +55,7 @@ def write_samples(arguments: Arguments) -> None:
         raise ConfigError(str(error)) from None
     from gptlite.commands.newest_run import newest_run
     from gptlite.data.tokenizer import StreamDecoder
-    from gptlite.run.restore import restore  # imports torch, so only after the values are checked
+    from gptlite.trainer.restore import restore  # imports torch, so only after the values are checked
 
     arguments.checkpoint = newest_run(arguments.checkpoint, "checkpoint")
     model, runner, tokenizer, *_ = restore(

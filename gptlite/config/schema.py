@@ -15,6 +15,7 @@ from omegaconf import OmegaConf
 import gptlite
 from gptlite.checkpoint.config import CheckpointConfig
 from gptlite.config.cluster import ClusterConfig
+from gptlite.config.trainer import TrainerConfig
 from gptlite.data import registry as data_registry
 from gptlite.data.config import DataConfig
 from gptlite.errors import ConfigError
@@ -28,7 +29,6 @@ from gptlite.optimizer.config import OptimizerConfig
 from gptlite.optimizer.schedule_config import ScheduleConfig
 from gptlite.parallelism.config import ParallelismConfig
 from gptlite.precision import PrecisionConfig
-from gptlite.trainer.config import TrainerConfig
 
 RENAMED = {"ops": {"bias_gelu": "activation"}}  # {section: {former key: new key}}; for models see ModelSpec
 PREPARED = "data"  # folder in which `data=NAME` looks for tokens if there is no preset NAME

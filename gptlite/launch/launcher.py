@@ -22,7 +22,7 @@ from gptlite.progress import counted
 
 if TYPE_CHECKING:
     from gptlite.launch.elastic import Ended
-    from gptlite.run.result import Result
+    from gptlite.trainer.result import Result
     from gptlite.trainer.signals import StopSignal
 
 

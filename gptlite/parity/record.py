@@ -14,7 +14,7 @@ from gptlite.parallelism.collectives import gather_objects
 from gptlite.parallelism.config import ParallelismConfig
 from gptlite.parallelism.mesh import Mesh, build_mesh
 from gptlite.parity.gather import Whole, gather
-from gptlite.run.build import build_run
+from gptlite.trainer.build import build_run
 from gptlite.trainer.signals import Stopping, StopSignal
 from gptlite.trainer.state import TrainState
 from gptlite.trainer.step import Step

@@ -37,7 +37,7 @@ from gptlite.precision import Policy
 from gptlite.torch_private.recording import FakeTensorMode
 from gptlite.torch_private.simulation import flash_attention_only, stage_backward_input, stage_backward_weight
 from gptlite.torch_private.tree import tree_leaves, tree_map
-from gptlite.trainer.build import build_parts
+from gptlite.trainer.parts import build_parts
 
 
 @dataclass(frozen=True)

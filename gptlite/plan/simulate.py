@@ -49,7 +49,7 @@ from gptlite.precision import Policy, Precision, Reduce
 from gptlite.torch_private.recording import FakeTensorMode
 from gptlite.torch_private.simulation import imagined_world, schedule_stages
 from gptlite.torch_private.tree import tree_leaves, tree_map
-from gptlite.trainer.build import build_parts, build_updates
+from gptlite.trainer.parts import build_parts, build_updates
 from gptlite.trainer.signals import Stopping, StopSignal
 from gptlite.trainer.state import TrainState
 from gptlite.trainer.step import Step

@@ -7,7 +7,7 @@ from pathlib import Path
 from gptlite.errors import ConfigError
 from gptlite.plots.curves import plot_curves
 from gptlite.plots.experts import plot_loads
-from gptlite.run.result import CURVES
+from gptlite.trainer.result import CURVES
 
 EXPERTS = "experts.png"  # in the run folder
 

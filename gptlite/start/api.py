@@ -24,8 +24,8 @@ from gptlite.launch.host_memory import lift
 from gptlite.launch.process import environment_restored, freed_memory_kept
 from gptlite.launch.starter import starter
 from gptlite.progress import Console
-from gptlite.run.result import Result
 from gptlite.start.run import alone, settled, under
+from gptlite.trainer.result import Result
 from gptlite.trainer.signals import SIGNALS, StopSignal
 
 LOOK_SECONDS = 0.2

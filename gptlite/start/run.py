@@ -18,7 +18,7 @@ from gptlite.progress import working
 
 if TYPE_CHECKING:
     from gptlite.launch.elastic import Ended
-    from gptlite.run.result import Result
+    from gptlite.trainer.result import Result
     from gptlite.trainer.signals import StopSignal
 
 

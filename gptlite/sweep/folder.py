@@ -18,7 +18,7 @@ from typing import IO, Any, Literal, Required, TypedDict
 from gptlite.documents import Count, checked, read_json
 from gptlite.errors import ConfigError
 from gptlite.files import make_inside, open_inside, open_regular, try_lock, unwritable, write_whole
-from gptlite.run.result import Values
+from gptlite.trainer.result import Values
 
 OK, OUT_OF_MEMORY, PRUNED, FAILED, INTERRUPTED = "ok", "out of memory", "pruned", "failed", "interrupted"
 FINISHED = (OK, OUT_OF_MEMORY, PRUNED)  # not run again when the sweep is resumed

@@ -27,11 +27,11 @@ from gptlite.files import open_inside, open_regular
 from gptlite.launch.rank_stop import EXIT_TERMINATED, SIGNALS
 from gptlite.parallelism.layout import Layout
 from gptlite.progress import counted, format_duration
-from gptlite.run.result import read_result
 from gptlite.sweep.begin import HERE
 from gptlite.sweep.cells import alone, prepare, this_cell
 from gptlite.sweep.folder import FAILED, INTERRUPTED, OK, OUT_OF_MEMORY, PRUNED, Prediction, Record, SweepFolder
 from gptlite.sweep.report import publish
+from gptlite.trainer.result import read_result
 
 LONGEST_REASON = 400
 LOOK_SECONDS = 0.2

@@ -1,55 +1,133 @@
-"""Construction of model parts and optimizer from configuration sections.
+"""Construction of a run from its configuration, for training, parity checks and the engine."""
 
-Used by training, `gptlite parity` and the planner's simulation.
-"""
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from collections.abc import Sequence
+from torch import Tensor, nn
 
-from torch import nn
-from torch.optim import Optimizer
-
+from gptlite.config.length import with_epochs
+from gptlite.config.schema import Config
+from gptlite.config.vocabulary import refuse_larger_vocabulary, with_vocabulary
+from gptlite.data.batch_loader import BatchLoader
+from gptlite.data.build import build_loader, open_data
+from gptlite.data.prepared import PreparedData
+from gptlite.data.samples import SampleLoader, SampleSets
+from gptlite.errors import ConfigError
+from gptlite.models.init import init_weights
 from gptlite.models.model import Model
-from gptlite.models.parallelize import parallelize
+from gptlite.models.parallelize import build_passes, copy_weights, materialize
 from gptlite.ops.select import Ops
-from gptlite.optimizer.build import build_optimizer
-from gptlite.optimizer.config import OptimizerConfig
-from gptlite.optimizer.rounded import round_steps
-from gptlite.optimizer.streamed import offload_state
-from gptlite.parallelism.config import ParallelismConfig
+from gptlite.optimizer.fused import writes_copies
+from gptlite.optimizer.schedule import Schedule
 from gptlite.parallelism.mesh import Mesh
-from gptlite.precision import Policy
+from gptlite.parallelism.pipeline import OnePart, Pipeline
+from gptlite.parallelism.stage_runner import StageRunner
+from gptlite.parallelism.zero import storage_device
+from gptlite.precision import Policy, resolve_precision
+from gptlite.progress import Log
+from gptlite.trainer.loss_scale import build_scaler
+from gptlite.trainer.ops import agreed_ops
+from gptlite.trainer.parts import build_parts, build_updates
+from gptlite.trainer.spike import build_spike_watch
+from gptlite.trainer.state import TrainState
 
 
-def build_parts(
-    model: Model,
-    parallelism: ParallelismConfig,
+@dataclass(frozen=True)
+class Run:
+    """Objects needed for training. `config` has the vocabulary size and the number of steps filled in."""
+
+    config: Config
+    mesh: Mesh
+    policy: Policy
+    ops: Ops
+    data: PreparedData | SampleSets
+    state: TrainState
+    passes: OnePart | Pipeline
+
+
+def build_run(config: Config, mesh: Mesh, log: Log) -> Run:
+    """Build all objects of a run, with initial weights.
+
+    Collective. Raises ConfigError, on all ranks, for a configuration that cannot run here.
+    """
+    policy = resolve_precision(config.precision, mesh.device)
+    ops = agreed_ops(config.ops, mesh, documents=config.data.documents)
+    data = open_data(config.data, config.seed, log, mesh)
+    if data.tokenizer is not None:
+        refuse_larger_vocabulary(config, data.tokenizer.vocab_size)
+        config = with_vocabulary(config, data.tokenizer.vocab_size)
+    config = with_epochs(config, data.num_samples(config.data.sequence_length))
+
+    model = Model.of(config.model, policy)
+    loader = build_loader(config.data, data, mesh, config.seed, config.parallelism)
+    example = None
+    if isinstance(loader, SampleLoader):
+        x, target = loader.example()
+        model.check_pass(x, target)
+        example = single_input(x, config.parallelism.pipeline)
+
+    def fill(parts: Sequence[nn.Module]) -> None:
+        for part in parts:
+            init_weights(model, part, config.seed)
+            model.fill_buffers(part, ops, config.seed)
+
+    state = build_state(config, mesh, policy, ops, model, fill, loader, data.identity)
+    passes = build_passes(
+        model,
+        state.runner,
+        config.parallelism,
+        micro_batches=loader.num_micro_batches,
+        micro_batch_size=loader.micro_batch_size,
+        sequence_length=config.data.sequence_length,
+        example=example,
+    )
+    return Run(config, mesh, policy, ops, data, state, passes)
+
+
+def build_state(
+    config: Config,
     mesh: Mesh,
     policy: Policy,
     ops: Ops,
-    seed: int = 0,
-    *,
-    compile: bool = False,
-) -> list[nn.Module]:
-    """Return this rank's parts of the model, parallelized, on the meta device."""
-    return parallelize(model, model.build(ops, seed), mesh, parallelism, policy, compile=compile)
-
-
-def build_updates(
-    config: OptimizerConfig,
     model: Model,
-    parts: Sequence[nn.Module],
-    parallelism: ParallelismConfig,
-    mesh: Mesh,
-    policy: Policy,
-    ops: Ops,
-    seed: int = 0,
-) -> Optimizer:
-    """Build the optimizer for materialized parts, wrapped for stochastic rounding and offload if configured."""
-    weights = [named for part in parts for named in model.named_weights(part)]
-    matrices = model.matrices()  # which parameters Muon splits, and which it leaves to AdamW
-    structure = matrices.edges, matrices.fused
-    others = config.left_to_adamw((name for name, _ in weights), matrices.embeddings)
-    optimizer = build_optimizer(config, weights, ops.adamw, *structure, policy.compute_dtype, matrices.batched, others)
-    if not policy.master_weights:
-        optimizer = round_steps(optimizer, seed)
-    return offload_state(optimizer, parallelism, mesh)
+    fill: Callable[[Sequence[nn.Module]], None],
+    loader: BatchLoader,
+    identity: dict[str, Any],
+) -> TrainState:
+    """Build the state of a new run: the model's parts on this rank, the optimizer, the schedule and the loader.
+
+    `fill` sets the weights and buffers of the parts. `identity` identifies the data, which must be the same when the
+    run resumes. Collective.
+    """
+    layout, compiles = config.parallelism, config.trainer.compile
+    parts = build_parts(model, layout, mesh, policy, ops, config.seed, compile=compiles)
+    materialize(model, parts, storage_device(mesh, layout))
+    fill(parts)
+    optimizer = build_updates(config.optimizer, model, parts, layout, mesh, policy, ops, config.seed)
+    if ops.weight_copies and writes_copies(optimizer) and not compiles:
+        copy_weights(parts, mesh, policy)
+    return TrainState(
+        model,
+        StageRunner(parts, mesh, layout),
+        optimizer,
+        Schedule(config.schedule, config.trainer.max_steps),
+        loader,
+        identity,
+        scaler=build_scaler(config.precision, policy),
+        spikes=build_spike_watch(config.trainer.spike),
+    )
+
+
+def single_input(x: Any, stages: int) -> Tensor | None:
+    """Return the first input of a batch `x`, without the batch dim; None if it is not a tensor.
+
+    Raises ConfigError if it is not a tensor and there are several pipeline `stages`.
+    """
+    if isinstance(x, Tensor):
+        return x[0]
+    if stages > 1:
+        raise ConfigError(
+            f"parallelism.pipeline={stages}: the input of a sample is {type(x).__name__}; a pipeline needs one tensor"
+        )
+    return None

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from gptlite.config.trainer import SpikeConfig
 from gptlite.errors import RunEnded
-from gptlite.trainer.config import SpikeConfig
 
 DEVIATION = 1.4826  # a normal distribution's standard deviation, in median absolute deviations
 

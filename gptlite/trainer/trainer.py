@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Protocol
 
 from gptlite.checkpoint.config import CheckpointConfig
+from gptlite.config.trainer import TrainerConfig
 from gptlite.optimizer.config import OptimizerConfig
 from gptlite.parallelism.pipeline import OnePart, Pipeline
 from gptlite.trainer.clock import Clock
-from gptlite.trainer.config import TrainerConfig
 from gptlite.trainer.eval import Evaluation, evaluate_sets
 from gptlite.trainer.observers import Observers, ReplicaCheck, due
 from gptlite.trainer.profile import StepProfiler

@@ -15,7 +15,7 @@ from gptlite.data.find_tokenizer import find_tokenizer
 from gptlite.data.tiktoken_tokenizer import TiktokenTokenizer
 from gptlite.data.tokenizer import ByteTokenizer, Tokenizer
 from gptlite.errors import ConfigError
-from gptlite.run.restore import restore
+from gptlite.trainer.restore import restore
 
 TEXTS = [TEXT, "", "  two\n\nlines \t of a 😀 cat</s><|endoftext|>", "naïve 漢字 12345 don't"]
 

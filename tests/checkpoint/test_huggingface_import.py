@@ -34,7 +34,7 @@ from gptlite.errors import ConfigError
 from gptlite.invocation import command
 from gptlite.parallelism.rank_sync import ALONE
 from gptlite.pretrain import pretrain
-from gptlite.run.restore import restore
+from gptlite.trainer.restore import restore
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from gptlite.optimizer.state import optimizer_state
 from gptlite.parallelism.boxes import local_box, local_tensor
 from gptlite.parallelism.mesh import build_mesh
 from gptlite.parity.gather import Whole, gather
-from gptlite.run.folder import RunFolder
+from gptlite.trainer.folder import RunFolder
 from gptlite.trainer.state import TrainState
 
 STEPS = 4

@@ -20,8 +20,8 @@ from gptlite.errors import ConfigError
 from gptlite.parallelism.config import ParallelismConfig
 from gptlite.parallelism.mesh import Mesh, build_mesh
 from gptlite.parallelism.rank_sync import from_all, from_main, together
-from gptlite.run import folder as run_folder
-from gptlite.run.folder import RunFolder
+from gptlite.trainer import folder as run_folder
+from gptlite.trainer.folder import RunFolder
 
 
 def world() -> Mesh:

@@ -16,7 +16,7 @@ from gptlite.optimizer.config import MuonConfig
 from gptlite.parallelism.mesh import Mesh
 from gptlite.plan.parameters import inventory
 from gptlite.precision import resolve_precision
-from gptlite.trainer.build import build_updates
+from gptlite.trainer.parts import build_updates
 
 FP32 = "precision=fp32"
 

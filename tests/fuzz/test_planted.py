@@ -18,7 +18,7 @@ FAULTS = {
     "types of a record": ("sweep_record", "sweep/folder.py", "if each.name in values}, Record)", "}, Record)"),
     "types of a result": (
         "result",
-        "run/result.py",
+        "trainer/result.py",
         "read_json(folder / RESULT, Values)",
         "read_json(folder / RESULT)",
     ),

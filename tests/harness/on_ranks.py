@@ -5,7 +5,7 @@ from typing import Any
 from gptlite.config.compose import load_layout
 from gptlite.harness.ranks import SharedScorer
 from gptlite.harness.scorer import Scorer
-from gptlite.run.restore import restore
+from gptlite.trainer.restore import restore
 from harness.models import PAIRS, PROMPTS, TEXTS, requests
 
 

@@ -19,7 +19,7 @@ from gptlite.models.sampling import Sampling
 from gptlite.models.scores import scores
 from gptlite.models.spec import ModelSpec
 from gptlite.ops.inputs import IGNORE, Inputs
-from gptlite.run.restore import restore
+from gptlite.trainer.restore import restore
 from harness.models import PAIRS, saved
 
 

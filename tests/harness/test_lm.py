@@ -19,7 +19,7 @@ from gptlite.data.sentence_piece import SentencePieceTokenizer
 from gptlite.errors import ConfigError
 from gptlite.harness.ranks import SharedScorer
 from gptlite.harness.scorer import Scorer
-from gptlite.run.restore import restore
+from gptlite.trainer.restore import restore
 from harness.models import END, MODELS, PAIRS, PROMPTS, TEXTS, VOCABULARY, requests, saved, tokenizer
 
 pytest.importorskip("lm_eval")

@@ -34,7 +34,7 @@ from gptlite.ops.inputs import Inputs
 from gptlite.ops.select import Ops
 from gptlite.parallelism.config import ParallelismConfig
 from gptlite.parallelism.mesh import build_mesh
-from gptlite.run.build import build_run
+from gptlite.trainer.build import build_run
 
 
 @dataclass

@@ -20,8 +20,8 @@ from gptlite.parallelism.layout import Layout
 from gptlite.parallelism.mesh import build_mesh
 from gptlite.plan.advice import advice_lines
 from gptlite.plan.planning import vocabulary_of, with_planned_vocabulary
-from gptlite.run.build import build_run
 from gptlite.sweep.job import predicted
+from gptlite.trainer.build import build_run
 from gptlite.trainer.state import model_tensors
 
 LAYOUTS = {

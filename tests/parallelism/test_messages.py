@@ -20,7 +20,7 @@ from gptlite.monitor.verdict import Heartbeat
 from gptlite.optimizer.streamed import OffloadFailed
 from gptlite.parallelism import messages
 from gptlite.parallelism.messages import MessageError, decode, decode_error, encode, encode_error
-from gptlite.run.folder import SaveFailed
+from gptlite.trainer.folder import SaveFailed
 
 VALUES = [
     None, True, 0, -(2**70), 0.1, 5e-324, math.inf, "", "naïve \udc80", b"\x00\xff", Path("a/b"), [], (), {},

@@ -9,9 +9,9 @@ import pytest
 
 from gptlite.config import load
 from gptlite.parallelism.mesh import build_mesh
-from gptlite.run.banner import announce
-from gptlite.run.build import build_run
-from gptlite.run.folder import RunFolder
+from gptlite.trainer.banner import announce
+from gptlite.trainer.build import build_run
+from gptlite.trainer.folder import RunFolder
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,7 @@ import pytest
 import torch
 from run_files import checkpoint
 
-from gptlite.run.restore import restore
+from gptlite.trainer.restore import restore
 
 HALF = ("precision=bf16_stochastic", "optimizer.lr=3e-3", "model.dropout=0.1")
 

@@ -12,7 +12,7 @@ from token_folders import documents, write_folder
 
 from gptlite.data.indexed import IndexedDataset
 from gptlite.ops.inputs import Inputs
-from gptlite.run.restore import restore
+from gptlite.trainer.restore import restore
 
 LENGTH, LIMIT, END = 32, 4, 256
 Row = dict[str, float]

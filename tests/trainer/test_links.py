@@ -13,9 +13,9 @@ from gptlite.errors import ConfigError
 from gptlite.files import make_inside, open_inside
 from gptlite.metrics.jsonl import JsonlSink, truncate_after
 from gptlite.pretrain import pretrain
-from gptlite.run.folder import WRITTEN
 from gptlite.sweep.folder import SweepFolder
 from gptlite.sweep.job import output_in
+from gptlite.trainer.folder import WRITTEN
 
 KEPT = "not to be touched\n"
 

@@ -94,7 +94,7 @@ def test_the_banner_names_the_optimizer_and_its_schedule_and_no_kernel_of_anothe
 
 
 def test_weights_of_another_machine_are_no_resumed_run(run, begun: Path, capsys, monkeypatch) -> None:
-    monkeypatch.setattr("gptlite.run.folder.environment_changes", lambda *_: ["threads 1 (was 2)"])
+    monkeypatch.setattr("gptlite.trainer.folder.environment_changes", lambda *_: ["threads 1 (was 2)"])
     start = f"checkpoint.resume={begun}"
     capsys.readouterr()
     run("weights", start, "checkpoint.load=weights", "trainer.max_steps=2")

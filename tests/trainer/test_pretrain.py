@@ -26,7 +26,7 @@ from gptlite.data.tokenizer import ByteTokenizer
 from gptlite.errors import ConfigError
 from gptlite.parallelism.mesh import Mesh
 from gptlite.parity.record import build
-from gptlite.run.folder import RunFolder
+from gptlite.trainer.folder import RunFolder
 
 TRAIN = str(CONF_DIR.parent / "train.py")
 CONTRACT = {

@@ -11,10 +11,10 @@ import torch
 from run_files import differing, meta, read_metrics
 
 from gptlite.config import load
+from gptlite.config.trainer import SpikeConfig
 from gptlite.data.batches import BatchSchedule
 from gptlite.data.loader import Batch, Loader
 from gptlite.errors import ConfigError
-from gptlite.trainer.config import SpikeConfig
 from gptlite.trainer.spike import Spike, SpikeWatch
 
 # 16 steps of 4 samples. The band is known after 8; two high losses in a row are a spike.
@@ -109,7 +109,7 @@ def test_a_kill_meanwhile_changes_nothing(
                 Reporter, "step", lambda self, state, *a: die() if state.step == 13 else real(self, state, *a)
             )
         elif where == "before the rewind is done":
-            patch.setattr("gptlite.run.folder.load_tensors", die)
+            patch.setattr("gptlite.trainer.folder.load_tensors", die)
         else:
             patch.setattr(Reporter, "rewound", die)
         with pytest.raises(Killed):

@@ -21,7 +21,7 @@ from gptlite.ops.inputs import Inputs
 from gptlite.parallelism.config import ParallelismConfig
 from gptlite.parallelism.mesh import build_mesh
 from gptlite.plots.curves import own_metrics, plot_curves
-from gptlite.run.build import build_run
+from gptlite.trainer.build import build_run
 from gptlite.trainer.trainer import Trainer
 
 LIKE = ("step", "loss", "grad_norm", "train_accuracy", "val_accuracy")

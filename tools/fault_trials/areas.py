@@ -39,7 +39,7 @@ AREAS: dict[str, tuple[str, ...]] = {
     "planner": ("gptlite/plan/*.py",),
     "training step": (
         *("gptlite/trainer/*.py", "gptlite/models/**/*.py", "gptlite/optimizer/*.py", "gptlite/ops/*.py"),
-        *("gptlite/run/*.py", "gptlite/precision.py"),
+        "gptlite/precision.py",
     ),
 }
 CPP = (".cpp", ".h")

@@ -16,7 +16,6 @@ MIRRORS = {
     "gptlite/commands": ("tests/tools",),
     "gptlite/data_tool": ("tests/tools",),
     "gptlite/parallelism": ("tests/parallelism", "tests/distributed"),
-    "gptlite/run": ("tests/trainer",),
     "gptlite/launch": ("tests/launch", "tests/distributed"),
     "kernels": ("tests/kernels", "tests/ops"),
 }

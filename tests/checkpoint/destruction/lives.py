@@ -104,7 +104,7 @@ class Journal:
 
     def watch(self, points: Points) -> None:
         """Has steps and saves noted."""
-        from gptlite.run.folder import RunFolder
+        from gptlite.trainer.folder import RunFolder
         from gptlite.trainer.step import Step
 
         save, begin = RunFolder.save, Step.begin

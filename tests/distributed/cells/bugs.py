@@ -24,8 +24,8 @@ from gptlite.models.gpt import attention
 from gptlite.models.gpt import model as gpt
 from gptlite.ops.inputs import Inputs
 from gptlite.parallelism import boxes, collectives, context, expert, pipeline, tensor, zero
-from gptlite.run import build as run_build
-from gptlite.trainer import build as trainer_build
+from gptlite.trainer import build as run_build
+from gptlite.trainer import parts as trainer_build
 from gptlite.trainer import step
 from gptlite.trainer.state import TrainState
 

@@ -24,7 +24,7 @@ from gptlite.parallelism.pipeline import MicroBatches
 from gptlite.parallelism.zero import before_backward
 from gptlite.plan.memory import estimate
 from gptlite.precision import Precision, PrecisionConfig
-from gptlite.run import build as run_build
+from gptlite.trainer import build as run_build
 from gptlite.trainer.state import TrainState
 from gptlite.trainer.step import Step
 

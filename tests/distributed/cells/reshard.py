@@ -23,8 +23,8 @@ from gptlite.parallelism.boxes import local_box, local_tensor
 from gptlite.parallelism.mesh import Mesh, build_mesh
 from gptlite.parity.gather import Whole, gather
 from gptlite.parity.record import build
-from gptlite.run.folder import RunFolder
 from gptlite.trainer.eval import evaluate
+from gptlite.trainer.folder import RunFolder
 from gptlite.trainer.state import TrainState
 
 SAVED, OTHER = "saved", "other"  # what a state is filled with

@@ -36,7 +36,7 @@ from gptlite.parallelism.mesh import Mesh
 from gptlite.parallelism.messages import passed_on
 from gptlite.parallelism.rank_sync import from_all, from_main
 from gptlite.progress import Console, Log, counted
-from gptlite.run.result import RESULT
+from gptlite.trainer.result import RESULT
 from gptlite.trainer.spike import Spike
 from gptlite.trainer.state import TrainState, model_tensors
 

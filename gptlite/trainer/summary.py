@@ -27,7 +27,7 @@ from gptlite.optimizer.schedule import Schedule
 from gptlite.parallelism.config import Offload
 from gptlite.parallelism.layout import num_stages, stages_per_rank
 from gptlite.progress import counted
-from gptlite.run.folder import RunFolder
+from gptlite.trainer.folder import RunFolder
 from gptlite.trainer.report import Reporter
 from gptlite.trainer.state import TrainState
 from gptlite.trainer.trainer import Ending, Outcome

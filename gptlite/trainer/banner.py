@@ -31,8 +31,8 @@ from gptlite.parallelism.mesh import Mesh
 from gptlite.parallelism.rank_sync import from_main
 from gptlite.precision import Policy
 from gptlite.progress import counted
-from gptlite.run.build import Run
-from gptlite.run.folder import RunFolder
+from gptlite.trainer.build import Run
+from gptlite.trainer.folder import RunFolder
 from gptlite.trainer.memory import offload_words
 from gptlite.trainer.report import Reporter
 from gptlite.trainer.state import TrainState

@@ -14,7 +14,7 @@ RESULT, CURVES = "result.json", "curves.png"  # in the run folder
 
 
 class Pipeline(TypedDict):
-    """Data for a timeline of a pipeline, see `run.summary`."""
+    """Data for a timeline of a pipeline, see `trainer.summary`."""
 
     ranks: Size
     schedule: str

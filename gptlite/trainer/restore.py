@@ -22,8 +22,8 @@ from gptlite.parallelism.rank_sync import from_main
 from gptlite.parallelism.stage_runner import StageRunner
 from gptlite.parallelism.zero import storage_device
 from gptlite.precision import Precision, PrecisionConfig, resolve_precision
-from gptlite.trainer.build import build_parts
 from gptlite.trainer.ops import agreed_ops
+from gptlite.trainer.parts import build_parts
 from gptlite.trainer.state import model_tensors
 
 

@@ -1,1 +1,0 @@
-"""Runs: construction from a configuration, restoring, run folder, banner and summary."""
