@@ -24,7 +24,7 @@ from timing import in_turn, own_arguments, seconds
 from gptlite.commands.train import guarded
 from gptlite.config import load
 from gptlite.data.batches import BatchSchedule
-from gptlite.data.loader import Loader
+from gptlite.data.loader import HeldOut, Loader
 from gptlite.data.stream import SampleStream
 from gptlite.errors import ConfigError
 from gptlite.metrics.console import table
@@ -91,10 +91,9 @@ def loader(stream: SampleStream, micro: int) -> Loader:
     """Return a loader as in a run on one rank, with eight micro-batches per step."""
     return Loader(
         stream,
-        {},
+        HeldOut({}, np.ones(VOCABULARY), {}),
         schedule=BatchSchedule(8 * micro),
         micro_batch_size=micro,
-        token_bytes=np.ones(VOCABULARY),
         device=torch.device("cpu"),
     )
 

@@ -132,7 +132,9 @@ def _structure(root: Path) -> Iterator[str]:
         return
     folders = [root / folder for folder in ("gptlite", "kernels", "data", "tools")]
     trees = {path: ast.parse(path.read_text(encoding="utf-8")) for folder in folders for path in folder.rglob("*.py")}
-    functions = [(path, node) for path, tree in trees.items() for node in ast.walk(tree) if _arity(node) >= MANY]
+    functions = [
+        (path, node) for path, tree in trees.items() for node in ast.walk(tree) if _num_parameters(node) >= MANY
+    ]
     yield f"{len(functions)} functions have {MANY} or more parameters"
     yield from sorted(f"    {path.relative_to(root)}: {getattr(node, 'name', '')}" for path, node in functions)
     layers, up = _layers(root), list[str]()
@@ -154,7 +156,7 @@ def _structure(root: Path) -> Iterator[str]:
         yield f"files import each other in a circle: {' -> '.join(error.args[1])}"
 
 
-def _arity(node: ast.AST) -> int:
+def _num_parameters(node: ast.AST) -> int:
     if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
         return 0
     return sum(isinstance(each, ast.arg) and each.arg not in ("self", "cls") for each in ast.walk(node.args))

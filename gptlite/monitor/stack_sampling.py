@@ -93,7 +93,7 @@ def _axis(frame: FrameType, groups: Mapping[str, str]) -> str:
     frames = [outer for outer, _ in walk_stack(frame)]
     inside = list(takewhile(lambda each: _is_collective(each.f_code.co_filename), frames))
     group, world = next(filter(None, map(_group_of, inside)), None), _group_name(None)
-    if group in groups and group != world:
+    if group is not None and group != world and group in groups:
         return groups[group]
     axes = [_axis_of_file(each.f_code.co_filename) for each in frames[len(inside) :]]
     # Every collective of a pass runs below the pipeline, so its files count only if they wait themselves.

@@ -232,7 +232,7 @@ def test_ids_outside_the_vocabulary_are_named(dtype, wrong, part):
     damaged[33] = wrong  # within the chunk of tokens 32 to 40, and in no other
     train, validation = (damaged, whole) if part == "training" else (whole, damaged)
     reader = loader(1, 1)
-    reader.stream, reader._held_out = stream(train), HeldOut({"name": validation}, np.ones(50))
+    reader.stream, reader._held_out = stream(train), HeldOut({"name": validation}, np.ones(50), {"name": None})
 
     def asked(n):
         return reader.batch(n, 0) if part == "training" else list(reader.validation_batches())[n]
