@@ -59,11 +59,10 @@ ROOMS = {
     "parallelism": Room("ops", packages="torch"),
     "precision": Room(lazy="torch"),  # the schema imports it for its dataclass
     "metrics": Room(packages="torch", lazy="tensorboard wandb"),
-    "data": Room(
-        "ops parallelism",
-        packages="torch numpy",
-        lazy="datasets hydra sentencepiece tiktoken tiktoken_ext tokenizers",
+    "tokenizers": Room(
+        packages="numpy sentencepiece tiktoken tiktoken_ext tokenizers",
     ),
+    "data": Room("ops parallelism tokenizers", packages="torch numpy", lazy="datasets hydra"),
     "models": Room("ops", packages="torch", lazy="hydra"),
     "optimizer": Room("ops parallelism", packages="numpy torch", lazy="hydra"),
     "checkpoint": Room("parallelism", packages="torch"),
@@ -74,7 +73,7 @@ ROOMS = {
         packages="hydra omegaconf yaml",  # PyYAML comes with omegaconf
     ),
     "trainer": Room(
-        "checkpoint config data metrics models monitor ops optimizer parallelism precision", packages="torch"
+        "checkpoint config data metrics models monitor ops optimizer parallelism precision tokenizers", packages="torch"
     ),
     "pretrain": Room("config parallelism trainer"),
     "launch": Room(
@@ -89,7 +88,7 @@ ROOMS = {
         packages="numpy torch",
         lazy="matplotlib yaml",
     ),
-    "preprocess": Room("data", packages="numpy", lazy="pyarrow zstandard"),
+    "preprocess": Room("data tokenizers", packages="numpy", lazy="pyarrow zstandard"),
     "deepspeed": Room("config precision"),
     "huggingface": Room("models", packages="torch"),
     "images": Room("data", packages="numpy torch", lazy="PIL datasets"),
@@ -103,17 +102,19 @@ ROOMS = {
         lazy="jinja2 matplotlib",
     ),
     "checkpoint_tool": Room(
-        "config checkpoint data huggingface metrics models ops", packages="torch omegaconf", lazy="transformers"
+        "config checkpoint data huggingface metrics models ops tokenizers",
+        packages="torch omegaconf",
+        lazy="transformers",
     ),
-    "data_tool": Room("config data metrics plots", packages="numpy", lazy="matplotlib"),
-    "harness": Room("data models ops parallelism", packages="lm_eval torch"),
+    "data_tool": Room("config data metrics plots tokenizers", packages="numpy", lazy="matplotlib"),
+    "harness": Room("data models ops parallelism tokenizers", packages="lm_eval torch"),
     "parity": Room("config launch parallelism precision trainer", packages="torch"),
     "template": Room("data models ops", lazy="torch"),  # the files of `gptlite new`
     "recipes": Room("config data", packages="numpy", lazy="sentencepiece"),
     # The commands, which compose the others.
     "commands": Room(
         "checkpoint config data deepspeed harness launch models parallelism parity plan precision preprocess start "
-        "sweep trainer",
+        "sweep trainer tokenizers",
         packages="hydra numpy omegaconf",
         lazy="torch",
     ),
@@ -146,7 +147,7 @@ CONFIG_USERS = set(
 # What training, resuming, evaluating and generating on any layout needs. All other rooms are satellites.
 CORE = {
     *("checkpoint config data kernels launch metrics models monitor ops optimizer parallelism precision".split()),
-    *("pretrain", "torch_private", "trainer", *SHARED),
+    *("pretrain", "tokenizers", "torch_private", "trainer", *SHARED),
 }
 
 

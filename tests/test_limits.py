@@ -12,14 +12,14 @@ import yaml
 from gptlite.checkpoint.huggingface import read_json
 from gptlite.config import load
 from gptlite.config.saved import read_saved, to_yaml
-from gptlite.data.find_tokenizer import find_tokenizer
-from gptlite.data.huggingface_tokenizer import byte_alphabet
 from gptlite.data.order_log import FILE_NAME, read_order
-from gptlite.data.sentence_piece_words import _fields
-from gptlite.data.tokenizer import load_tokenizer
 from gptlite.errors import ConfigError
 from gptlite.huggingface.adapters import all_adapters
 from gptlite.launch.hostfile import read as read_hosts
+from gptlite.tokenizers.base import load_tokenizer
+from gptlite.tokenizers.find import find_tokenizer
+from gptlite.tokenizers.huggingface import byte_alphabet
+from gptlite.tokenizers.sentence_piece_words import _fields
 
 SECONDS, BYTES = 1.0, 200_000_000
 ADAPTERS = {each.model_type: each for each in all_adapters()}

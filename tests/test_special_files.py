@@ -16,14 +16,11 @@ from gptlite.checkpoint.manifest import verify
 from gptlite.checkpoint_tool import diff, places
 from gptlite.config import load
 from gptlite.config.saved import read_saved
-from gptlite.data.find_tokenizer import find_tokenizer
 from gptlite.data.foreign import open_datatrove, open_llmc, open_nanogpt
 from gptlite.data.indexed import IndexedDataset
 from gptlite.data.order_log import note_spike, read_order
 from gptlite.data.sources import Source
 from gptlite.data.text import scan, split
-from gptlite.data.tiktoken_tokenizer import is_ranks
-from gptlite.data.tokenizer import load_tokenizer
 from gptlite.errors import ConfigError
 from gptlite.images.folder import ImageFolder
 from gptlite.metrics.jsonl import read_rows
@@ -31,6 +28,9 @@ from gptlite.preprocess.inputs import find_sources
 from gptlite.preprocess.streams import Stream
 from gptlite.pretrain import pretrain
 from gptlite.sweep.folder import SweepFolder
+from gptlite.tokenizers.base import load_tokenizer
+from gptlite.tokenizers.find import find_tokenizer
+from gptlite.tokenizers.tiktoken import is_ranks
 
 SECONDS = 20  # a hang ends in an error
 

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from gptlite.checkpoint.load import load_tensors
-from gptlite.data.tokenizer import Tokenizer
 from gptlite.errors import ConfigError, one_line
 from gptlite.models.config import ModelConfig
 from gptlite.models.model import Model
@@ -19,6 +18,7 @@ from gptlite.models.scores import scores
 from gptlite.ops.inputs import Inputs
 from gptlite.ops.select import Ops
 from gptlite.progress import Log
+from gptlite.tokenizers.base import Tokenizer
 
 MOST_BYTES = 2_000_000_000  # of weights, above which nothing is compared unless requested
 TOLERANCE = 1e-3  # nats of a token's log probability; both sides compute in fp32

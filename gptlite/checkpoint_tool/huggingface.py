@@ -30,9 +30,6 @@ from gptlite.config.plugins import as_override, import_plugins
 from gptlite.config.saved import from_yaml, leaves, override_value, to_yaml
 from gptlite.config.schema import Config
 from gptlite.data.config import DataConfig, TextConfig
-from gptlite.data.export_tokenizer import tokenizer_files
-from gptlite.data.find_tokenizer import EXPORTED
-from gptlite.data.tokenizer import DEFINITION, Tokenizer, load_tokenizer
 from gptlite.documents import shown
 from gptlite.errors import ConfigError, did_you_mean, system_error
 from gptlite.files import new_folder, refuse_used, write_synced
@@ -43,6 +40,9 @@ from gptlite.models.config import ModelConfig
 from gptlite.models.model import Model
 from gptlite.models.registry import spec_of
 from gptlite.progress import Log
+from gptlite.tokenizers.base import DEFINITION, Tokenizer, load_tokenizer
+from gptlite.tokenizers.export import tokenizer_files
+from gptlite.tokenizers.find import EXPORTED
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 CHECKPOINTS = "checkpoints"  # in a run folder

@@ -24,7 +24,7 @@ from gptlite.progress import log
 
 if TYPE_CHECKING:
     from gptlite.data.prepared import PreparedData
-    from gptlite.data.tokenizer import Tokenizer
+    from gptlite.tokenizers.base import Tokenizer
     from gptlite.trainer.restore import Restored
 
 

@@ -54,7 +54,7 @@ def write_samples(arguments: Arguments) -> None:
     except ValueError as error:
         raise ConfigError(str(error)) from None
     from gptlite.commands.newest_run import newest_run
-    from gptlite.data.tokenizer import StreamDecoder
+    from gptlite.tokenizers.base import StreamDecoder
     from gptlite.trainer.restore import restore  # imports torch, so only after the values are checked
 
     arguments.checkpoint = newest_run(arguments.checkpoint, "checkpoint")

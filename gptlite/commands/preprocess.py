@@ -62,10 +62,10 @@ def main() -> NoReturn:
 def prepare(arguments: Arguments) -> int:
     """Prepare the folder and return the exit code."""
     from gptlite.cpu import cpu_cores
-    from gptlite.data.find_tokenizer import find_tokenizer
     from gptlite.preprocess.pool import WorkerDied
     from gptlite.preprocess.run import preprocess
     from gptlite.preprocess.settings import make_settings
+    from gptlite.tokenizers.find import find_tokenizer
 
     signal.signal(signal.SIGTERM, stop)  # SystemExit runs the cleanup; the default action would not
     settings = make_settings(arguments)

@@ -47,8 +47,8 @@ def main() -> NoReturn:
 
 def train_or_export(arguments: Arguments) -> None:
     """Train a tokenizer or load the one given, and export it if requested."""
-    from gptlite.data.export_tokenizer import export_tokenizer
-    from gptlite.data.find_tokenizer import find_tokenizer
+    from gptlite.tokenizers.export import export_tokenizer
+    from gptlite.tokenizers.find import find_tokenizer
 
     output, export = (Path(path).expanduser() if path else None for path in (arguments.output, arguments.export))
     if (arguments.input is None) == (arguments.tokenizer is None):
@@ -72,9 +72,9 @@ def train_or_export(arguments: Arguments) -> None:
 
 def train(arguments: Arguments, output: Path):
     """Train a tokenizer and save it as `output`, replacing an older one only with overwrite=true."""
-    from gptlite.data.tokenizer import DEFINITION
     from gptlite.preprocess.settings import make_settings
     from gptlite.preprocess.train import train_tokenizer
+    from gptlite.tokenizers.base import DEFINITION
 
     if output.exists():
         if not (output / DEFINITION).is_file():

@@ -21,7 +21,6 @@ from gptlite.data.prepared import Identity, PreparedData, TokenSet, make_identit
 from gptlite.data.samples import SampleLoader, SampleSets, open_samples
 from gptlite.data.stream import SampleStream
 from gptlite.data.text import find_files, split, text_digest
-from gptlite.data.tokenizer import NumberTokenizer
 from gptlite.errors import ConfigError, known_home
 from gptlite.parallelism.axes import CONTEXT
 from gptlite.parallelism.config import ParallelismConfig
@@ -29,6 +28,7 @@ from gptlite.parallelism.layout import chunk_starts, largest_micro_batch
 from gptlite.parallelism.mesh import Mesh
 from gptlite.parallelism.rank_sync import ALONE, from_all, from_main, together
 from gptlite.progress import Log, Progress
+from gptlite.tokenizers.base import NumberTokenizer
 
 _VERSION = "1"  # of the format that `prepare` writes; a new version invalidates every cached folder
 _SYNTHETIC_VALIDATION = 0.01  # number of held-out tokens per training token

@@ -9,11 +9,11 @@ from pathlib import Path
 from gptlite.data.check import check_tokenizer
 from gptlite.data.cuts import encoded
 from gptlite.data.indexed import IndexedDataset, IndexedWriter
-from gptlite.data.sentence_piece import train_sentencepiece
-from gptlite.data.tokenizer import ByteTokenizer, CharTokenizer, Tokenizer
 from gptlite.errors import ConfigError
 from gptlite.invocation import command
 from gptlite.progress import Log, Progress
+from gptlite.tokenizers.base import ByteTokenizer, CharTokenizer, Tokenizer
+from gptlite.tokenizers.sentence_piece import train_sentencepiece
 
 TRAIN, VALIDATION, TOKENIZER = "train", "val", "tokenizer"
 SAMPLE = 32 << 20  # characters to train SentencePiece on; this takes seconds, and more text hardly changes the pieces

@@ -12,7 +12,7 @@ from itertools import chain, islice
 
 import numpy as np
 
-from gptlite.data.tokenizer import Tokenizer
+from gptlite.tokenizers.base import Tokenizer
 
 WINDOW = 4096  # bytes on each side of a cut
 PART = 1 << 20  # bytes; texts are cut only above

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from gptlite.data.corpus import TOKENIZER, TRAIN, VALIDATION, open_split, require_length
-from gptlite.data.tokenizer import Tokenizer, load_tokenizer
 from gptlite.errors import ConfigError
+from gptlite.tokenizers.base import Tokenizer, load_tokenizer
 
 
 @dataclass(frozen=True)

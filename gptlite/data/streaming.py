@@ -12,11 +12,11 @@ from typing import Any
 
 from gptlite.data.check import TOKENIZERS
 from gptlite.data.corpus import SAMPLE, TOKENIZER, document_hash, is_held_out, limited, split_writers, train_tokenizer
-from gptlite.data.find_tokenizer import find_tokenizer
-from gptlite.data.tokenizer import Tokenizer
 from gptlite.data.walk import files_below
 from gptlite.errors import ConfigError, needed_package
 from gptlite.progress import Progress, format_duration
+from gptlite.tokenizers.base import Tokenizer
+from gptlite.tokenizers.find import find_tokenizer
 
 _FORMATS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".gz": "json", ".zst": "json"}
 

@@ -5,10 +5,10 @@ from pathlib import Path
 
 from gptlite.data.config import CorpusConfig, DataConfig, SyntheticConfig, TextConfig, TokensConfig
 from gptlite.data.indexed import Meta
-from gptlite.data.tokenizer import ByteTokenizer
 from gptlite.documents import read_json
 from gptlite.errors import ConfigError
 from gptlite.progress import Log
+from gptlite.tokenizers.base import ByteTokenizer
 
 GPT2_VOCABULARY = 50257
 CHARACTERS = 256  # assumed for a text that has not been read yet

@@ -24,7 +24,6 @@ from pathlib import Path
 import numpy as np
 
 from gptlite.data.corpus import TOKENIZER, TRAIN, VALIDATION, document_hash, is_held_out, split_writers
-from gptlite.data.find_tokenizer import find_tokenizer
 from gptlite.data.foreign import (
     RAW,
     Batch,
@@ -38,11 +37,12 @@ from gptlite.data.foreign import (
 )
 from gptlite.data.indexed import IndexedDataset, IndexedWriter
 from gptlite.data.recognize import refuse_folder, refuse_suffix
-from gptlite.data.tokenizer import Tokenizer
 from gptlite.data_tool.places import as_prefix
 from gptlite.errors import ConfigError, did_you_mean
 from gptlite.files import new_folder, refuse_used
 from gptlite.progress import Progress, counted, log
+from gptlite.tokenizers.base import Tokenizer
+from gptlite.tokenizers.find import find_tokenizer
 
 FORMATS = ("nanogpt", "llmc", "datatrove", "megatron")
 _ENDINGS = {"megatron": ".idx", "datatrove": ".ds"}

@@ -4,8 +4,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from gptlite.data.corpus import TOKENIZER
-from gptlite.data.tokenizer import Tokenizer, load_tokenizer
 from gptlite.errors import ConfigError
+from gptlite.tokenizers.base import Tokenizer, load_tokenizer
 
 
 def prefixes(path: str) -> list[Path]:

@@ -22,11 +22,11 @@ from gptlite.data.eras import Era
 from gptlite.data.indexed import IndexedDataset
 from gptlite.data.order_log import OrderRow, read_order, row_of_step
 from gptlite.data.stream import SampleStream, gather, num_chunks
-from gptlite.data.tokenizer import Tokenizer
 from gptlite.data_tool.places import prefixes, tokenizer_beside
 from gptlite.errors import ConfigError, printable
 from gptlite.metrics.jsonl import read_rows
 from gptlite.progress import log
+from gptlite.tokenizers.base import Tokenizer
 
 if TYPE_CHECKING:
     from gptlite.data.prepared import PreparedData

@@ -9,13 +9,13 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from gptlite.data.tokenizer import Tokenizer
 from gptlite.errors import ConfigError
 from gptlite.harness.ranks import SharedScorer
 from gptlite.harness.scorer import Prompt, Scored
 from gptlite.models.capabilities import TextGeneration, required
 from gptlite.models.sampling import Sampling
 from gptlite.models.spec import ModelSpec
+from gptlite.tokenizers.base import Tokenizer
 
 MAX_TOKENS = 256  # limit of a generated text if the task sets none, as in lm-eval's HFLM
 # Names that tasks use for the limit. The first one that is set is used.

@@ -10,7 +10,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gptlite.data.tokenizer import StreamDecoder, Tokenizer
 from gptlite.models.capabilities import TextGeneration, required
 from gptlite.models.model import Model
 from gptlite.models.sampling import Sampling
@@ -20,6 +19,7 @@ from gptlite.parallelism.axes import CONTEXT
 from gptlite.parallelism.collectives import all_reduce
 from gptlite.parallelism.stage_runner import StageRunner
 from gptlite.progress import Log, Progress
+from gptlite.tokenizers.base import StreamDecoder, Tokenizer
 
 PROGRESS_SECONDS = 5.0
 

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 
 from gptlite.data.corpus import document_hash
 from gptlite.data.cuts import WINDOW, context_before, last_cut
-from gptlite.data.tokenizer import Tokenizer
 from gptlite.errors import ConfigError
 from gptlite.preprocess.inputs import STDIN, Source
 from gptlite.preprocess.parquet import parquet_pieces
 from gptlite.preprocess.pieces import Piece, Place
 from gptlite.preprocess.streams import DamagedInput, Stream
+from gptlite.tokenizers.base import Tokenizer
 
 BLOCK = 1 << 20  # bytes
 _PART = 8 << 20  # bytes; a longer text file without separator is read in parts of about this size

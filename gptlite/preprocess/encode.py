@@ -12,9 +12,9 @@ import numpy as np
 from gptlite.data.corpus import document_hash, is_held_out
 from gptlite.data.cuts import encode_after
 from gptlite.data.indexed import token_dtype
-from gptlite.data.tokenizer import load_tokenizer
 from gptlite.preprocess.blocks import BLANK_LINES, Block, Cutting
 from gptlite.preprocess.pieces import Piece
+from gptlite.tokenizers.base import load_tokenizer
 
 _BLANK = re.compile(rb"\n(?:[ \t\r]*\n)+")
 _BOM = b"\xef\xbb\xbf"

@@ -18,7 +18,6 @@ import numpy as np
 
 from gptlite.data.corpus import is_held_out, split_writers
 from gptlite.data.indexed import Meta
-from gptlite.data.tokenizer import Tokenizer
 from gptlite.documents import Between, Count, DocumentError, read_json
 from gptlite.errors import ConfigError
 from gptlite.files import sync_folder, write_whole
@@ -26,6 +25,7 @@ from gptlite.preprocess.encode import Bad, Split
 from gptlite.preprocess.inputs import Source
 from gptlite.preprocess.pieces import Place
 from gptlite.progress import Log, Progress
+from gptlite.tokenizers.base import Tokenizer
 
 STATE, WHOLE, SKIPPED = "state.json", "whole", "skipped.jsonl"
 _PARTS = 4 << 20  # tokens of a long document read back at a time

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from gptlite.data.corpus import TOKENIZER, TRAIN, VALIDATION
 from gptlite.data.indexed import IndexedDataset
-from gptlite.data.tokenizer import Tokenizer
 from gptlite.errors import ConfigError, did_you_mean
 from gptlite.files import sync_folder, sync_tree, try_lock, write_synced, write_whole
 from gptlite.preprocess.blocks import Block, read_blocks
@@ -21,6 +20,7 @@ from gptlite.preprocess.pieces import Piece, Place
 from gptlite.preprocess.pool import Pool
 from gptlite.preprocess.settings import FILE, Settings, difference, read_settings
 from gptlite.progress import Log, Progress, format_count
+from gptlite.tokenizers.base import Tokenizer
 
 SAVED_BYTES = 64 << 20  # input bytes between two saves; a kill loses at most the work on these
 _SHOWN = 10  # bad records that are logged; all are in skipped.jsonl

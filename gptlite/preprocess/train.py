@@ -4,8 +4,6 @@ from collections.abc import Iterator
 from itertools import chain
 
 from gptlite.data.corpus import document_hash, is_held_out, limited
-from gptlite.data.sentence_piece import train_sentencepiece
-from gptlite.data.tokenizer import ByteTokenizer, CharTokenizer, Tokenizer
 from gptlite.errors import ConfigError, did_you_mean
 from gptlite.preprocess.blocks import read_blocks
 from gptlite.preprocess.encode import Bad, documents
@@ -13,6 +11,8 @@ from gptlite.preprocess.inputs import COMPRESSED
 from gptlite.preprocess.pieces import Place
 from gptlite.preprocess.settings import Settings
 from gptlite.progress import Log, Progress
+from gptlite.tokenizers.base import ByteTokenizer, CharTokenizer, Tokenizer
+from gptlite.tokenizers.sentence_piece import train_sentencepiece
 
 KINDS = ("sentencepiece", "char")
 _EXPANDS = 4  # assumed ratio of text to compressed bytes

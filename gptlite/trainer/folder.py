@@ -26,7 +26,6 @@ from gptlite.config.vocabulary import too_few_ids
 from gptlite.data.config import TextConfig
 from gptlite.data.order_log import OrderRow, note_order, note_spike
 from gptlite.data.text import newly_followed
-from gptlite.data.tokenizer import Tokenizer
 from gptlite.documents import read_text
 from gptlite.errors import ConfigError, RunEnded, printable, system_error
 from gptlite.files import existing, open_inside, open_regular, try_lock, unwritable, write_whole
@@ -36,6 +35,7 @@ from gptlite.parallelism.mesh import Mesh
 from gptlite.parallelism.messages import passed_on
 from gptlite.parallelism.rank_sync import from_all, from_main
 from gptlite.progress import Console, Log, counted
+from gptlite.tokenizers.base import Tokenizer
 from gptlite.trainer.result import RESULT
 from gptlite.trainer.spike import Spike
 from gptlite.trainer.state import TrainState, model_tensors

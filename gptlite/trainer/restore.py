@@ -9,8 +9,6 @@ from gptlite.checkpoint.load import load_tensors, read_config
 from gptlite.config.plugins import import_plugins
 from gptlite.config.saved import from_yaml
 from gptlite.config.schema import Config
-from gptlite.data.find_tokenizer import find_tokenizer
-from gptlite.data.tokenizer import Tokenizer, load_tokenizer
 from gptlite.errors import ConfigError, did_you_mean
 from gptlite.models.model import Model
 from gptlite.models.parallelize import materialize
@@ -22,6 +20,8 @@ from gptlite.parallelism.rank_sync import from_main
 from gptlite.parallelism.stage_runner import StageRunner
 from gptlite.parallelism.zero import storage_device
 from gptlite.precision import Precision, PrecisionConfig, resolve_precision
+from gptlite.tokenizers.base import Tokenizer, load_tokenizer
+from gptlite.tokenizers.find import find_tokenizer
 from gptlite.trainer.ops import agreed_ops
 from gptlite.trainer.parts import build_parts
 from gptlite.trainer.state import model_tensors

@@ -16,7 +16,6 @@ import torch
 from gptlite.config.overrides import command_value, hydra_value
 from gptlite.config.plugins import as_override
 from gptlite.config.schema import Config
-from gptlite.data.tokenizer import StreamDecoder
 from gptlite.errors import RunEnded, one_line, printable, text_of
 from gptlite.invocation import command, launched_command
 from gptlite.metrics.console import banner, format_bytes, format_duration
@@ -27,6 +26,7 @@ from gptlite.optimizer.schedule import Schedule
 from gptlite.parallelism.config import Offload
 from gptlite.parallelism.layout import num_stages, stages_per_rank
 from gptlite.progress import counted
+from gptlite.tokenizers.base import StreamDecoder
 from gptlite.trainer.folder import RunFolder
 from gptlite.trainer.report import Reporter
 from gptlite.trainer.state import TrainState

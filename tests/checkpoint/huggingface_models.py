@@ -15,9 +15,9 @@ from gptlite.checkpoint.config import CheckpointConfig
 from gptlite.checkpoint.load import load_tensors, read_config
 from gptlite.config import load
 from gptlite.config.saved import from_yaml, to_yaml
-from gptlite.data.tokenizer import NumberTokenizer, Tokenizer
 from gptlite.models.gpt.model import GPT
 from gptlite.models.model import Model
+from gptlite.tokenizers.base import NumberTokenizer, Tokenizer
 from gptlite.trainer.state import model_tensors
 
 AUTO = ("checkpoint.resume=auto", "checkpoint.load=all")

@@ -11,10 +11,10 @@ from transformers import AutoTokenizer
 
 from gptlite.checkpoint_tool import check_export, huggingface
 from gptlite.checkpoint_tool.huggingface import EXPORTED, export, import_
-from gptlite.data.find_tokenizer import find_tokenizer
-from gptlite.data.tiktoken_tokenizer import TiktokenTokenizer
-from gptlite.data.tokenizer import ByteTokenizer, Tokenizer
 from gptlite.errors import ConfigError
+from gptlite.tokenizers.base import ByteTokenizer, Tokenizer
+from gptlite.tokenizers.find import find_tokenizer
+from gptlite.tokenizers.tiktoken import TiktokenTokenizer
 from gptlite.trainer.restore import restore
 
 TEXTS = [TEXT, "", "  two\n\nlines \t of a 😀 cat</s><|endoftext|>", "naïve 漢字 12345 don't"]

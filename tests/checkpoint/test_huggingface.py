@@ -19,9 +19,9 @@ from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 from gptlite.checkpoint.manifest import read_manifest
 from gptlite.checkpoint_tool import huggingface
 from gptlite.checkpoint_tool.huggingface import export
-from gptlite.data import export_tokenizer
-from gptlite.data.sentence_piece import SentencePieceTokenizer, train_sentencepiece
 from gptlite.errors import ConfigError
+from gptlite.tokenizers import export as tokenizer_export
+from gptlite.tokenizers.sentence_piece import SentencePieceTokenizer, train_sentencepiece
 
 
 @pytest.fixture
@@ -177,8 +177,8 @@ def test_an_export_has_its_sentencepiece_for_autotokenizer(save: Save, tmp_path:
         assert other.encode(text) == tokenizer.encode(text)
         assert other.decode(tokenizer.encode(text)) == text
     assert other.eos_token_id == tokenizer.eod == GPT2Config.from_pretrained(tmp_path / "hf").eos_token_id
-    merges = export_tokenizer._merges
-    monkeypatch.setattr(export_tokenizer, "_merges", lambda *given: merges(*given)[::-1])  # in the wrong order
+    merges = tokenizer_export._merges
+    monkeypatch.setattr(tokenizer_export, "_merges", lambda *given: merges(*given)[::-1])  # in the wrong order
     said: list[str] = []
     export(step, tmp_path / "without", log=said.append)
     assert any("no tokenizer for AutoTokenizer: " in line for line in said)

@@ -19,12 +19,12 @@ from gptlite.checkpoint.load import load_tensors, read_config
 from gptlite.checkpoint_tool.huggingface import export, import_
 from gptlite.config import load
 from gptlite.config.saved import from_yaml, to_yaml
-from gptlite.data.tokenizer import NumberTokenizer
 from gptlite.errors import ConfigError
 from gptlite.huggingface.adapter import Adapter, Weight
 from gptlite.invocation import command
 from gptlite.models.model import Model
 from gptlite.pretrain import pretrain
+from gptlite.tokenizers.base import NumberTokenizer
 from gptlite.trainer.state import model_tensors
 
 

@@ -13,8 +13,8 @@ from gptlite.checkpoint.checkpointer import Checkpointer
 from gptlite.checkpoint.config import CheckpointConfig
 from gptlite.config import load
 from gptlite.config.saved import to_yaml
-from gptlite.data.tokenizer import CharTokenizer, Tokenizer
 from gptlite.parallelism.mesh import build_mesh
+from gptlite.tokenizers.base import CharTokenizer, Tokenizer
 
 CASES = [
     "precision=bf16 optimizer=adamw",

@@ -14,7 +14,7 @@ from gptlite.config import load
 from gptlite.config.saved import to_dict, to_yaml
 from gptlite.config.schema import CONF_DIR
 from gptlite.config.warm_start import model_overrides
-from gptlite.data.tokenizer import CharTokenizer
+from gptlite.tokenizers.base import CharTokenizer
 
 TRAIN = CONF_DIR.parent / "train.py"
 MODEL = (

@@ -11,15 +11,15 @@ import tokenizers as rust
 
 from gptlite.data import cuts
 from gptlite.data.cuts import encoded, last_cut
-from gptlite.data.find_tokenizer import find_tokenizer
-from gptlite.data.rank_tables import GPT2, LLAMA_3, O200K
-from gptlite.data.sentence_piece import SentencePieceTokenizer, train_sentencepiece
-from gptlite.data.tiktoken_tokenizer import TiktokenTokenizer
-from gptlite.data.tokenizer import ByteTokenizer, Tokenizer
 from gptlite.preprocess import blocks
 from gptlite.preprocess.encode import Encoder
 from gptlite.preprocess.inputs import find_sources
 from gptlite.preprocess.pieces import Place
+from gptlite.tokenizers.base import ByteTokenizer, Tokenizer
+from gptlite.tokenizers.find import find_tokenizer
+from gptlite.tokenizers.rank_tables import GPT2, LLAMA_3, O200K
+from gptlite.tokenizers.sentence_piece import SentencePieceTokenizer, train_sentencepiece
+from gptlite.tokenizers.tiktoken import TiktokenTokenizer
 
 WORDS = ["the", "quick", "brown", "fox", "naïve", "漢字かな", "12345", "don't", "x", "lazy", "jumps", "=", "😀"]
 GAPS = [" ", " ", " ", "\n", "\n", "\n\n", "\n\n\n", "\n  ", "\n\t", " \n", "\r\n", "  ", "    "]

@@ -11,9 +11,9 @@ from token_folders import write_numbers as write
 
 from gptlite.data.corpus import open_split
 from gptlite.data.indexed import IndexedDataset, IndexedWriter
-from gptlite.data.tokenizer import ByteTokenizer, load_tokenizer
 from gptlite.data_tool.verify import verify
 from gptlite.errors import ConfigError
+from gptlite.tokenizers.base import ByteTokenizer, load_tokenizer
 
 HEADER = 34
 

@@ -8,9 +8,9 @@ from token_folders import write_megatron as megatron
 
 from gptlite.data.corpus import open_split
 from gptlite.data.indexed import IndexedDataset
-from gptlite.data.tokenizer import NumberTokenizer, load_tokenizer
 from gptlite.data_tool import command
 from gptlite.data_tool.verify import verify
+from gptlite.tokenizers.base import NumberTokenizer, load_tokenizer
 
 EOD = 99
 DOCUMENTS = [[5, 6, 7], [], [8], [98, 0, 98], [1] * 20]

@@ -9,11 +9,11 @@ import pytest
 import tokenizers as rust
 from token_folders import write_folder
 
-from gptlite.data.find_tokenizer import find_tokenizer
-from gptlite.data.huggingface_tokenizer import HuggingFaceTokenizer, byte_alphabet
-from gptlite.data.tokenizer import load_tokenizer
 from gptlite.data_tool import verify
 from gptlite.errors import ConfigError
+from gptlite.tokenizers.base import load_tokenizer
+from gptlite.tokenizers.find import find_tokenizer
+from gptlite.tokenizers.huggingface import HuggingFaceTokenizer, byte_alphabet
 
 TEXT = "the cat sat on the mat, 東京 é <|endoftext|> the end " * 20
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]

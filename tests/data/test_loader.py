@@ -12,10 +12,10 @@ from gptlite.data.order import order_key, permute
 from gptlite.data.prepared import open_folder
 from gptlite.data.samples import SampleBatch
 from gptlite.data.stream import SampleStream, num_chunks, read_chunk
-from gptlite.data.tokenizer import ByteTokenizer, CharTokenizer
 from gptlite.errors import ConfigError
 from gptlite.ops.inputs import IGNORE
 from gptlite.progress import Progress
+from gptlite.tokenizers.base import ByteTokenizer, CharTokenizer
 
 LENGTH, TOKENS = 8, 1003
 

@@ -14,8 +14,8 @@ from gptlite.config import load
 from gptlite.data.build import prepare
 from gptlite.data.config import CorpusConfig
 from gptlite.data.corpus import open_split
-from gptlite.data.tokenizer import load_tokenizer
 from gptlite.errors import ConfigError
+from gptlite.tokenizers.base import load_tokenizer
 
 kjv, shakespeare, tiny = map(load_recipe, ("kjv", "shakespeare", "tinyshakespeare"))
 

@@ -10,10 +10,10 @@ import pytest
 
 from gptlite.data.corpus import open_split
 from gptlite.data.text import find_files
-from gptlite.data.tokenizer import NumberTokenizer, load_tokenizer
 from gptlite.data_tool.import_ import Options, run
 from gptlite.errors import ConfigError
 from gptlite.preprocess.inputs import find_sources
+from gptlite.tokenizers.base import NumberTokenizer, load_tokenizer
 
 EOD = 99
 TOKENS = [5, 6, EOD, 7, EOD, 98, 0, EOD]

@@ -15,11 +15,11 @@ from gptlite.data import streaming
 from gptlite.data.build import prepare
 from gptlite.data.config import CorpusConfig
 from gptlite.data.corpus import document_hash, is_held_out
-from gptlite.data.sentence_piece import train_sentencepiece
 from gptlite.data.streaming import StreamArguments, open_rows, texts, write_stream
-from gptlite.data.tokenizer import ByteTokenizer
 from gptlite.errors import ConfigError
 from gptlite.progress import Progress
+from gptlite.tokenizers.base import ByteTokenizer
+from gptlite.tokenizers.sentence_piece import train_sentencepiece
 
 ROOT = Path(__file__).parents[2]
 TEXTS = [f"Document {n}: the cat sat on mat {n * n}.\n" for n in range(200)]

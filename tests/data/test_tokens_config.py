@@ -12,9 +12,9 @@ from gptlite.config import load
 from gptlite.config.saved import from_yaml, to_yaml
 from gptlite.data.build import prepare
 from gptlite.data.config import TokensConfig
-from gptlite.data.tokenizer import CharTokenizer
 from gptlite.errors import ConfigError
 from gptlite.invocation import command
+from gptlite.tokenizers.base import CharTokenizer
 
 MIX = "data.blend={data/web: 0.7, data/code: 0.3}"
 LETTERS = set("".join(documents(0, 99)))

@@ -5,10 +5,10 @@ from token_folders import write_folder
 
 from gptlite.config import load
 from gptlite.data.build import prepare
-from gptlite.data.tokenizer import CharTokenizer
 from gptlite.data.vocabulary import Vocabulary, find_vocabulary
 from gptlite.models.gpt.flops import num_parameters
 from gptlite.plan.planning import make_plan
+from gptlite.tokenizers.base import CharTokenizer
 
 
 def silent(text):

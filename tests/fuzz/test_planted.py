@@ -32,7 +32,7 @@ FAULTS = {
     ),
     "names of schedules": ("sweep_record", "sweep/compare.py", "schedule not in SCHEDULES or", "False and"),
     "names of files": ("weights_index", "checkpoint/huggingface.py", "not file or ", ""),
-    "kinds": ("definition", "data/tokenizer.py", "not in [*_CLASSES]", "not in _CLASSES"),
+    "kinds": ("definition", "tokenizers/base.py", "not in [*_CLASSES]", "not in _CLASSES"),
     "pickles": ("metadata", "unpickle.py", "except Exception as error:", "except EOFError as error:"),
 }
 RUN = """

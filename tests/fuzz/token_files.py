@@ -12,11 +12,8 @@ from fuzz.reader import TEXT, Reader, quiet, reader
 from hypothesis import strategies as st
 from token_folders import documents, write_folder
 
-from gptlite.data.find_tokenizer import find_tokenizer
 from gptlite.data.foreign import Found, datatrove_documents, open_datatrove
 from gptlite.data.indexed import IndexedDataset
-from gptlite.data.sentence_piece import train_sentencepiece
-from gptlite.data.tokenizer import load_tokenizer
 from gptlite.data.vocabulary import _of_folder
 from gptlite.data_tool.verify import verify
 from gptlite.preprocess.blocks import Cutting
@@ -24,13 +21,16 @@ from gptlite.preprocess.encode import _document
 from gptlite.preprocess.settings import difference, read_settings
 from gptlite.preprocess.streams import DamagedInput, Stream
 from gptlite.progress import Progress
+from gptlite.tokenizers.base import load_tokenizer
+from gptlite.tokenizers.find import find_tokenizer
+from gptlite.tokenizers.sentence_piece import train_sentencepiece
 
 
 @reader
 def definition(folder: Path) -> Reader:
     """definition.json of a tokenizer of any kind."""
-    from gptlite.data.tiktoken_tokenizer import TiktokenTokenizer
-    from gptlite.data.tokenizer import CharTokenizer, NumberTokenizer
+    from gptlite.tokenizers.base import CharTokenizer, NumberTokenizer
+    from gptlite.tokenizers.tiktoken import TiktokenTokenizer
 
     ranks = {bytes([n]): n for n in range(256)}
     CharTokenizer("abc é").save(folder)
@@ -67,7 +67,7 @@ def _found(path: Path) -> Callable[[bytes], None]:
 def _huggingface(folder: Path) -> tuple[Path, dict[str, Any]]:
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-    from gptlite.data.huggingface_tokenizer import byte_alphabet
+    from gptlite.tokenizers.huggingface import byte_alphabet
 
     made = Tokenizer(models.BPE({**byte_alphabet(), "th": 256, "the": 257}, [("t", "h"), ("th", "e")]))
     made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(False), decoders.ByteLevel()

@@ -14,7 +14,7 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.trainers import BpeTrainer
 
-from gptlite.data.huggingface_tokenizer import HuggingFaceTokenizer
+from gptlite.tokenizers.huggingface import HuggingFaceTokenizer
 
 VOCABULARY = 276
 LENGTH = 32  # of the context

@@ -15,10 +15,10 @@ import sentencepiece
 from checkpoint.huggingface_models import committed
 
 from gptlite.checkpoint_tool.huggingface import EXPORTED, export, import_
-from gptlite.data.sentence_piece import SentencePieceTokenizer
 from gptlite.errors import ConfigError
 from gptlite.harness.ranks import SharedScorer
 from gptlite.harness.scorer import Scorer
+from gptlite.tokenizers.sentence_piece import SentencePieceTokenizer
 from gptlite.trainer.restore import restore
 from harness.models import END, MODELS, PAIRS, PROMPTS, TEXTS, VOCABULARY, requests, saved, tokenizer
 

@@ -8,12 +8,12 @@ from pathlib import Path
 from run_files import snapshot
 
 from gptlite.commands.preprocess import Arguments
-from gptlite.data.find_tokenizer import find_tokenizer
 from gptlite.data.indexed import IndexedDataset
-from gptlite.data.tokenizer import load_tokenizer
 from gptlite.data_tool.verify import verify
 from gptlite.preprocess.run import Result, preprocess
 from gptlite.preprocess.settings import make_settings
+from gptlite.tokenizers.base import load_tokenizer
+from gptlite.tokenizers.find import find_tokenizer
 
 WORDS = "the quick brown fox jumps over dogs 漢字 naïve 😀 \u0000 it's 12345 hello,world \n \n\n \t  ▁ a".split(" ")
 

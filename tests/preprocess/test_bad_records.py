@@ -14,8 +14,8 @@ import pytest
 import zstandard
 
 from gptlite.data.indexed import IndexedDataset
-from gptlite.data.tokenizer import NumberTokenizer
 from gptlite.errors import ConfigError
+from gptlite.tokenizers.base import NumberTokenizer
 from preprocess.corpora import as_jsonl, made_up, prepare, read_documents
 
 GOOD = made_up(1, 6)

@@ -21,8 +21,8 @@ from gptlite.config import load
 from gptlite.data.build import prepare as data
 from gptlite.data.corpus import is_held_out
 from gptlite.data.indexed import IndexedDataset
-from gptlite.data.tokenizer import ByteTokenizer
 from gptlite.errors import ConfigError
+from gptlite.tokenizers.base import ByteTokenizer
 from preprocess.corpora import as_jsonl, made_up, prepare, read_documents, tree
 
 TEXTS = made_up(0, 300)

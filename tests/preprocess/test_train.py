@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from gptlite.commands.train_tokenizer import Arguments
-from gptlite.data.tokenizer import CharTokenizer, load_tokenizer
 from gptlite.errors import ConfigError
 from gptlite.preprocess.settings import make_settings
 from gptlite.preprocess.train import train_tokenizer
+from gptlite.tokenizers.base import CharTokenizer, load_tokenizer
 from preprocess.corpora import as_jsonl
 
 TEXTS = [f"number {n}: the quick brown fox jumps over the lazy dog\n" for n in range(400)]

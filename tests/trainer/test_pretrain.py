@@ -22,10 +22,10 @@ from torch import Tensor
 from gptlite.config import load
 from gptlite.config.saved import from_yaml, read_saved
 from gptlite.config.schema import CONF_DIR
-from gptlite.data.tokenizer import ByteTokenizer
 from gptlite.errors import ConfigError
 from gptlite.parallelism.mesh import Mesh
 from gptlite.parity.record import build
+from gptlite.tokenizers.base import ByteTokenizer
 from gptlite.trainer.folder import RunFolder
 
 TRAIN = str(CONF_DIR.parent / "train.py")

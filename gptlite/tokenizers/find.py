@@ -3,10 +3,10 @@
 from pathlib import Path
 
 from gptlite import limits
-from gptlite.data.tokenizer import DEFINITION, ByteTokenizer, Tokenizer, load_tokenizer
 from gptlite.documents import read_bytes
 from gptlite.errors import ConfigError, system_error
 from gptlite.invocation import command
+from gptlite.tokenizers.base import DEFINITION, ByteTokenizer, Tokenizer, load_tokenizer
 
 TIKTOKEN = "tiktoken:"
 EXPORTED = "gptlite_tokenizer"  # in a folder of Hugging Face that gptlite exported
@@ -30,7 +30,7 @@ def find_tokenizer(spec: str, eod: str | None = None) -> Tokenizer:
     if spec in _TRAINED and not Path(spec).exists():
         raise ConfigError(f"tokenizer={spec} must be trained first: {command('train-tokenizer')} kind={spec} input=...")
     if spec.startswith(TIKTOKEN):
-        from gptlite.data.tiktoken_tokenizer import TiktokenTokenizer
+        from gptlite.tokenizers.tiktoken import TiktokenTokenizer
 
         return TiktokenTokenizer.of_name(spec.removeprefix(TIKTOKEN), eod)
     path = Path(spec).expanduser()
@@ -64,14 +64,14 @@ def _refuse_end(spec: str, eod: str | None) -> None:
 def _of_file(path: Path, spec: str, eod: str | None) -> Tokenizer:
     if not path.is_file():
         raise ConfigError(f"tokenizer={spec} is neither byte nor {TIKTOKEN}NAME, and there is no file or folder {path}")
-    from gptlite.data.tiktoken_tokenizer import TiktokenTokenizer, is_ranks, is_tekken
+    from gptlite.tokenizers.tiktoken import TiktokenTokenizer, is_ranks, is_tekken
 
     if path.suffix == ".json":
-        from gptlite.data.huggingface_tokenizer import HuggingFaceTokenizer
+        from gptlite.tokenizers.huggingface import HuggingFaceTokenizer
 
         return TiktokenTokenizer.of_tekken(path, eod) if is_tekken(path) else HuggingFaceTokenizer.of_file(path, eod)
     if ".model" in path.suffixes[-2:]:  # Mistral appends its version, e.g. tokenizer.model.v3
-        from gptlite.data.sentence_piece import SentencePieceTokenizer
+        from gptlite.tokenizers.sentence_piece import SentencePieceTokenizer
 
         if not is_ranks(path):
             return SentencePieceTokenizer(read_bytes(path, limits.TOKENIZER_BYTES), eod or "")

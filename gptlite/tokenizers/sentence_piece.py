@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gptlite.data.sentence_piece_words import SPACE, WordEncoder, encodes_by_words
-from gptlite.data.tokenizer import UNKNOWN, Tokenizer
 from gptlite.errors import ConfigError, needed_package
 from gptlite.progress import Log
+from gptlite.tokenizers.base import UNKNOWN, Tokenizer
+from gptlite.tokenizers.sentence_piece_words import SPACE, WordEncoder, encodes_by_words
 
 
 @dataclass

@@ -8,12 +8,12 @@ import pytest
 import regex
 from tiktoken_ext import openai_public
 
-from gptlite.data.find_tokenizer import find_tokenizer
-from gptlite.data.rank_tables import CL100K, LLAMA_3, O200K, QWEN, TABLES, Table
-from gptlite.data.sentence_piece import train_sentencepiece
-from gptlite.data.tiktoken_tokenizer import TiktokenTokenizer
-from gptlite.data.tokenizer import load_tokenizer
 from gptlite.errors import ConfigError
+from gptlite.tokenizers.base import load_tokenizer
+from gptlite.tokenizers.find import find_tokenizer
+from gptlite.tokenizers.rank_tables import CL100K, LLAMA_3, O200K, QWEN, TABLES, Table
+from gptlite.tokenizers.sentence_piece import train_sentencepiece
+from gptlite.tokenizers.tiktoken import TiktokenTokenizer
 
 PIECES = [*(bytes([byte]) for byte in range(256)), b"th", b"the", b" t", "東".encode(), b"12", b"\n\n"]
 WORDS = [

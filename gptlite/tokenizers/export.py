@@ -10,14 +10,14 @@ from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
-from gptlite.data.huggingface_tokenizer import HuggingFaceTokenizer, byte_alphabet
-from gptlite.data.sentence_piece import SentencePieceTokenizer
-from gptlite.data.sentence_piece_words import SPACE
-from gptlite.data.tiktoken_tokenizer import TiktokenTokenizer
-from gptlite.data.tokenizer import Tokenizer
 from gptlite.errors import ConfigError, needed_package
 from gptlite.files import new_folder
 from gptlite.invocation import command
+from gptlite.tokenizers.base import Tokenizer
+from gptlite.tokenizers.huggingface import HuggingFaceTokenizer, byte_alphabet
+from gptlite.tokenizers.sentence_piece import SentencePieceTokenizer
+from gptlite.tokenizers.sentence_piece_words import SPACE
+from gptlite.tokenizers.tiktoken import TiktokenTokenizer
 
 _PROBES = 300  # random texts encoded for comparison before the folder is written
 

@@ -11,12 +11,12 @@ import sentencepiece
 import tokenizers as rust
 import transformers
 
-from gptlite.data.export_tokenizer import export_tokenizer
-from gptlite.data.find_tokenizer import find_tokenizer
-from gptlite.data.huggingface_tokenizer import byte_alphabet
-from gptlite.data.sentence_piece import SentencePieceTokenizer, train_sentencepiece
-from gptlite.data.tokenizer import ByteTokenizer, CharTokenizer, StreamDecoder, Tokenizer, load_tokenizer
 from gptlite.errors import ConfigError
+from gptlite.tokenizers.base import ByteTokenizer, CharTokenizer, StreamDecoder, Tokenizer, load_tokenizer
+from gptlite.tokenizers.export import export_tokenizer
+from gptlite.tokenizers.find import find_tokenizer
+from gptlite.tokenizers.huggingface import byte_alphabet
+from gptlite.tokenizers.sentence_piece import SentencePieceTokenizer, train_sentencepiece
 
 LINES = [
     "the quick brown fox jumps over the lazy dog, again and again",

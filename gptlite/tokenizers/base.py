@@ -27,12 +27,12 @@ from gptlite.files import write_synced
 
 DEFINITION = "definition.json"
 _CLASSES = {  # module and class by kind; the module is imported on demand
-    "byte": "tokenizer.ByteTokenizer",
-    "char": "tokenizer.CharTokenizer",
-    "numbers": "tokenizer.NumberTokenizer",
+    "byte": "base.ByteTokenizer",
+    "char": "base.CharTokenizer",
+    "numbers": "base.NumberTokenizer",
     "sentencepiece": "sentence_piece.SentencePieceTokenizer",
-    "huggingface": "huggingface_tokenizer.HuggingFaceTokenizer",
-    "tiktoken": "tiktoken_tokenizer.TiktokenTokenizer",
+    "huggingface": "huggingface.HuggingFaceTokenizer",
+    "tiktoken": "tiktoken.TiktokenTokenizer",
 }
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 
@@ -226,7 +226,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         if (kind := definition.pop("kind", None)) not in [*_CLASSES]:
             raise ValueError(f"{DEFINITION}: kind is {shown(kind)}, not {' or '.join(_CLASSES)}")
         module, name = _CLASSES[kind].split(".")
-        made: type[Tokenizer] = getattr(import_module(f"gptlite.data.{module}"), name)
+        made: type[Tokenizer] = getattr(import_module(f"gptlite.tokenizers.{module}"), name)
         return made.load(folder, vars(checked(definition, made.saved, DEFINITION)))
     except (OSError, ValueError, RuntimeError) as error:
         if isinstance(error, ConfigError):

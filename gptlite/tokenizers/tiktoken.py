@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Annotated, Any, NotRequired, TypedDict
 
 from gptlite import limits
-from gptlite.data.rank_tables import END, GPT2, TABLES
-from gptlite.data.tokenizer import Tokenizer, reading
 from gptlite.documents import Between, read_bytes, read_json
 from gptlite.errors import ConfigError, needed_package
 from gptlite.files import open_regular
+from gptlite.tokenizers.base import Tokenizer, reading
+from gptlite.tokenizers.rank_tables import END, GPT2, TABLES
 
 _BEGIN = ("<|begin_of_text|>", "<s>")
 _MISTRAL = ("<unk>", "<s>", "</s>")  # the first special tokens of a tekken.json that does not name its own

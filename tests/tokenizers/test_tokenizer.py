@@ -6,12 +6,12 @@ import random
 import numpy as np
 import pytest
 
-from gptlite.data.huggingface_tokenizer import HuggingFaceTokenizer
-from gptlite.data.sentence_piece import SentencePieceTokenizer, train_sentencepiece
-from gptlite.data.sentence_piece_words import SPACE
-from gptlite.data.tiktoken_tokenizer import TiktokenTokenizer
-from gptlite.data.tokenizer import ByteTokenizer, CharTokenizer, NumberTokenizer, StreamDecoder
 from gptlite.errors import ConfigError
+from gptlite.tokenizers.base import ByteTokenizer, CharTokenizer, NumberTokenizer, StreamDecoder
+from gptlite.tokenizers.huggingface import HuggingFaceTokenizer
+from gptlite.tokenizers.sentence_piece import SentencePieceTokenizer, train_sentencepiece
+from gptlite.tokenizers.sentence_piece_words import SPACE
+from gptlite.tokenizers.tiktoken import TiktokenTokenizer
 
 TEXTS = [
     "First Citizen:\nBefore we proceed any further, hear me speak.\n\n",
@@ -54,8 +54,8 @@ def test_sentencepiece_agrees_with_its_own_encoder_and_decoder(tokenizers, monke
     alphabet = [*"the quick fox\t \n", "  ", "\n ", " \n", SPACE, "\u00a0", "\r\n", "\x00", *"é漢😀1", "<s>"]
     texts = [*TEXTS, TRAINING, *("".join(rng.choices(alphabet, k=rng.randrange(60))) for _ in range(2000))]
     for chunk, cached in ((1 << 16, 64 << 20), (1, 64 << 20), (7, 3000), (100, 0)):
-        monkeypatch.setattr("gptlite.data.sentence_piece_words._CHUNK", chunk)
-        monkeypatch.setattr("gptlite.data.sentence_piece_words._CACHED", cached)
+        monkeypatch.setattr("gptlite.tokenizers.sentence_piece_words._CHUNK", chunk)
+        monkeypatch.setattr("gptlite.tokenizers.sentence_piece_words._CACHED", cached)
         for text in texts:
             ids = tokenizer.processor.encode(text)
             assert tokenizer.encode(text) == ids
@@ -63,8 +63,8 @@ def test_sentencepiece_agrees_with_its_own_encoder_and_decoder(tokenizers, monke
 
 
 def test_a_text_without_a_place_to_cut_is_cut_all_the_same_and_loses_nothing(tokenizers, monkeypatch):
-    monkeypatch.setattr("gptlite.data.sentence_piece_words._CHUNK", 10)
-    monkeypatch.setattr("gptlite.data.sentence_piece_words._LONGEST", 20)
+    monkeypatch.setattr("gptlite.tokenizers.sentence_piece_words._CHUNK", 10)
+    monkeypatch.setattr("gptlite.tokenizers.sentence_piece_words._LONGEST", 20)
     text = "thequickbrownfox" * 20
     assert tokenizers["sentencepiece"].decode(tokenizers["sentencepiece"].encode(text)) == text
 

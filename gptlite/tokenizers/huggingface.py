@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NotRequired, Required, TypedDict
 
 from gptlite import limits
-from gptlite.data.tokenizer import UNKNOWN, Tokenizer, reading
 from gptlite.documents import Between, DocumentError, parse_json, read_bytes, read_json
 from gptlite.errors import ConfigError, needed_package
+from gptlite.tokenizers.base import UNKNOWN, Tokenizer, reading
 
 FILE = "tokenizer.json"
 ENDS = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>", "<|end▁of▁sentence|>", "<|im_end|>")

@@ -1,0 +1,1 @@
+"""Tokenizers, from files of SentencePiece, tiktoken and Hugging Face."""
