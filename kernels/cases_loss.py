@@ -7,7 +7,7 @@ from torch import Tensor
 from gptlite.kernels.case import Case, Inputs, Tensors, times_first
 
 OPS = torch.ops.gptlite
-IGNORE, SMOOTHING, Z_LOSS = -100, 0.1, 1e-3
+IGNORE, Z_LOSS = -100, 1e-3
 # Sizes for CPUs, then for GPUs. The latter exceed the cache.
 VOCABULARY = ((1024, 8192), (1024, 50304)), ((8192, 8192), (8192, 50304))
 
@@ -21,23 +21,20 @@ def _loss_inputs(rows: int, width: int, dtype: torch.dtype, device: torch.device
 
 def _stats(inputs: Inputs) -> Tensors:
     """Return the statistics of two parts of the columns, as two tensor-parallel ranks compute them."""
-    columns = inputs["logits"].shape[1]
-    return tuple(OPS.cross_entropy_stats(part, inputs["targets"], at, columns, IGNORE) for at, part in _parts(inputs))
+    return tuple(OPS.cross_entropy_stats(part, inputs["targets"], at, IGNORE) for at, part in _parts(inputs))
 
 
 def _losses_of_stats(inputs: Inputs, parts: Tensors) -> Tensors:
     """Return the losses and the log-sum-exps over all columns, from the statistics of the parts."""
     stats = torch.stack(parts)
-    log_sum, target, total = stats[..., 0].logsumexp(0), stats[..., 1].sum(0), stats[..., 2].sum(0)
-    smoothed = SMOOTHING / inputs["logits"].shape[1] * total
-    losses = log_sum - (1 - SMOOTHING) * target - smoothed + Z_LOSS * log_sum**2
+    log_sum, target = stats[..., 0].logsumexp(0), stats[..., 1].sum(0)
+    losses = log_sum - target + Z_LOSS * log_sum**2
     return losses * (inputs["targets"] != IGNORE), log_sum
 
 
 def _sharded_gradient(inputs: Inputs, results: Tensors) -> Tensors:
-    options = inputs["logits"].shape[1], SMOOTHING, Z_LOSS, IGNORE
     for at, part in _parts(inputs):
-        OPS.cross_entropy_gradient_(part, inputs["targets"], results[1], at, *options)
+        OPS.cross_entropy_gradient_(part, inputs["targets"], results[1], at, Z_LOSS, IGNORE)
     return (inputs["logits"],)
 
 
@@ -46,24 +43,24 @@ def _parts(inputs: Inputs) -> list[tuple[int, Tensor]]:
     return [(0, inputs["logits"][:, :cut]), (cut, inputs["logits"][:, cut:])]
 
 
-def _torch_loss(inputs: Inputs, smoothing: float = SMOOTHING, z_loss: float = Z_LOSS) -> Tensors:
+def _torch_loss(inputs: Inputs, z_loss: float = Z_LOSS) -> Tensors:
     logits, targets = inputs["logits"], inputs["targets"]
     x = logits if logits.dtype == torch.float64 else logits.float()
-    losses = F.cross_entropy(x, targets, reduction="none", label_smoothing=smoothing, ignore_index=IGNORE)
+    losses = F.cross_entropy(x, targets, reduction="none", ignore_index=IGNORE)
     return (losses + z_loss * x.logsumexp(1) ** 2 * (targets != IGNORE) if z_loss else losses,)
 
 
-def _whole_loss(name: str, smoothing: float, z_loss: float) -> Case:
+def _whole_loss(name: str, z_loss: float) -> Case:
     def kernel(inputs: Inputs) -> Tensors:
         logits, targets = inputs["logits"], inputs["targets"]
-        return OPS.cross_entropy_(logits, targets, smoothing, z_loss, IGNORE, True), logits
+        return OPS.cross_entropy_(logits, targets, z_loss, IGNORE, True), logits
 
     return Case(
         (f"cross_entropy_{name}", f"cross_entropy_{name} gradient"),
         _loss_inputs,
         kernel,
         None,
-        lambda given: _torch_loss(given, smoothing, z_loss),
+        lambda given: _torch_loss(given, z_loss),
         ("logits",),
         *VOCABULARY,
         traffic=times_first(2),
@@ -71,8 +68,8 @@ def _whole_loss(name: str, smoothing: float, z_loss: float) -> Case:
 
 
 LOSSES = (
-    _whole_loss("", SMOOTHING, Z_LOSS),
-    _whole_loss(" plain", 0.0, 0.0),
+    _whole_loss("", Z_LOSS),
+    _whole_loss(" plain", 0.0),
     Case(
         ("cross_entropy_stats", "cross_entropy_gradient_"),
         _loss_inputs,

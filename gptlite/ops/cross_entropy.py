@@ -22,7 +22,7 @@ class VocabShard:
     """Rows of the head's weight on this rank, if the vocabulary is sharded over ranks.
 
     `first` is the index of the first row and `longest` the largest number of rows on a rank. `gather` takes a tensor
-    [N, 3] and returns those of all ranks, [ranks, N, 3].
+    [N, 2] and returns those of all ranks, [ranks, N, 2].
     """
 
     first: int
@@ -34,12 +34,10 @@ class VocabShard:
 class LossTerms:
     """Modifications of the loss -log softmax(logits)[target].
 
-    With a `softcap` c > 0, logits are first replaced by c tanh(logits / c) (Gemma 2, arXiv:2408.00118). Label smoothing
-    e spreads a fraction e of the target's weight over the whole vocabulary (arXiv:1512.00567). `z_loss` is the
-    coefficient of the squared log-sum-exp, which keeps the logits from drifting (arXiv:2204.02311).
+    With a `softcap` c > 0, logits are first replaced by c tanh(logits / c) (Gemma 2, arXiv:2408.00118). `z_loss` is the
+    coefficient of the squared log-sum-exp, which keeps the logits from drifting (PaLM, arXiv:2204.02311).
     """
 
-    label_smoothing: float = 0.0
     z_loss: float = 0.0
     softcap: float = 0.0
 
@@ -81,8 +79,8 @@ def linear_cross_entropy(
     arXiv:2410.10989). The backward pass scales the gradients by the upstream gradient, unless that is `known.upstream`.
     Aligned GEMMs (see Products) include the padding, as zeros.
 
-    With a `shard`, weight holds only this rank's rows. The ranks exchange three floats per token (log-sum-exp, the
-    target's logit, the sum of logits). Every rank returns the whole loss, and this rank's share of hidden's gradient.
+    With a `shard`, weight holds only this rank's rows. The ranks exchange two floats per token (log-sum-exp, the
+    target's logit). Every rank returns the whole loss, and this rank's share of hidden's gradient.
     `reference` then works like `chunked`.
     """
     if not PRODUCTS[hidden.device.type].aligned:
@@ -108,7 +106,7 @@ def soft_capped(logits: Tensor, cap: float) -> Tensor:
 
 def _written_out(logits: Tensor, targets: Tensor, terms: LossTerms) -> Tensor:
     logits = soft_capped(logits.float(), terms.softcap)
-    loss = F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum", label_smoothing=terms.label_smoothing)
+    loss = F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum")
     if terms.z_loss:
         loss = loss + terms.z_loss * (logits.logsumexp(1).square() * (targets != IGNORE)).sum()
     return loss
@@ -236,11 +234,8 @@ class _Loss:
         if self.shard is not None:
             return self._sharded(logits, targets, self.shard, want_grad)
         if self.fused:
-            terms = self.terms
-            losses = torch.ops.gptlite.cross_entropy_(
-                logits, targets, terms.label_smoothing, terms.z_loss, IGNORE, want_grad, self.scale
-            )
-            return losses.sum()
+            options = self.terms.z_loss, IGNORE, want_grad, self.scale
+            return torch.ops.gptlite.cross_entropy_(logits, targets, *options).sum()
         losses = []
         for x, t in _cache_sized(logits, targets):
             p = torch.softmax(x, dim=-1, dtype=torch.float32)
@@ -249,30 +244,23 @@ class _Loss:
             log_sum = x.amax(1).float() - p.amax(1).log()
             valid = t != IGNORE
             index = t.masked_fill(~valid, 0).unsqueeze(1)  # any valid column: the row does not count
-            total = x.sum(1, dtype=torch.float32) if self.terms.label_smoothing else None
-            losses.append(self._sum(log_sum, x.gather(1, index).squeeze(1).float(), total, valid))
+            losses.append(self._sum(log_sum, x.gather(1, index).squeeze(1).float(), valid))
             if want_grad:
                 x.copy_(self._gradient(p, log_sum, index, valid, valid))
         return torch.stack(losses).sum()
 
-    def _sum(self, log_sum: Tensor, target_logit: Tensor, total: Tensor | None, valid: Tensor) -> Tensor:
-        """Return the summed loss from each row's log-sum-exp, target logit and, for label smoothing, sum of logits."""
-        smoothing = self.terms.label_smoothing
-        loss = log_sum - (1 - smoothing) * target_logit
-        if smoothing and total is not None:
-            loss = loss - smoothing / self.vocab_size * total
+    def _sum(self, log_sum: Tensor, target_logit: Tensor, valid: Tensor) -> Tensor:
+        """Return the summed loss from each row's log-sum-exp and target logit."""
+        loss = log_sum - target_logit
         if self.terms.z_loss:
             loss = loss + self.terms.z_loss * log_sum.square()
         return torch.where(valid, loss, 0.0).sum()
 
     def _gradient(self, p: Tensor, log_sum: Tensor, index: Tensor, mine: Tensor, valid: Tensor) -> Tensor:
         """Overwrite probabilities p [N, V] with the gradient. `mine`: rows whose target is column `index` [N, 1]."""
-        terms = self.terms
-        if terms.z_loss:
-            p.mul_((1 + 2 * terms.z_loss * log_sum).unsqueeze(1))
-        if terms.label_smoothing:
-            p.sub_(terms.label_smoothing / self.vocab_size)
-        p.scatter_add_(1, index, (mine.to(p.dtype) * (terms.label_smoothing - 1)).unsqueeze(1))
+        if self.terms.z_loss:
+            p.mul_((1 + 2 * self.terms.z_loss * log_sum).unsqueeze(1))
+        p.scatter_add_(1, index, -mine.to(p.dtype).unsqueeze(1))
         if self.scale != 1.0:
             p.mul_(self.scale)
         return p.masked_fill_(~valid.unsqueeze(1), 0.0)
@@ -284,31 +272,29 @@ class _Loss:
         mine = valid & (column >= 0) & (column < columns)
         index = column.masked_fill(~mine, 0).unsqueeze(1)
         if self.fused:
-            stats = torch.ops.gptlite.cross_entropy_stats(logits, targets, shard.first, self.vocab_size, IGNORE)
+            stats = torch.ops.gptlite.cross_entropy_stats(logits, targets, shard.first, IGNORE)
         else:
             stats = _stats(logits, index, mine)
         everywhere = shard.gather(stats)
         log_sum = everywhere[..., 0].logsumexp(0)  # a rank without columns gives -inf, and adds nothing
-        target_logit, total = everywhere[..., 1].sum(0), everywhere[..., 2].sum(0)
+        target_logit = everywhere[..., 1].sum(0)
         if want_grad and columns and self.fused:
-            terms = (self.terms.label_smoothing, self.terms.z_loss, IGNORE, self.scale)
-            torch.ops.gptlite.cross_entropy_gradient_(logits, targets, log_sum, shard.first, self.vocab_size, *terms)
+            options = shard.first, self.terms.z_loss, IGNORE, self.scale
+            torch.ops.gptlite.cross_entropy_gradient_(logits, targets, log_sum, *options)
         elif want_grad and columns:
             for x, at, has, log, ok in _cache_sized(logits, index, mine, log_sum, valid):
                 x.copy_(self._gradient((x.float() - log.unsqueeze(1)).exp_(), log, at, has, ok))
-        return self._sum(log_sum, target_logit, total, valid)
+        return self._sum(log_sum, target_logit, valid)
 
 
 def _stats(logits: Tensor, index: Tensor, mine: Tensor) -> Tensor:
-    """Return [N, 3] fp32: log-sum-exp, the target's logit or 0, the sum of the logits. Without columns, these are -inf,
-    0, 0."""
+    """Return [N, 2] fp32: log-sum-exp, and the target's logit or 0. Without columns, these are -inf and 0."""
     if logits.shape[1] == 0:
-        stats = logits.new_zeros(len(logits), 3, dtype=torch.float32)
+        stats = logits.new_zeros(len(logits), 2, dtype=torch.float32)
         stats[:, 0] = -torch.inf
         return stats
-    rows = [(torch.logsumexp(x.float(), 1), x.sum(1, dtype=torch.float32)) for (x,) in _cache_sized(logits)]
-    log_sum, total = (torch.cat(each) for each in zip(*rows, strict=True))
-    return torch.stack([log_sum, logits.gather(1, index).squeeze(1).float() * mine, total], dim=1)
+    log_sum = torch.cat([torch.logsumexp(x.float(), 1) for (x,) in _cache_sized(logits)])
+    return torch.stack([log_sum, logits.gather(1, index).squeeze(1).float() * mine], dim=1)
 
 
 def _cache_sized(logits: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:

@@ -26,35 +26,33 @@ struct Logits {
   }
 };
 
-Tensor cross_entropy_(const Tensor& logits, const Tensor& targets, double label_smoothing, double z_loss,
-                      int64_t ignore_index, bool want_gradient, double scale) {
+Tensor cross_entropy_(const Tensor& logits, const Tensor& targets, double z_loss, int64_t ignore_index,
+                      bool want_gradient, double scale) {
   const Logits size(logits, targets);
-  const GptliteLoss loss{ignore_index, 0, size.columns, float(label_smoothing), float(z_loss), float(scale)};
+  const GptliteLoss loss{ignore_index, 0, float(z_loss), float(scale)};
   const Tensor losses = empty({size.rows}, GPTLITE_FP32, logits);
   GPTLITE_CALL(logits, cross_entropy, mutable_floats(losses), mutable_data(logits), size.row_stride,
                integers(size.targets), size.rows, size.columns, &loss, int(want_gradient), size.dtype);
   return losses;
 }
 
-Tensor cross_entropy_stats(const Tensor& logits, const Tensor& targets, int64_t first, int64_t vocab_size,
-                           int64_t ignore_index) {
+Tensor cross_entropy_stats(const Tensor& logits, const Tensor& targets, int64_t first, int64_t ignore_index) {
   const Logits size(logits, targets);
-  const GptliteLoss loss{ignore_index, first, vocab_size, 0, 0, 1};
-  const Tensor stats = empty({size.rows, 3}, GPTLITE_FP32, logits);
+  const GptliteLoss loss{ignore_index, first, 0, 1};
+  const Tensor stats = empty({size.rows, 2}, GPTLITE_FP32, logits);
   GPTLITE_CALL(logits, cross_entropy_stats, mutable_floats(stats), data(logits), size.row_stride,
                integers(size.targets), size.rows, size.columns, &loss, size.dtype);
   return stats;
 }
 
 void cross_entropy_gradient_(const Tensor& logits, const Tensor& targets, const Tensor& log_sum, int64_t first,
-                             int64_t vocab_size, double label_smoothing, double z_loss, int64_t ignore_index,
-                             double scale) {
+                             double z_loss, int64_t ignore_index, double scale) {
   const Logits size(logits, targets);
   check_device(log_sum, "log_sum", logits);
   check_fp32(log_sum, "log_sum");
   check_sizes(log_sum, "log_sum", {size.rows});
   const Tensor sums = as_contiguous(log_sum);
-  const GptliteLoss loss{ignore_index, first, vocab_size, float(label_smoothing), float(z_loss), float(scale)};
+  const GptliteLoss loss{ignore_index, first, float(z_loss), float(scale)};
   GPTLITE_CALL(logits, cross_entropy_gradient, mutable_data(logits), size.row_stride, integers(size.targets),
                floats(sums), size.rows, size.columns, &loss, size.dtype);
 }

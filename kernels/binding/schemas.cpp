@@ -44,12 +44,12 @@ STABLE_TORCH_LIBRARY(gptlite, m) {
       "Tensor");
 
   m.def(
-      "cross_entropy_(Tensor(a!) logits, Tensor targets, float label_smoothing, float z_loss, int ignore_index, "
-      "bool want_gradient, float scale=1.0) -> Tensor");
-  m.def("cross_entropy_stats(Tensor logits, Tensor targets, int first, int vocab_size, int ignore_index) -> Tensor");
+      "cross_entropy_(Tensor(a!) logits, Tensor targets, float z_loss, int ignore_index, bool want_gradient, "
+      "float scale=1.0) -> Tensor");
+  m.def("cross_entropy_stats(Tensor logits, Tensor targets, int first, int ignore_index) -> Tensor");
   m.def(
-      "cross_entropy_gradient_(Tensor(a!) logits, Tensor targets, Tensor log_sum, int first, int vocab_size, "
-      "float label_smoothing, float z_loss, int ignore_index, float scale=1.0) -> ()");
+      "cross_entropy_gradient_(Tensor(a!) logits, Tensor targets, Tensor log_sum, int first, float z_loss, "
+      "int ignore_index, float scale=1.0) -> ()");
 
   m.def("norm(Tensor[] tensors) -> Tensor");
   m.def(

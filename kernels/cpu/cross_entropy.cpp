@@ -1,5 +1,4 @@
-// Cross entropy with label smoothing and z-loss (formula: GptliteLoss in gptlite_kernels.h). The gradient overwrites
-// the logits.
+// Cross entropy with z-loss (formula: GptliteLoss in gptlite_kernels.h). The gradient overwrites the logits.
 //
 // A row is processed in blocks that fit the L1 cache, with an online softmax (arXiv:1805.02867): the exponentials of a
 // block are relative to the largest logit so far. They are computed once and kept in fp32 for the gradient: in place of
@@ -15,17 +14,16 @@ namespace gptlite {
 namespace GPTLITE_ISA {
 namespace {
 
-constexpr int64_t kBlock = 1024;  // logits that fit the L1 cache and that fp32 sums accurately
+constexpr int64_t kBlock = 1024;  // logits that fit the L1 cache, and whose exponentials fp32 sums accurately
 // Distance of the software prefetch, in logits. Out-of-order execution alone would not fetch far enough ahead.
 constexpr int64_t kAhead = 4 * kBlock;
 constexpr int64_t kKept = 256;  // blocks of a row whose exponentials are kept: 262,144 logits
 constexpr float kLowest = -0x1.fffffep127f;  // lowest finite fp32 number
 
-// Statistics of a row: its maximum, the sum of exp(logit - max), and the sum of the logits.
+// Statistics of a row: its maximum, and the sum of exp(logit - max).
 struct Summary {
   float max = kLowest;  // if all logits are -inf, all exponentials are 0
   double exponentials = 0;
-  double logits = 0;
 
   double log_sum() const { return max + ::log(exponentials); }
 };
@@ -62,33 +60,31 @@ Summary summarize(const T* row, int64_t columns, Exponentials* written) {
     }
     float* const kept = keep ? written->kept + first : nullptr;
     if constexpr (keep) written->relative_to[first / kBlock] = all.max;
-    Vec exponentials[4] = {}, distances[4] = {};
+    Vec exponentials[4] = {};
     for_columns<4>(count, [&](int64_t i, auto at, auto lanes) GPTLITE_LAMBDA {
       __builtin_prefetch(x + i + kAhead);
-      const Vec distance = fill_past(load(x + i, lanes), lanes, most) - most, exponential = exp(distance);
+      const Vec exponential = exp(fill_past(load(x + i, lanes), lanes, most) - most);
       if constexpr (keep) store(kept + i, exponential, lanes);
       exponentials[at] += zero_past(exponential, lanes);
-      distances[at] += distance;
     });
     all.exponentials += sum((exponentials[0] + exponentials[1]) + (exponentials[2] + exponentials[3]));
-    all.logits += sum((distances[0] + distances[1]) + (distances[2] + distances[3]));
-    all.logits += static_cast<double>(most) * count;
   }
   return all;
 }
 
-// Gradient of a row's loss: exp(x - shift) * factor - floor, minus `peak` at column `target` unless that is -1.
+// Gradient of a row's loss: exp(x - shift) * factor, minus `peak` at column `target` unless that is -1.
 struct Gradient {
-  float shift, factor, floor, peak;
+  float shift, factor, peak;
   int64_t target;
 };
 
+// Returns the rounded product. A mere a * b may be compiled to one fused operation with a subtraction that follows.
+GPTLITE_INLINE Vec product(Vec a, Vec b) { return fma(a, b, Vec{}); }
+
 template <class T>
 void write_gradient(T* x, int64_t columns, const Gradient& gradient) {
-  const float shift = gradient.shift, factor = gradient.factor, floor = gradient.floor;
-  const auto value = [=](Vec logits) GPTLITE_LAMBDA {
-    return fma(exp(logits - shift), broadcast(factor), broadcast(-floor));
-  };
+  const float shift = gradient.shift, factor = gradient.factor;
+  const auto value = [=](Vec logits) GPTLITE_LAMBDA { return product(exp(logits - shift), broadcast(factor)); };
   // Compute the target's gradient first, because the loop overwrites its logit.
   const Vec at_target = gradient.target < 0 ? Vec{} : value(load(x + gradient.target, First{1})) - gradient.peak;
   for_columns<2>(columns, [=](int64_t i, auto, auto lanes) GPTLITE_LAMBDA {
@@ -105,11 +101,11 @@ void scale_gradient(T* row, int64_t columns, const Gradient& gradient, const Exp
     const float* const kept = written.kept + first;
     const int64_t count = columns - first < kBlock ? columns - first : kBlock, target = gradient.target - first;
     const double moved = ::exp(static_cast<double>(written.relative_to[first / kBlock]) - gradient.shift);
-    const Vec factor = broadcast(static_cast<float>(moved * gradient.factor)), floor = broadcast(-gradient.floor);
+    const Vec factor = broadcast(static_cast<float>(moved * gradient.factor));
     const bool has_target = target >= 0 && target < count;
-    const Vec at_target = has_target ? fma(load(kept + target, First{1}), factor, floor) - gradient.peak : Vec{};
+    const Vec at_target = has_target ? product(load(kept + target, First{1}), factor) - gradient.peak : Vec{};
     for_columns<4>(count, [=](int64_t i, auto, auto lanes) GPTLITE_LAMBDA {
-      store(x + i, fma(load(kept + i, lanes), factor, floor), lanes);
+      store(x + i, load(kept + i, lanes) * factor, lanes);
     });
     if (has_target) store(x + target, at_target, First{1});
   }
@@ -124,17 +120,14 @@ int64_t column_of(int64_t target, int64_t columns, const GptliteLoss& loss) {
 
 // Returns the gradient's parameters, for probabilities that are exp(x - shift) * factor.
 Gradient gradient_of(const GptliteLoss& loss, float shift, double factor, double log_sum, int64_t column) {
-  const double smoothed = loss.label_smoothing == 0 ? 0 : loss.label_smoothing / static_cast<double>(loss.vocab_size);
-  const double z = 1 + 2 * static_cast<double>(loss.z_loss) * log_sum, scale = loss.scale;
-  return {shift, static_cast<float>(factor * z * scale), static_cast<float>(smoothed * scale),
-          static_cast<float>((1 - static_cast<double>(loss.label_smoothing)) * scale), column};
+  const double z = 1 + 2 * static_cast<double>(loss.z_loss) * log_sum;
+  return {shift, static_cast<float>(factor * z * loss.scale), loss.scale, column};
 }
 
 float loss_of(const Summary& row, float target, const GptliteLoss& loss) {
   // Use differences from `max`, because large logits would cancel the digits of a small loss.
-  const double log_sum = row.log_sum(), e = loss.label_smoothing;
-  double value = ::log(row.exponentials) - (1 - e) * (static_cast<double>(target) - row.max);
-  if (e != 0) value -= e * (row.logits / static_cast<double>(loss.vocab_size) - row.max);
+  const double log_sum = row.log_sum();
+  double value = ::log(row.exponentials) - (static_cast<double>(target) - row.max);
   if (loss.z_loss != 0) value += loss.z_loss * log_sum * log_sum;
   return static_cast<float>(value);
 }
@@ -193,9 +186,8 @@ int cross_entropy_stats(float* stats, const void* logits, int64_t row_stride, co
         const T* x = static_cast<const T*>(logits) + row * row_stride;
         const Summary summary = summarize<false>(x, columns, nullptr);
         const int64_t column = column_of(targets[row], columns, *loss);
-        stats[3 * row] = static_cast<float>(summary.log_sum());
-        stats[3 * row + 1] = column < 0 ? 0 : to_float(x[column]);
-        stats[3 * row + 2] = static_cast<float>(summary.logits);
+        stats[2 * row] = static_cast<float>(summary.log_sum());
+        stats[2 * row + 1] = column < 0 ? 0 : to_float(x[column]);
       }
     });
     return 0;

@@ -1,10 +1,9 @@
-// Cross entropy with label smoothing and z-loss (formula: GptliteLoss in gptlite_kernels.h). The gradient overwrites
-// the logits. A second version, in two kernels, is for logits whose columns are divided among tensor-parallel ranks.
+// Cross entropy with z-loss (formula: GptliteLoss in gptlite_kernels.h). The gradient overwrites the logits. A second
+// version, in two kernels, is for logits whose columns are divided among tensor-parallel ranks.
 //
 // A block has one row. The block reads the row once, with an online softmax (running maximum and sum of exponentials,
-// arXiv:1805.02867) and, for label smoothing, the sum of the logits. It keeps the row in shared memory, computes the
-// gradient from there and writes it once. The element of the target is written last, by one thread, so that the loop
-// over the others needs no comparison.
+// arXiv:1805.02867). It keeps the row in shared memory, computes the gradient from there and writes it once. The element
+// of the target is written last, by one thread, so that the loop over the others needs no comparison.
 //
 // Traffic: 2 elements moved per logit, the minimum, if the row fits into shared memory (227 KB on sm_90, 163 KB on
 // sm_80: 50304 columns of 16 bits fit, and on sm_90 two such rows). Longer rows are read again, partly from the L2
@@ -20,7 +19,7 @@ constexpr int kBlock = 512;
 constexpr int kMostBlock = 1024;  // if a multiprocessor has room for only one row
 constexpr int kMostWarps = kMostBlock / kWarp;
 constexpr int kPacksAtOnce = 4;
-constexpr int64_t kSlots = 3 * kMostWarps;  // floats of shared memory before the row
+constexpr int64_t kSlots = 2 * kMostWarps;  // floats of shared memory before the row
 
 struct Logits {
   void* data;
@@ -79,12 +78,10 @@ struct Exponential {
   }
 };
 
-// Online softmax of a thread's part of a row: its maximum, the sum of exp(x - maximum) and, if Total, the sum of x.
-template <bool Total>
+// Online softmax of a thread's part of a row: its maximum, and the sum of exp(x - maximum).
 struct Online {
   float maximum = -INFINITY;
   float sum = 0.0f;
-  float total = 0.0f;
 
   template <typename T, int V, int N>
   __device__ __forceinline__ void add(const Pack<T, V> (&x)[N]) {
@@ -93,10 +90,7 @@ struct Online {
     for (int k = 0; k < N * V; ++k) higher = fmaxf(higher, x[k / V].at(k % V));
     const Exponential<T> exponential(higher == -INFINITY ? 0.0f : higher);
 #pragma unroll
-    for (int k = 0; k < N * V; ++k) {
-      exponentials += exponential.of(x[k / V].at(k % V));
-      if (Total) total += x[k / V].at(k % V);
-    }
+    for (int k = 0; k < N * V; ++k) exponentials += exponential.of(x[k / V].at(k % V));
     sum = fmaf(sum, exponential.of(maximum), exponentials);
     maximum = higher;
   }
@@ -107,22 +101,19 @@ struct Online {
     const int threads = static_cast<int>(blockDim.x);
     const float all = group_reduce<Max>(maximum, threads, slots), base = all == -INFINITY ? 0.0f : all;
     // A maximum of -inf means that the thread had no elements, or only -inf or NaN. Its sum is 0 or NaN with any base.
-    float sums[2] = {sum * expf(maximum - base), total};
-    group_reduce<Sum>(sums, threads, slots + kMostWarps);
+    sum = group_reduce<Sum>(sum * expf(maximum - base), threads, slots + kMostWarps);
     maximum = base;
-    sum = sums[0];
-    total = sums[1];
   }
 };
 
 // Reads the row and, if Keep, stores its packs in `kept`. A thread later reads only the packs that it stored, so no
 // barrier is needed.
-template <bool Total, bool Keep, typename T>
-__device__ __forceinline__ Online<Total> read_row(const T* x, const Run& run, T* kept) {
+template <bool Keep, typename T>
+__device__ __forceinline__ Online read_row(const T* x, const Run& run, T* kept) {
   constexpr int V = kFullPack<T>;
   const uint32_t block = blockDim.x;
   const T* start = x + run.head;
-  Online<Total> online;
+  Online online;
   for_packs(run, [&](auto count, uint32_t first) {
     constexpr int N = decltype(count)::value;
     Pack<T, V> packs[N];
@@ -139,22 +130,21 @@ __device__ __forceinline__ Online<Total> read_row(const T* x, const Run& run, T*
   return online;
 }
 
-// The gradient of a row: factor * exp(x - base) - each, minus `hit` at the target. loss.scale is in all three.
+// The gradient of a row: factor * exp(x - base), minus `hit` at the target. loss.scale is in both.
 template <typename T>
 struct Slope {
   Exponential<T> exponential;
   float factor;
-  float each;
   float hit;
 
   // log_sum is over the columns of all ranks. exp(x - base) * inverse is the softmax.
   __device__ __forceinline__ Slope(const GptliteLoss& loss, float base, float inverse, float log_sum)
       : exponential(base),
         factor((1.0f + 2.0f * loss.z_loss * log_sum) * inverse * loss.scale),
-        each(loss.label_smoothing / static_cast<float>(loss.vocab_size) * loss.scale),
-        hit((1.0f - loss.label_smoothing) * loss.scale) {}
+        hit(loss.scale) {}
 
-  __device__ __forceinline__ float of(float x) const { return fmaf(factor, exponential.of(x), -each); }
+  // The rounded product. nvcc may compile a mere a * b to one fused operation with the subtraction of `hit`.
+  __device__ __forceinline__ float of(float x) const { return fmaf(factor, exponential.of(x), 0.0f); }
 
   template <int N>
   __device__ __forceinline__ Pack<T, N> of(const Pack<T, N>& x) const {
@@ -197,8 +187,8 @@ __device__ __forceinline__ void write_zeros(T* x, const Run& run) {
 }
 
 // Grid: one block per row. Block: up to 512 threads, or 1024 if a multiprocessor has shared memory for only one row.
-// Total: label smoothing is on. Keep: the gradient is wanted, and the row fits into shared memory.
-template <typename T, bool Total, bool Keep>
+// Keep: the gradient is wanted, and the row fits into shared memory.
+template <typename T, bool Keep>
 __global__ void __launch_bounds__(kMostBlock) whole_kernel(float* losses, Logits logits, bool want_gradient) {
   GPTLITE_SHARED(float, shared);
   T* x = logits.row<T>();
@@ -215,34 +205,29 @@ __global__ void __launch_bounds__(kMostBlock) whole_kernel(float* losses, Logits
   const bool mine = threadIdx.x == (here ? owner<T>(run, target) : 0);
   const float hit = mine && here ? to_float(x[target]) : NAN;
   T* kept = reinterpret_cast<T*>(shared + kSlots);
-  auto row = read_row<Total, Keep>(x, run, kept);
+  auto row = read_row<Keep>(x, run, kept);
   row.reduce(shared);
   const float log_sum = row.maximum + logf(row.sum);
-  if (mine) {
-    float value = log_sum - (1.0f - loss.label_smoothing) * hit + loss.z_loss * log_sum * log_sum;
-    if (Total) value -= loss.label_smoothing / static_cast<float>(loss.vocab_size) * row.total;
-    losses[blockIdx.x] = value;
-  }
+  if (mine) losses[blockIdx.x] = log_sum - hit + loss.z_loss * log_sum * log_sum;
   if (!want_gradient) return;
   const Slope<T> slope(loss, row.maximum, 1.0f / row.sum, log_sum);
   write_gradient<Keep>(x, run, kept, slope);
   if (mine && here) x[target] = from_float<T>(slope.of(hit) - slope.hit);
 }
 
-// Grid: one block per row, of up to 512 threads. Writes the row's log sum exp, target logit (0 if another rank has it)
-// and sum, over the columns of this rank.
+// Grid: one block per row, of up to 512 threads. Writes the row's log sum exp over the columns of this rank, and its
+// target logit (0 if another rank has it).
 template <typename T>
 __global__ void __launch_bounds__(kBlock) stats_kernel(float* stats, Logits logits) {
   GPTLITE_SHARED(float, shared);
   const T* x = logits.row<T>();
-  auto row = read_row<true, false, T>(x, Run::of(x, logits.columns), nullptr);
+  auto row = read_row<false, T>(x, Run::of(x, logits.columns), nullptr);
   row.reduce(shared);
   if (threadIdx.x != 0) return;
   const int64_t target = logits.target();
-  float* out = stats + static_cast<int64_t>(blockIdx.x) * 3;
+  float* out = stats + static_cast<int64_t>(blockIdx.x) * 2;
   out[0] = row.maximum + logf(row.sum);
   out[1] = target >= 0 && target < logits.columns ? to_float(x[target]) : 0.0f;
-  out[2] = row.total;
 }
 
 // Same grid and block as stats_kernel. Overwrites the row with its gradient. With log_sum as the base, exp(x - base) is
@@ -271,10 +256,8 @@ template <typename T>
 int whole(float* losses, const Logits& logits, bool want_gradient, void* stream) {
   const int64_t slots = kSlots * sizeof(float), kept = slots + logits.columns * static_cast<int64_t>(sizeof(T));
   const int64_t limit = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, kPlainShared);
-  const bool total = logits.loss.label_smoothing != 0.0f;
-  const auto keeps = total ? whole_kernel<T, true, true> : whole_kernel<T, false, true>;
-  const bool keep = want_gradient && kept <= limit && allow_shared(keeps, kept);
-  const auto kernel = keep ? keeps : total ? whole_kernel<T, true, false> : whole_kernel<T, false, false>;
+  const bool keep = want_gradient && kept <= limit && allow_shared(whole_kernel<T, true>, kept);
+  const auto kernel = keep ? whole_kernel<T, true> : whole_kernel<T, false>;
   // If a multiprocessor has shared memory for only one block, this block must saturate the memory alone.
   const int block = block_for(logits.columns, kFullPack<T>, keep && 2 * kept > limit ? kMostBlock : kBlock);
   return launch(kernel, logits.rows, block, keep ? kept : slots, stream, losses, logits, want_gradient);

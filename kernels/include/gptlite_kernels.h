@@ -53,13 +53,11 @@ typedef struct GptliteDropout {
   int64_t first_head;
 } GptliteDropout;
 
-// loss = log_sum - (1 - e) x[target] - e / vocab_size * sum(x) + z_loss * log_sum^2, with log_sum = log sum exp x and
-// e = label_smoothing. The loss is 0 if the target is ignore_index. Column i is class first + i of the vocabulary.
+// loss = log_sum - x[target] + z_loss * log_sum^2, with log_sum = log sum exp x. The loss is 0 if the target is
+// ignore_index. Column i is class first + i of the vocabulary.
 typedef struct GptliteLoss {
   int64_t ignore_index;
   int64_t first;
-  int64_t vocab_size;  // columns of all ranks together
-  float label_smoothing;
   float z_loss;
   float scale;  // factor of the gradient
 } GptliteLoss;
@@ -170,13 +168,13 @@ GPTLITE_KERNEL(dropout, void* y, const void* x, int64_t batch, int64_t heads, in
                const GptliteDropout* dropout, int dtype)
 
 // losses[row] of logits [rows, columns], with rows `row_stride` elements apart. With want_gradient, the logits become
-// the gradient of the sum of the losses. The columns are the whole vocabulary: loss->first is 0, loss->vocab_size is
-// columns. For a target outside the columns, the loss is NaN and the gradient of the row is undefined.
+// the gradient of the sum of the losses. The columns are the whole vocabulary: loss->first is 0.
+// For a target outside the columns, the loss is NaN and the gradient of the row is undefined.
 GPTLITE_KERNEL(cross_entropy, float* losses, void* logits, int64_t row_stride, const int64_t* targets, int64_t rows,
                int64_t columns, const GptliteLoss* loss, int want_gradient, int dtype)
 
-// The same in two kernels, if the columns are divided among ranks. stats [rows, 3], fp32, are for the columns of this
-// rank: log sum exp, the target's logit or 0, and the sum of the logits. Without columns they are -inf, 0, 0.
+// The same in two kernels, if the columns are divided among ranks. stats [rows, 2], fp32, are for the columns of this
+// rank: log sum exp, and the target's logit or 0. Without columns they are -inf and 0.
 GPTLITE_KERNEL(cross_entropy_stats, float* stats, const void* logits, int64_t row_stride, const int64_t* targets,
                int64_t rows, int64_t columns, const GptliteLoss* loss, int dtype)
 // log_sum [rows] is the log sum exp over the columns of all ranks. The logits become the gradient.

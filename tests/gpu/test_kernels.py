@@ -110,17 +110,17 @@ class TorchOps:
 
     def cross_entropy(self, logits, targets, loss: Loss, want_gradient=True, padding=0) -> tuple[Tensor, Tensor]:
         whole, data = self._padded(logits, padding)
-        options = loss.label_smoothing, loss.z_loss, loss.ignore_index, want_gradient, loss.scale
+        options = loss.z_loss, loss.ignore_index, want_gradient, loss.scale
         losses = OPS.cross_entropy_(data, targets.to(DEVICE), *options)
         return losses.cpu(), _unpadded(whole, data)
 
     def cross_entropy_stats(self, logits, targets, loss: Loss, padding=0) -> Tensor:
-        (_, data), size = self._padded(logits, padding), loss.vocab_size or logits.shape[1]
-        return OPS.cross_entropy_stats(data, targets.to(DEVICE), loss.first, size, loss.ignore_index).cpu()
+        _, data = self._padded(logits, padding)
+        return OPS.cross_entropy_stats(data, targets.to(DEVICE), loss.first, loss.ignore_index).cpu()
 
     def cross_entropy_gradient(self, logits, targets, log_sum, loss: Loss, padding=0) -> Tensor:
-        (whole, data), size = self._padded(logits, padding), loss.vocab_size or logits.shape[1]
-        options = loss.first, size, loss.label_smoothing, loss.z_loss, loss.ignore_index, loss.scale
+        whole, data = self._padded(logits, padding)
+        options = loss.first, loss.z_loss, loss.ignore_index, loss.scale
         OPS.cross_entropy_gradient_(data, targets.to(DEVICE), log_sum.to(DEVICE), *options)
         return _unpadded(whole, data)
 

@@ -178,14 +178,14 @@ class Backend:
         """Losses, and what the logits became; in memory each row is followed by `padding` elements to leave alone."""
         memory, (rows, columns) = self._memory(), logits.shape
         losses, data = memory.new([rows], torch.float32), self._padded(memory, logits, padding, want_gradient)
-        arguments = losses, data, columns + padding, memory.copy(targets), rows, columns, loss.struct(columns)
+        arguments = losses, data, columns + padding, memory.copy(targets), rows, columns, loss.struct
         self._call(memory, "cross_entropy", *arguments, want_gradient, CODES[logits.dtype])
         return losses.tensor, _unpadded(data, columns)
 
     def cross_entropy_stats(self, logits: Tensor, targets: Tensor, loss: Loss, padding: int = 0) -> Tensor:
         memory, (rows, columns) = self._memory(), logits.shape
-        stats, data = memory.new([rows, 3], torch.float32), self._padded(memory, logits, padding, False)
-        arguments = stats, data, columns + padding, memory.copy(targets), rows, columns, loss.struct(columns)
+        stats, data = memory.new([rows, 2], torch.float32), self._padded(memory, logits, padding, False)
+        arguments = stats, data, columns + padding, memory.copy(targets), rows, columns, loss.struct
         self._call(memory, "cross_entropy_stats", *arguments, CODES[logits.dtype])
         return stats.tensor
 
@@ -195,7 +195,7 @@ class Backend:
         memory, (rows, columns) = self._memory(), logits.shape
         data = self._padded(memory, logits, padding, True)
         arguments = data, columns + padding, memory.copy(targets), memory.copy(log_sum), rows, columns
-        self._call(memory, "cross_entropy_gradient", *arguments, loss.struct(columns), CODES[logits.dtype])
+        self._call(memory, "cross_entropy_gradient", *arguments, loss.struct, CODES[logits.dtype])
         return _unpadded(data, columns)
 
     def norm(self, tensors: Sequence[Tensor], dtype: torch.dtype = torch.float32) -> Tensor:

@@ -34,18 +34,16 @@ class Dropout:
 
 @dataclass(frozen=True)
 class Loss:
-    """Options of the cross entropy; `first` and `vocab_size` (None: the columns) where columns are cut."""
+    """Options of the cross entropy; `first` where columns are cut."""
 
     ignore_index: int = -100
-    label_smoothing: float = 0.0
     z_loss: float = 0.0
     scale: float = 1.0  # of the gradient
     first: int = 0
-    vocab_size: int | None = None
 
-    def struct(self, columns: int) -> GptliteLoss:
-        size = columns if self.vocab_size is None else self.vocab_size
-        return GptliteLoss(self.ignore_index, self.first, size, self.label_smoothing, self.z_loss, self.scale)
+    @property
+    def struct(self) -> GptliteLoss:
+        return GptliteLoss(self.ignore_index, self.first, self.z_loss, self.scale)
 
 
 @dataclass(frozen=True)

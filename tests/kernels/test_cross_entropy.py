@@ -14,8 +14,8 @@ from kernels.tolerances import ARGUMENT, ARITHMETIC, check
 TOLERANCE = ARITHMETIC["cross_entropy"]
 IGNORED = -100
 PLAIN = Loss()
-ALL = Loss(label_smoothing=0.1, z_loss=1e-3, scale=0.3)
-LOSSES = (PLAIN, Loss(label_smoothing=0.2), Loss(z_loss=0.01), Loss(scale=1 / 3), ALL)
+ALL = Loss(z_loss=1e-3, scale=0.3)
+LOSSES = (PLAIN, Loss(z_loss=0.01), Loss(scale=1 / 3), ALL)
 
 
 def targets_of(rows: int, columns: int, ignored: int = IGNORED) -> Tensor:
@@ -31,29 +31,24 @@ def targets_of(rows: int, columns: int, ignored: int = IGNORED) -> Tensor:
 def reference(logits: Tensor, targets: Tensor, loss: Loss) -> tuple[Tensor, Tensor, Tensor]:
     """Losses and gradient in float64, and how far the losses may be off."""
     x = logits.double().requires_grad_()
-    e, count = loss.label_smoothing, logits.shape[1]
     ignored = targets == loss.ignore_index
     log_sum = torch.logsumexp(x, -1)
     picked = x.gather(-1, targets.masked_fill(ignored, 0).unsqueeze(-1)).squeeze(-1)
-    losses = log_sum - (1 - e) * picked + loss.z_loss * log_sum**2
-    if e != 0:
-        losses = losses - e / count * x.sum(-1)
-    losses = losses.masked_fill(ignored, 0.0)
+    losses = (log_sum - picked + loss.z_loss * log_sum**2).masked_fill(ignored, 0.0)
     (gradient,) = torch.autograd.grad(loss.scale * losses.sum(), x)
     with torch.no_grad():
-        smoothed = e / count * x.abs().sum(-1) if e != 0 else torch.zeros_like(log_sum)
-        terms = log_sum.abs() + x.amax(-1).abs() + (1 - e) * picked.abs() + smoothed + loss.z_loss * log_sum**2
+        terms = log_sum.abs() + x.amax(-1).abs() + picked.abs() + loss.z_loss * log_sum**2
     return losses.detach(), gradient, terms
 
 
 def check_gradient(actual: Tensor, expected: Tensor, logits: Tensor, targets: Tensor, loss: Loss) -> None:
-    x, e = logits.double(), loss.label_smoothing
+    x = logits.double()
     log_sum = torch.logsumexp(x, -1, keepdim=True)
     ignored = (targets == loss.ignore_index).unsqueeze(-1)
     p = torch.exp(x - log_sum) * (1 + 2 * loss.z_loss * log_sum).abs()
-    target = torch.zeros_like(x).scatter(-1, targets.masked_fill(ignored.squeeze(-1), 0).unsqueeze(-1), 1 - e)
+    target = torch.zeros_like(x).scatter(-1, targets.masked_fill(ignored.squeeze(-1), 0).unsqueeze(-1), 1.0)
     largest = torch.where(x.isfinite(), x.abs(), 0.0).amax(-1, keepdim=True)
-    terms = (p * (TOLERANCE + ARGUMENT * largest) + (target + e / x.shape[1]) * TOLERANCE).masked_fill(ignored, 0.0)
+    terms = (p * (TOLERANCE + ARGUMENT * largest) + target * TOLERANCE).masked_fill(ignored, 0.0)
     terms *= loss.scale
     check("gradient", actual, expected, terms, 1.0)
 
@@ -123,11 +118,11 @@ def cut(columns: int, parts: int) -> list[tuple[int, int]]:
     return [(min(columns, i * size), min(columns, (i + 1) * size)) for i in range(parts)]
 
 
-def together(stats: list[Tensor], targets: Tensor, loss: Loss, count: int) -> tuple[Tensor, Tensor]:
+def together(stats: list[Tensor], targets: Tensor, loss: Loss) -> tuple[Tensor, Tensor]:
     """Losses and log sums of what the ranks say, in float64."""
-    log_sums, picked, sums = torch.stack(stats).double().unbind(-1)
-    log_sum, e = torch.logsumexp(log_sums, 0), loss.label_smoothing
-    losses = log_sum - (1 - e) * picked.sum(0) - e / count * sums.sum(0) + loss.z_loss * log_sum**2
+    log_sums, picked = torch.stack(stats).double().unbind(-1)
+    log_sum = torch.logsumexp(log_sums, 0)
+    losses = log_sum - picked.sum(0) + loss.z_loss * log_sum**2
     return losses.masked_fill(targets == loss.ignore_index, 0.0), log_sum.float()
 
 
@@ -141,13 +136,13 @@ def test_cut_columns_are_the_whole(backend: Backend, columns, parts, dtype, loss
     logits, targets = normal((6, columns), dtype, "x") * 3, targets_of(6, columns)
     expected, gradient, terms = reference(logits, targets, loss)
     places = cut(columns, parts)
-    cuts = [replace(loss, first=first, vocab_size=columns) for first, _ in places]
+    cuts = [replace(loss, first=first) for first, _ in places]
     pieces = [logits[:, first:last] for first, last in places]
     stats = [
         backend.cross_entropy_stats(piece, targets, each, padding=3) for piece, each in zip(pieces, cuts, strict=True)
     ]
     check_stats(stats, pieces, targets, places)
-    losses, log_sum = together(stats, targets, loss, columns)
+    losses, log_sum = together(stats, targets, loss)
     check("losses", losses.float(), expected, terms, 2 * TOLERANCE)
     gradients = [
         backend.cross_entropy_gradient(piece, targets, log_sum, each, padding=3)
@@ -169,15 +164,14 @@ def check_stats(stats: list[Tensor], pieces: list[Tensor], targets: Tensor, plac
         largest = x.abs().amax(-1) if last > first else 0.0
         check("log_sum", each_[:, 0], log_sum, log_sum.abs().nan_to_num(posinf=0.0) + largest, TOLERANCE)
         assert torch.equal(each_[kept, 1].double(), picked[kept])
-        check("sum", each_[:, 2], x.sum(-1), x.abs().sum(-1), TOLERANCE)
 
 
 @on()
 def test_stats_of_no_finite_logit(backend: Backend) -> None:
     logits, targets = torch.full((2, 20), -float("inf")), torch.tensor([30, 31])
-    stats = backend.cross_entropy_stats(logits, targets, Loss(vocab_size=40))
+    stats = backend.cross_entropy_stats(logits, targets, PLAIN)
     assert (stats[:, 0] == -float("inf")).all()
-    gradient = backend.cross_entropy_gradient(logits, targets, torch.tensor([1.0, 2.0]), Loss(vocab_size=40))
+    gradient = backend.cross_entropy_gradient(logits, targets, torch.tensor([1.0, 2.0]), PLAIN)
     assert (gradient == 0).all()
 
 
@@ -199,11 +193,11 @@ def test_empty_tensors(backend: Backend) -> None:
     losses, gradient = backend.cross_entropy(torch.empty(0, 9), none, ALL)
     assert losses.shape == (0,)
     assert gradient.shape == (0, 9)
-    assert backend.cross_entropy_stats(torch.empty(0, 9), none, ALL).shape == (0, 3)
+    assert backend.cross_entropy_stats(torch.empty(0, 9), none, ALL).shape == (0, 2)
     two = torch.zeros(2, dtype=torch.int64)
-    stats = backend.cross_entropy_stats(torch.empty(2, 0), two, Loss(first=9, vocab_size=9), padding=1)
-    assert torch.equal(stats, torch.tensor([[-float("inf"), 0.0, 0.0]] * 2))
-    gradient = backend.cross_entropy_gradient(torch.empty(2, 0), two, torch.ones(2), Loss(first=9, vocab_size=9), 1)
+    stats = backend.cross_entropy_stats(torch.empty(2, 0), two, Loss(first=9), padding=1)
+    assert torch.equal(stats, torch.tensor([[-float("inf"), 0.0]] * 2))
+    gradient = backend.cross_entropy_gradient(torch.empty(2, 0), two, torch.ones(2), Loss(first=9), 1)
     assert gradient.shape == (2, 0)
 
 
@@ -212,7 +206,7 @@ def test_empty_tensors(backend: Backend) -> None:
 @loop_over("offsets", [(1,), (0, 1), (3, 0, 2)])
 def test_any_alignment(backend: Backend, dtype, columns, offsets) -> None:
     """On a CPU the bits are the same; on a GPU it is the alignment that says which thread sums what."""
-    logits, targets, loss = normal((5, columns), dtype, "x"), targets_of(5, columns), replace(ALL, vocab_size=columns)
+    logits, targets, loss = normal((5, columns), dtype, "x"), targets_of(5, columns), ALL
     log_sum = torch.logsumexp(logits.double(), -1).float()
     _, gradient, _ = reference(logits, targets, loss)
     plain = everything(backend, logits, targets, log_sum, loss, 0)

@@ -171,8 +171,7 @@ def test_an_op_compiles_into_a_single_graph(name: str) -> None:
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
 
 
-TERMS = [LossTerms(), LossTerms(label_smoothing=0.1), LossTerms(z_loss=1e-2), LossTerms(0.2, 1e-3)]
-TERMS += [LossTerms(softcap=2.0), LossTerms(0.2, 1e-3, softcap=5.0)]
+TERMS = [LossTerms(), LossTerms(z_loss=1e-2), LossTerms(softcap=2.0), LossTerms(z_loss=1e-3, softcap=5.0)]
 
 
 def loss_and_gradients(choice, terms, hidden, weight, targets, dtype, cuts=()):

@@ -30,8 +30,8 @@ def test_tensor_parallel_sums():
         Transfer("tp", "all_reduce", 2, ACTIVATION, 2 * 9, "backward"),
         Transfer("tp", "all_reduce", 2, ACTIVATION, 2 * 9, "forward"),
     ]
-    # Three floats a token, of each rank.
-    assert found(2, "tp=2", kind="all_gather") == [Transfer("tp", "all_gather", 2, 2 * 256 * 12, 2, "forward")]
+    # Two floats per token, of each rank.
+    assert found(2, "tp=2", kind="all_gather") == [Transfer("tp", "all_gather", 2, 2 * 256 * 8, 2, "forward")]
 
 
 def test_recomputation_sums_again():
