@@ -47,15 +47,22 @@ class Linear(nn.Linear):
 
 
 class Head(nn.Linear):
-    """Output projection and loss; `matmul_dtype` as in Linear."""
+    """Output projection and loss; `matmul_dtype` as in Linear. Only in training mode, the loss includes the z-loss."""
 
     matmul_dtype: torch.dtype | None = None
 
     def __init__(
-        self, d_model: int, rows: int, cross_entropy: CrossEntropy, *, fused: bool, softcap: float | None = None
+        self,
+        d_model: int,
+        rows: int,
+        cross_entropy: CrossEntropy,
+        *,
+        fused: bool,
+        softcap: float | None = None,
+        z_loss: float = 0.0,
     ) -> None:
         super().__init__(d_model, rows, bias=False)
-        self.cross_entropy, self.fused, self.terms = cross_entropy, fused, LossTerms(softcap=softcap or 0.0)
+        self.cross_entropy, self.fused, self.terms = cross_entropy, fused, LossTerms(z_loss, softcap or 0.0)
 
     def forward(
         self, hidden: Tensor, targets: Tensor | None, vocab_size: int, known: LossGradient = NOTHING_KNOWN
@@ -70,7 +77,8 @@ class Head(nn.Linear):
             logits = (hidden[:, 0] @ as_dtype(weight, hidden.dtype)[:vocab_size].t()).float()
             return soft_capped(logits, self.terms.softcap)
         rows = hidden.flatten(0, 1)
-        options = {"choice": self.cross_entropy, "terms": self.terms, "fused_linear": self.fused, "known": known}
+        terms = self.terms.in_mode(self.training)
+        options = {"choice": self.cross_entropy, "terms": terms, "fused_linear": self.fused, "known": known}
         return linear_cross_entropy(rows, weight, targets.flatten(), vocab_size, **options)
 
 

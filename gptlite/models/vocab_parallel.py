@@ -36,5 +36,6 @@ class VocabParallelHead(nn.Module):
         shard = VocabShard(first_row(self.weight, self.axis), longest, self.axis.gather)
         hidden = enter(hidden, self.axis)
         rows = hidden.flatten(0, 1)
-        options = {"choice": self.cross_entropy, "terms": self.terms, "known": known}
+        terms = self.terms.in_mode(self.training)
+        options = {"choice": self.cross_entropy, "terms": terms, "known": known}
         return linear_cross_entropy(rows, weight, targets.flatten(), vocab_size, shard, **options)

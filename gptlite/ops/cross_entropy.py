@@ -2,7 +2,7 @@
 small blocks of them are in fp32."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -40,6 +40,10 @@ class LossTerms:
 
     z_loss: float = 0.0
     softcap: float = 0.0
+
+    def in_mode(self, training: bool) -> "LossTerms":
+        """Return the terms for training or evaluation. Evaluation has no z-loss: perplexity needs the cross entropy."""
+        return self if training else replace(self, z_loss=0.0)
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,10 @@ from gptlite.models.gpt.attention import CausalSelfAttention
 from gptlite.models.gpt.config import MLPKind
 from gptlite.models.gpt.model import GPT
 from gptlite.ops import attention as attention_op
-from gptlite.ops.config import Attention
+from gptlite.ops.config import Attention, CrossEntropy
 from gptlite.ops.dropout import DropoutKey, keep_mask
+from gptlite.ops.inputs import IGNORE
+from gptlite.ops.select import Ops
 
 TOLERANCE = 1e-5  # fp32 against fp64: largest error over the tensor's largest value
 
@@ -95,7 +97,9 @@ def check(model: GPT, batch, dropout=lambda x, site: x, tolerance=TOLERANCE):
     loss = model(tokens, targets, sample_ids)
     loss.backward()
     w = reference_weights(model)
-    want = F.cross_entropy(gpt2(w, config, tokens, dropout).flatten(0, 1), targets.flatten(), reduction="sum")
+    logits, counted = gpt2(w, config, tokens, dropout).flatten(0, 1), targets.flatten() != IGNORE
+    want = F.cross_entropy(logits, targets.flatten(), reduction="sum")
+    want = want + config.z_loss * (logits.exp().sum(-1).log() ** 2)[counted].sum()
     want.backward()
     assert loss.dtype == torch.float32
     assert_close("loss", loss, want)
@@ -112,6 +116,16 @@ def test_loss_and_every_gradient(tiny, batch, tied, bias, activation):
     assert ("head.weight" in dict(model.named_parameters())) is not tied
     assert any(name.endswith("bias") for name, _ in model.named_parameters()) is bias
     check(model, batch)
+
+
+@pytest.mark.parametrize("choice", CrossEntropy, ids=lambda choice: choice.value)
+@pytest.mark.usefixtures("kernels")
+def test_z_loss_is_of_the_loss_in_training_and_not_in_evaluation(tiny, batch, choice):
+    tokens, targets, _ = batch
+    model, plain = (tiny(ops=Ops(cross_entropy=choice), z_loss=z_loss) for z_loss in (0.1, 0.0))
+    check(model, batch)
+    assert torch.equal(model.eval()(tokens, targets), plain(tokens, targets))
+    assert model.train()(tokens, targets) > 1.1 * plain(tokens, targets)
 
 
 @pytest.mark.parametrize("choice", [Attention.matmul, Attention.sdpa], ids=lambda choice: choice.value)

@@ -120,6 +120,7 @@ class GPTConfig(ModelConfig):
     dropout: float = 0.0  # embedding, residual and attention dropout
     tied_embeddings: bool = True
     softcap: float | None = None  # logits become softcap tanh(logits / softcap)
+    z_loss: float = 0.0  # coefficient, in training, of the mean over tokens of the squared log-sum-exp of the logits
     init_std: float = 0.02
     zero_init: bool = False  # initialize residual projections with 0
     peak_lr: float = 6e-4

@@ -155,7 +155,8 @@ class GPT(nn.Module):
             self.position_embedding = nn.Embedding(config.sequence_length, width)
         self.layers = nn.ModuleDict({str(i): Block(config, ops, seed, i) for i in range(config.num_layers)})
         self.final_norm: nn.Module | None = _norm(config, ops)
-        self.head: nn.Module | None = Head(width, rows, ops.cross_entropy, fused=ops.linear, softcap=config.softcap)
+        terms = {"softcap": config.softcap, "z_loss": config.z_loss}
+        self.head: nn.Module | None = Head(width, rows, ops.cross_entropy, fused=ops.linear, **terms)
         if config.tied_embeddings:
             self.head.weight = self.token_embedding.weight
 
@@ -182,8 +183,8 @@ class GPT(nn.Module):
         upstream: float | None = None,
         scored: bool = False,
     ) -> Tensor:
-        """Return the sum of the token losses, fp32, in nats. Without targets, return the logits [B, V] of the next
-        token; if `scored`, the scores [B, S, 2] of the targets, see token_scores.
+        """Return the sum of the token losses, fp32, in nats, including the z-loss in training mode. Without targets,
+        return the logits [B, V] of the next token; if `scored`, the scores [B, S, 2] of the targets, see token_scores.
 
         A part without the head returns its activations [B, S, d]. x: tokens [B, S] int64, or the activations of the
         previous part. `targets` [B, S] int64; -100 is ignored. `sample_ids` [B]: global sample numbers, which key

@@ -72,6 +72,10 @@ class GPTSpec(ModelSpec[GPTConfig]):
                 raise ConfigError(f"model.{key}={value:g} must be above 0{off}")
         if not 0 < config.init_std < math.inf:
             raise ConfigError(f"model.init_std={config.init_std:g} must be above 0 and finite, e.g. 0.02")
+        if not 0 <= config.z_loss < math.inf:
+            raise ConfigError(
+                f"model.z_loss={config.z_loss:g} must be at least 0 and finite, e.g. 1e-5; 0 turns it off"
+            )
         if not 0 <= config.norm_eps < math.inf:
             raise ConfigError(f"model.norm_eps={config.norm_eps:g} must be at least 0 and finite, e.g. 1e-5")
         if not 0 <= config.dropout < 1:

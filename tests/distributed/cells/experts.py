@@ -7,7 +7,8 @@ from itertools import cycle, product
 from distributed.cells.layouts import Cell
 
 TOP_K = 2
-SIZES = ("model.moe.experts=8", f"model.moe.top_k={TOP_K}", "model.moe.d_ff=16")
+# The head's z-loss is on in every cell.
+SIZES = ("model.moe.experts=8", f"model.moe.top_k={TOP_K}", "model.moe.d_ff=16", "model.z_loss=0.01")
 BIAS = (*SIZES, "model.moe.bias_rate=0.01", "model.moe.every=2")
 LOSSES = (*SIZES, "model.moe.shared=1", "model.moe.sequence_loss=0.1", "model.moe.z_loss=0.01", "model.moe.bias_rate=0")
 SIGMOID = (*SIZES, "model.moe.score=sigmoid", "model.moe.renormalize=false", "model.mlp=swiglu", "model.bias=false")
