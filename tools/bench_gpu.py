@@ -19,7 +19,6 @@ after `minutes`. gptlite need not be installed: missing packages are taken from 
 """
 
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -27,21 +26,7 @@ PYTHON_PATH = (str(ROOT), str(ROOT / "tools"))
 sys.path[:0] = [path for path in PYTHON_PATH if path not in sys.path]
 
 from gpu_bench import environment  # noqa: E402
-
-
-@dataclass
-class Arguments:
-    """Command-line arguments."""
-
-    part: str = "all"
-    device: str = "cuda"
-    size: str = "full"
-    minutes: float = 8.0
-    output: str | None = None
-    peer: str | None = None
-    tree: str | None = None
-    tests: str = "tests/gpu"
-    wheels: str = str(ROOT / "wheels")
+from gpu_bench.arguments import Arguments  # noqa: E402
 
 
 def main(arguments: Arguments) -> int:

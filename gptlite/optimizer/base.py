@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,8 +114,7 @@ class PieceRule:
     """Update rule of an optimizer, without its hooks, applied to tensors that are passed to each step."""
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = object.__new__(type(optimizer))  # __init__ refuses an empty list of parameters
-        Optimizer.__setstate__(self._optimizer, optimizer.__getstate__())
+        self._optimizer = copy(optimizer)  # not a new one, whose __init__ would refuse an empty list of parameters
         self._hold([], {})
 
     def step(self, groups: list[dict[str, Any]], state: dict[Tensor, dict[str, Any]], options: dict[str, Any]) -> None:

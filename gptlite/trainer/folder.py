@@ -110,7 +110,7 @@ class RunFolder:
                 state.wandb_id = None  # the tracker's run belongs to the folder in which it began
         batch = ", and by more if data.micro_batch_size x data-parallel ranks changes, over which batch norm averages"
         rounding = f"by rounding{batch if any(map(has_batch_norm, state.parts)) else ''}"
-        for change in changes * (not weights_only):  # with weights only, there is no loss curve to continue
+        for change in [] if weights_only else changes:  # with weights only, there is no loss curve to continue
             words = f"losses may differ from those of an uninterrupted run {rounding}"
             self.log(f"resuming with a change: {change}; {words}")
         self.log(f"{'weights' if weights_only else 'resuming'} from {self.resume_from}")
@@ -274,7 +274,8 @@ class RunFolder:
                     f"run.dir={self.config.run.dir}: {path} is a symbolic link, and a run writes only in its folder; "
                     "remove the link, or make run.dir itself one"
                 )
-        self._refuse_unwritable()
+        if reason := unwritable(self.path, "run.dir"):
+            raise ConfigError(f"run.dir={self.config.run.dir}: {reason}")
         self._refuse_busy()
         if saved.exists():
             self._refuse(read_saved(saved), f"run.dir={self.config.run.dir}")
@@ -380,10 +381,6 @@ class RunFolder:
                     "files of rank 0 there; give an absolute path on a file system that all machines share"
                 )
             time.sleep(0.1)
-
-    def _refuse_unwritable(self) -> None:
-        if reason := unwritable(self.path, "run.dir"):
-            raise ConfigError(f"run.dir={self.config.run.dir}: {reason}")
 
     def _refuse(self, old: Config, where: str) -> None:
         """Raise ConfigError if the model, the data or the seed differs from that in `old`; note other differences."""

@@ -14,7 +14,7 @@ from gptlite.kernels.timing import Task, clock_of, measure
 from .report import Part
 
 if TYPE_CHECKING:
-    from bench_gpu import Arguments
+    from gpu_bench.arguments import Arguments
 
 REPEATS = 30
 

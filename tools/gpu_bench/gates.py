@@ -18,7 +18,7 @@ from .environment import child_environment
 from .report import Part
 
 if TYPE_CHECKING:
-    from bench_gpu import Arguments
+    from gpu_bench.arguments import Arguments
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = "tests/gpu"

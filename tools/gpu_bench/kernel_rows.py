@@ -11,7 +11,7 @@ from gptlite.kernels.library import Unavailable, load
 from .report import Part, markdown_table
 
 if TYPE_CHECKING:
-    from bench_gpu import Arguments
+    from gpu_bench.arguments import Arguments
 
 # Target fractions of the copy bandwidth, in percent, by op, direction and minimum width.
 GOALS = (

@@ -20,7 +20,7 @@ from .report import Part
 from .step_trace import Trace, trace_step
 
 if TYPE_CHECKING:
-    from bench_gpu import Arguments
+    from gpu_bench.arguments import Arguments
 
 ROWS = 28  # rows of the table of ops that the report shows; the JSON has all rows
 # ns per token with every possible fusion and aligned products. Pointwise ops are all counted as norms.

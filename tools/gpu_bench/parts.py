@@ -22,7 +22,7 @@ from .environment import child_environment
 from .report import Part, add_failure, assemble
 
 if TYPE_CHECKING:
-    from bench_gpu import Arguments
+    from gpu_bench.arguments import Arguments
 
 # Maximum minutes of each part if all run. With BUILD, the minutes to build the kernels, they add up to 20.
 SHARES = {"gates": 4.5, "ceilings": 0.7, "kernels": 3.3, "steps": 5.0, "profile": 1.5, "peer": 2.0, "model": 1.5}

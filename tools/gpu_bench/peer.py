@@ -18,7 +18,7 @@ from .report import Part, markdown_table
 from .steps import forget, mfu, step_seconds
 
 if TYPE_CHECKING:
-    from bench_gpu import Arguments
+    from gpu_bench.arguments import Arguments
 
 HEAD = ("model", "implementation", "ms a step", "tokens/s", "MFU")
 VOCABULARY = 50304  # GPT-2's vocabulary, as padded by nanoGPT

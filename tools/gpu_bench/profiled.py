@@ -18,7 +18,7 @@ from .report import Part
 from .step_trace import Op, Operand, Trace, trace_step
 
 if TYPE_CHECKING:
-    from bench_gpu import Arguments
+    from gpu_bench.arguments import Arguments
 
 STEPS, WARM_UP, TOP = 3, 3, 20
 NAME = 70  # characters of a kernel's name that the table shows

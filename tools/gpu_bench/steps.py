@@ -21,7 +21,7 @@ from gptlite.parallelism.mesh import Mesh
 from .report import Part, markdown_table
 
 if TYPE_CHECKING:
-    from bench_gpu import Arguments
+    from gpu_bench.arguments import Arguments
 
 REPEATS = 10
 HEAD = (
