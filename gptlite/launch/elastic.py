@@ -49,11 +49,15 @@ main(sys.argv[1:])
 
 @dataclass(frozen=True)
 class Ended:
-    """Result of a run's ranks: the exit code and, after a failure, a one-line reason and whether memory ran out."""
+    """Result of a run's ranks: the exit code and, after a failure, a one-line reason and whether memory ran out.
+
+    `killed`: a second signal, or SIGHUP, has ended the ranks at once.
+    """
 
     exit_code: int
     reason: str = ""
     out_of_memory: bool = False
+    killed: bool = False
 
 
 def run_ranks(config: Config, world: int, started: float, worker: tuple[str, ...] = ("-c", START)) -> int:
@@ -92,7 +96,7 @@ def rank_ending(
                     raise ConfigError(result["refused"])
             # While stopping, ranks that lose the connection to others have not failed.
             if requests.received and (requests.insisted or all(map(_follows, failures.values()))):
-                return Ended(results[0].get("exit_code", 128 + requests.received))
+                return Ended(results[0].get("exit_code", 128 + requests.received), killed=requests.insisted)
             if not failures and "exit_code" in results[0]:
                 return Ended(results[0]["exit_code"])
             words = blame(failures, folder, Path(config.run.dir).expanduser())

@@ -71,7 +71,8 @@ def alone(config: Config, started: float, stop: StopSignal | None) -> Result:
 def start_ranks(config: Config, world: int, started: float) -> Ended:
     """Run the configuration in new processes, even for one rank. Raises ConfigError if a rank refuses it."""
     ended = launcher.start_ranks(config, world, started, predicted(config, world), partial(advice, config, world))
-    drawn(Path(config.run.dir).expanduser(), ended.exit_code)
+    if not ended.killed:
+        drawn(Path(config.run.dir).expanduser(), ended.exit_code)
     return ended
 
 

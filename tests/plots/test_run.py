@@ -5,7 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from gptlite.config import load
+from gptlite.launch.elastic import Ended
 from gptlite.plots import run as plots
+from gptlite.start import run
 from gptlite.start.run import drawn
 
 
@@ -30,6 +33,17 @@ def test_a_run_that_was_stopped_is_plotted_and_one_that_failed_is_not(folder: Pa
     assert not (folder / "curves.png").exists()
     drawn(folder, 128 + 15)
     assert (folder / "curves.png").exists()
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_ranks_that_a_second_signal_killed_leave_no_plot(
+    folder: Path, killed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = Ended(128 + 2, killed=killed)
+    monkeypatch.setattr(run.launcher, "start_ranks", lambda *_: ended)
+    monkeypatch.setattr(run, "predicted", lambda *_: "")
+    assert run.start_ranks(load(["data=synthetic", f"run.dir={folder}"]), 2, 0.0) is ended
+    assert (folder / "curves.png").exists() is not killed
 
 
 def test_a_run_without_a_step_has_no_plot(tmp_path: Path) -> None:
