@@ -64,7 +64,7 @@ class Scorer:
         order = sorted(range(len(requests)), key=lambda index: -len(requests[index].tokens))
         ranks, size = mesh.data_size, self.batch_size * mesh.data_size
         counts = self.runner.has_last and mesh.is_first("uncut") and mesh.coordinate(CONTEXT) == 0
-        found = torch.zeros(len(requests), 2, dtype=torch.float64, device=mesh.device)
+        totals = torch.zeros(len(requests), 2, dtype=torch.float64, device=mesh.device)
         progress = Progress("scoring", len(requests), self.log, PROGRESS_SECONDS, unit="requests")
         with self.runner.reading(whole_sequence=True):
             for start in range(0, len(order), size):
@@ -73,9 +73,9 @@ class Scorer:
                 # All ranks run the same number of batches, since ZeRO gathers parameters in each batch.
                 out = self._batch([requests[index] for index in mine or batch[:1]])
                 if out is not None and mine and counts:
-                    found[torch.tensor(mine, device=mesh.device)] = out
+                    totals[torch.tensor(mine, device=mesh.device)] = out
                 progress.add(len(batch))
-        return [(nats, wrong == 0) for nats, wrong in all_reduce(found, mesh).tolist()]
+        return [(nats, wrong == 0) for nats, wrong in all_reduce(totals, mesh).tolist()]
 
     def generate(self, prompts: Sequence[Prompt]) -> list[str]:
         """Return the text that continues each prompt, up to the first string of its `until` or the end of the

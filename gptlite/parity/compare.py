@@ -143,15 +143,18 @@ def compare(step: StepRecord, reference: StepRecord, limits: Limits) -> StepComp
     return StepComparison(step.step, losses, norms, found, list(_judged(step, reference, found, limits)))
 
 
-def _judged(step: StepRecord, reference: StepRecord, found: Distances, limits: Limits) -> Iterator[Difference]:
+def _judged(step: StepRecord, reference: StepRecord, errors: Distances, limits: Limits) -> Iterator[Difference]:
     def tensors(what: str, kind: str, limit: Callable[[str], float]) -> Iterator[Difference]:
         ours, theirs = getattr(step, kind), getattr(reference, kind)
-        for name, error in getattr(found, kind).items():
+        for name, error in getattr(errors, kind).items():
             if not error <= limit(name):  # also true for NaN
                 yield Difference(step.step, what, name, error, limit(name), _where(ours.get(name), theirs.get(name)))
 
     yield from tensors("gradient", "gradients", limits.gradient)
-    for what, error, limit in (("loss", found.loss, limits.loss), ("gradient norm", found.grad_norm, limits.grad_norm)):
+    for what, error, limit in (
+        ("loss", errors.loss, limits.loss),
+        ("gradient norm", errors.grad_norm, limits.grad_norm),
+    ):
         if not error <= limit:
             yield Difference(step.step, what, "", error, limit)
     yield from tensors("value", "values", limits.value)

@@ -31,22 +31,22 @@ def worst(errors: dict[str, float]) -> str:
 def verdict(comparisons: Sequence[StepComparison], limits: Limits) -> tuple[bool, str]:
     """Return True if the runs agree within the limits, together with a message."""
     tensors = len(comparisons[0].distances.gradients)
-    found = next((each.differences for each in comparisons if each.differences), [])
-    if not found:
+    differences = next((each.differences for each in comparisons if each.differences), [])
+    if not differences:
         return True, f"same: {len(comparisons)} steps, {tensors} tensors; {described(comparisons, limits)}"
-    gradients = [each for each in found if each.what == "gradient"]
-    lines = [f"different: {found[0]}"]
+    gradients = [each for each in differences if each.what == "gradient"]
+    lines = [f"different: {differences[0]}"]
     if len(gradients) > 1:
         most = max(gradients, key=lambda each: each.error).name
         lines.append(f"in that step {len(gradients)} of {tensors} gradients differ, {most} most")
-    others = [each for each in found if each.what != "gradient"]
-    return False, "\n".join([*lines, *(str(each) for each in others[:3] if each is not found[0])])
+    others = [each for each in differences if each.what != "gradient"]
+    return False, "\n".join([*lines, *(str(each) for each in others[:3] if each is not differences[0])])
 
 
 def described(comparisons: Sequence[StepComparison], limits: Limits) -> str:
     """Describe the largest distances over all steps, each with a limit. For losses and gradient norms, it is the limit
     of the steps after the first; for tensors, the limit of the step with the largest distance."""
-    found = [each.distances for each in comparisons]
+    distances = [each.distances for each in comparisons]
     gradient, value = (
         max(
             ((error, name, limits.at(each.step)) for each in comparisons for name, error in errors(each).items()),
@@ -55,8 +55,8 @@ def described(comparisons: Sequence[StepComparison], limits: Limits) -> str:
         for errors in (lambda each: each.distances.gradients, lambda each: each.distances.values)
     )
     return (
-        f"loss within {max(each.loss for each in found):.1e} (limit {limits.loss:.1e}), "
-        f"gradient norm {max(each.grad_norm for each in found):.1e} ({limits.grad_norm:.1e}), "
+        f"loss within {max(each.loss for each in distances):.1e} (limit {limits.loss:.1e}), "
+        f"gradient norm {max(each.grad_norm for each in distances):.1e} ({limits.grad_norm:.1e}), "
         f"gradients {gradient[0]:.1e} ({gradient[2].gradient(gradient[1]):.1e}), "
         f"values {value[0]:.1e} of a learning rate ({value[2].value(value[1]):.1e})"
     )

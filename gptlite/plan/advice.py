@@ -87,7 +87,7 @@ def _changes(config: Config, world: int, cluster: ClusterConfig) -> list[tuple[C
         for keys in combinations(values, number)
         for chosen in product(*(values[key] for key in keys))
     ]
-    found = []
+    legal = []
     for change in changes:
         changed = config
         for key, value in change.items():
@@ -95,8 +95,8 @@ def _changes(config: Config, world: int, cluster: ClusterConfig) -> list[tuple[C
             changed = replace(changed, **{section: replace(getattr(changed, section), **{name: value})})
         with suppress(ConfigError):  # an illegal combination
             check(changed)
-            found.append((change, _taken(changed, world, cluster)[1].total))
-    return found
+            legal.append((change, _taken(changed, world, cluster)[1].total))
+    return legal
 
 
 def _mildest(fitting: list[tuple[Change, int]]) -> list[tuple[Change, int]]:
@@ -104,13 +104,13 @@ def _mildest(fitting: list[tuple[Change, int]]) -> list[tuple[Change, int]]:
 
     The first change of each set of keys comes first, unless a subset of its overrides fits too. Other changes follow.
     """
-    found: dict[frozenset[str], tuple[Change, int]] = {}
+    mildest: dict[frozenset[str], tuple[Change, int]] = {}
     for change in fitting:
         keys, items = frozenset(change[0]), change[0].items()
-        if keys not in found and not any(each.items() < items for each, _ in fitting):
-            found[keys] = change
-    others = (change for change in fitting if change not in found.values())
-    return [*found.values(), *others][:SHOWN]
+        if keys not in mildest and not any(each.items() < items for each, _ in fitting):
+            mildest[keys] = change
+    others = (change for change in fitting if change not in mildest.values())
+    return [*mildest.values(), *others][:SHOWN]
 
 
 def _words(change: tuple[Change, int]) -> str:

@@ -57,12 +57,12 @@ def calibrate(seconds: float, log: Log) -> ClusterConfig:
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
     if not on_gpu:
         dtypes = {name: dtypes[name] for name in ("fp32", "bf16")[: 1 + native_bf16(device)[0]]}
-    each = max(0.5, seconds / 3 / len(dtypes))
+    matmul_seconds = max(0.5, seconds / 3 / len(dtypes))
     peaks: dict[str, float] = dict(here.peak_tflops) if on_gpu else {}
     efficiency, halves, attention = {}, {}, {}
     choice = select_ops(OpsConfig(), device, log).attention
     for name, dtype in dtypes.items():
-        rates = matmul_rates(device, dtype, each)
+        rates = matmul_rates(device, dtype, matmul_seconds)
         largest, halves[name] = saturation(rates)
         # A GPU's peak is that of the data sheet; otherwise the best rate seen, so that the efficiency is at most 1.
         peaks.setdefault(name, max(largest, *rates.values()) / 1e12)

@@ -189,7 +189,7 @@ class Costs:
             model = *model, layout
         if model not in self._models:
             self._models[model] = model_seconds(work, device, links)
-        split, found = splits_backward(config), {}
+        split, costs = splits_backward(config), {}
         for kind, rank in pipeline.first.items():
             inside = *model, work.micro_batches, split, *kind
             if inside not in self._insides:
@@ -199,8 +199,8 @@ class Costs:
             outside = layout, config.sequence, kind, order
             if outside not in self._outsides:
                 self._outsides[outside] = _outside(work, links, rank)
-            found[kind] = self._rank(work, device, rank, self._insides[inside], self._outsides[outside])
-        return found
+            costs[kind] = self._rank(work, device, rank, self._insides[inside], self._outsides[outside])
+        return costs
 
     def _inside(self, work: Workload, device: Device, rank: int, model: Parts) -> _Inside:
         (begin, *blocks, end), held = model, stages(work, rank)
@@ -237,11 +237,11 @@ class Costs:
         shown = outside.step
         # Collectives overlap with the passes in which they run. Forward: all passes with ZeRO 3, else only the first.
         # Backward: all passes with ZeRO 2 and 3, else only the last.
-        for total, each, often in (
+        for total, compute, often in (
             (outside.forward, passes.forward, zero == 3),
             (outside.backward + seconds, passes.backward, zero >= 2),
         ):
-            shown += total - min(self.cluster.overlap * total, each * (work.micro_batches if often else 1))
+            shown += total - min(self.cluster.overlap * total, compute * (work.micro_batches if often else 1))
         update = device.move(update_bytes(work.optimizer) * outside.stepped, 12 * (inside.layers + 1))
         update += _whole_matrices(work, device, Links(self.cluster, work.layout), rank)
         offload, update = self._offloaded(work, device, rank, passes, update)
@@ -327,7 +327,7 @@ def model_seconds(work: Workload, device: Device, links: Links) -> Parts:
 
     profile, mode = plain_profile(work), work.parallelism.activation_checkpointing
     last = len(profile.pairs) - 1
-    found = np.array(
+    parts = np.array(
         [
             [
                 [seconds(each.ops, 0 < place < last) for each in pair],
@@ -336,11 +336,11 @@ def model_seconds(work: Workload, device: Device, links: Links) -> Parts:
             for place, pair in enumerate(profile.pairs)
         ]
     )
-    for block, forward in zip(found[1:-1], profile.blocks if mode.recomputes else (), strict=False):
+    for block, forward in zip(parts[1:-1], profile.blocks if mode.recomputes else (), strict=False):
         selective = mode is ActivationCheckpointing.selective
         again = seconds((op for op in forward.ops if not (selective and op.kept)), block=True)
         block[:, 1] += [again, *block[OPS + 1 :, 0]]
-    return found
+    return parts
 
 
 def _stages(ranks: dict[Alike, _Rank], pipeline: Cut) -> tuple[list[float], list[float]]:

@@ -57,8 +57,8 @@ def largest_models(config: Config, log: Log = print) -> tuple[ClusterConfig, lis
         )
     # Start with enough layers for a pipeline of any length; `deepest` then finds the depth of each layout.
     config = replace(config, model=with_blocks(config.model, MOST_LAYERS))
-    cluster = this_machine(config.cluster, log, given=given_keys(config, "cluster"))
-    found: dict[tuple[str, ...], Largest] = {}
+    cluster = this_machine(config.cluster, log, explicit=given_keys(config, "cluster"))
+    models: dict[tuple[str, ...], Largest] = {}
     for world in cluster_worlds(cluster, config):
         here = limited(cluster, config, world)
         space = thrifty_space(config, here)
@@ -66,14 +66,14 @@ def largest_models(config: Config, log: Log = print) -> tuple[ClusterConfig, lis
             best = None if reason else deepest(work, here)
             # Layouts that differ only in sequence parallelism share a row; the deeper model is kept.
             key = (str(world), work.layout.describe(replace(work.parallelism, sequence=False)))
-            if best and (key not in found or best.layers > found[key].layers):
-                found[key] = best
-    if not found:
+            if best and (key not in models or best.layers > models[key].layers):
+                models[key] = best
+    if not models:
         raise ConfigError(
             f"no layout of cluster={cluster.name} fits one layer of {spec_of(config.model).label(config.model)}; "
             "try a smaller data.sequence_length, or a cluster with more memory"
         )
-    return cluster, sorted(found.values(), key=lambda each: (-each.layers, each.memory.total))
+    return cluster, sorted(models.values(), key=lambda each: (-each.layers, each.memory.total))
 
 
 def deepest(work: Workload, cluster: ClusterConfig) -> Largest | None:

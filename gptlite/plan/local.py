@@ -30,12 +30,12 @@ def this_machine(
     cluster: ClusterConfig,
     log: Callable[[str], None],
     calibration: Path = CALIBRATION,
-    given: Collection[str] = (),
+    explicit: Collection[str] = (),
 ) -> ClusterConfig:
     """Return a cluster whose numbers of nodes and devices are set; for cluster=local, with this machine's figures.
 
     These figures are read from the file `calibration`. Values in `cluster` override them if they differ from
-    ClusterConfig's defaults, or if their keys (such as memory_gib or intra.latency) are in `given`. Without a
+    ClusterConfig's defaults, or if their keys (such as memory_gib or intra.latency) are in `explicit`. Without a
     calibration, figures are assumed, and `log` receives the command that calibrates. Raises ConfigError for an
     unreadable file and for numbers out of range.
     """
@@ -63,7 +63,7 @@ def this_machine(
                 f"the peak FLOP/s of {fingerprint()} is unknown; measure this machine with {command('plan')} calibrate"
             )
     return replace(
-        checked(_with_given(asdict(measured), asdict(cluster), asdict(ClusterConfig()), given), ClusterConfig),
+        checked(_with_given(asdict(measured), asdict(cluster), asdict(ClusterConfig()), explicit), ClusterConfig),
         name="local",
         device=measured.device,
         nodes=cluster.nodes or 1,
@@ -91,16 +91,16 @@ def _check_numbers(key: str, values: dict[str, Any]) -> None:
             raise ConfigError(f"{key}.{name}={value:g} must be {'at least' if name in MAY_BE_ZERO else 'above'} 0")
 
 
-def _with_given(measured: Any, wanted: Any, plain: Any, given: Collection[str], key: str = "") -> Any:
+def _with_given(measured: Any, wanted: Any, plain: Any, explicit: Collection[str], key: str = "") -> Any:
     """Return the measured values, replaced by those of `wanted` that differ from the defaults in `plain` or whose keys
-    are in `given`. Nested dicts are merged."""
+    are in `explicit`. Nested dicts are merged."""
     if isinstance(wanted, dict):
         found, fresh = measured or {}, plain or {}
         return found | {
-            name: _with_given(found.get(name), value, fresh.get(name), given, f"{key}.{name}".lstrip("."))
+            name: _with_given(found.get(name), value, fresh.get(name), explicit, f"{key}.{name}".lstrip("."))
             for name, value in wanted.items()
         }
-    return wanted if wanted != plain or key in given else measured
+    return wanted if wanted != plain or key in explicit else measured
 
 
 def read_calibration(file: Path) -> ClusterConfig | None:

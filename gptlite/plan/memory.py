@@ -219,11 +219,11 @@ def passes_of(work: Workload, stage: Stage, tp_rank: int) -> Passes:
         # there are no earlier gradients to which they are added.
         first = memory.forward(True, memory.holds)
     kept = sum(later)
-    found = {("F", True, False): (highest(first), kept), ("F", False, False): (highest(later), kept)}
+    passes = {("F", True, False): (highest(first), kept), ("F", False, False): (highest(later), kept)}
     backward = memory.backward
     if memory.split and not stage.first:
         inputs = memory.inputs()
-        found["I", False, False] = highest(inputs), sum(inputs)
+        passes["I", False, False] = highest(inputs), sum(inputs)
         kept, backward = kept + sum(inputs), partial(memory.weights, kept + sum(inputs))
     # The buffer of a pass's last reduction is held until the stage's next reduction begins.
     carried = backward(work.sharded and memory.often, 0)[1]
@@ -231,8 +231,8 @@ def passes_of(work: Workload, stage: Stage, tp_rank: int) -> Passes:
         before = 0 if is_first else carried
         tape, after = backward(work.sharded and (is_last or memory.often), before)
         change = after * (not is_last) - before - kept
-        found["B", is_first, is_last] = found["W", is_first, is_last] = highest(tape), change
-    return found
+        passes["B", is_first, is_last] = passes["W", is_first, is_last] = highest(tape), change
+    return passes
 
 
 class _Reduction(NamedTuple):
@@ -299,12 +299,13 @@ class _Stage:
             self.buckets.append(_Bucket(kinds, times, gathered, ahead, reductions))
         self.gathered = sum(each.gathered * each.times for each in self.buckets)
 
-    def tape(self, segments: Iterable[Segment], added: bool, given: bool = True) -> list[int]:
-        """Return the tape of consecutive segments. `added`: see Segment.tape. `given`: likewise, for the first one."""
+    def tape(self, segments: Iterable[Segment], added: bool, owns_input: bool = True) -> list[int]:
+        """Return the tape of consecutive segments. `added`: see Segment.tape. `owns_input`: likewise, for the first
+        one."""
         tape = list[int]()
         for segment in segments:
-            tape += segment.tape(added, self.holds, given)
-            given = True
+            tape += segment.tape(added, self.holds, owns_input)
+            owns_input = True
         return tape
 
     def reduced(self, reductions: Iterable[_Reduction], before: int) -> tuple[list[int], int]:
@@ -334,14 +335,18 @@ class _Stage:
     def forward(self, gathers: bool, added: bool) -> list[int]:
         """Return the tape of a forward pass. `gathers`: the pass gathers buckets, and holds each bucket's buffer until
         the next gather or the backward pass."""
-        stage, profile, given = self.stage, self.profile, self.stage.first
+        stage, profile, owns_input = self.stage, self.profile, self.stage.first
         before = self.others_gathered * gathers * (not self.gathered)  # with buckets, the first one's gather frees it
         tape = [before, *self.tape([profile.begin] if stage.first else [], added)]
         for bucket in self.buckets:
             for count in (1, bucket.times - 1):
                 buffer, freed = (bucket.gathered or before) * gathers, bucket.gathered * self.frees
-                blocks = self.tape((profile.blocks[kind] for kind in bucket.kinds), added, given)
-                tape, before, given = tape + repeated([buffer - before, freed, *blocks, -freed], count), buffer, True
+                blocks = self.tape((profile.blocks[kind] for kind in bucket.kinds), added, owns_input)
+                tape, before, owns_input = (
+                    tape + repeated([buffer - before, freed, *blocks, -freed], count),
+                    buffer,
+                    True,
+                )
         return [*tape, *self.tape([profile.end] if stage.last else [], added), -before]
 
     def backward(self, reduces: bool, before: int) -> tuple[list[int], int]:
@@ -349,18 +354,18 @@ class _Stage:
         reduces gradients. `before`: bytes of the input of the reduction before this pass."""
         stage, profile = self.stage, self.profile
         whole = self.gathered * self.frees * self.split  # before a split pass, the whole stage is gathered
-        tape, given = [*self.tape([profile.end_back] if stage.last else [], self.added), whole], stage.last
+        tape, owns_input = [*self.tape([profile.end_back] if stage.last else [], self.added), whole], stage.last
         for bucket in reversed(self.buckets):
             gathered, ahead = (each * self.frees * (not self.split) for each in (bucket.gathered, bucket.ahead))
             reductions = bucket.reductions * (reduces and not self.split)
             for count in (1, bucket.times - 1):
                 last, *others = reversed(bucket.kinds)
-                segments = [(profile.blocks_back if given else profile.received)[last]]
+                segments = [(profile.blocks_back if owns_input else profile.received)[last]]
                 segments += [profile.blocks_back[kind] for kind in others]
-                blocks = self.tape(segments, self.added, given)
+                blocks = self.tape(segments, self.added, owns_input)
                 reduced, before = self.reduced(reductions, before)
                 tape += repeated([gathered + ahead, *blocks, -gathered, *reduced, -ahead], count)
-                given = True
+                owns_input = True
         tape += [-whole, *self.tape([profile.begin_back] if stage.first else [], self.added)]
         reduced, before = self.remaining(before) if reduces else ([], before)
         return tape + reduced, before

@@ -186,13 +186,13 @@ def stages(work: Workload, pp_rank: int, tp_rank: int = 0) -> list[Stage]:
     config, total = work.parallelism, num_stages(work.parallelism)
     layers = cut(work).layers
     held = inventory(work.model, work.layout.size("tp"), tp_rank, work.layout.size(EXPERT))
-    found = []
+    rank_stages = []
     for number in stages_of_rank(config, pp_rank):
         first, last = number == 0, number == total - 1
         others = held.others.get((first, last), ())
         mine = runs(work.model, layers[number])
-        found.append(Stage(number, mine, held.kinds, others, first, last, _loads(mine, held)))
-    return found
+        rank_stages.append(Stage(number, mine, held.kinds, others, first, last, _loads(mine, held)))
+    return rank_stages
 
 
 def all_loads(work: Workload) -> int:
@@ -262,17 +262,17 @@ def inventory(model: ModelConfig, tensor: int, tp_rank: int = 0, expert: int = 1
 
 def _matrices(structure: Matrices, block: Mapping[str, Tensor]) -> tuple[tuple[int, int, int], ...]:
     """Return (rows, columns, number) of a block's matrices that map hidden activations to hidden activations."""
-    found: list[tuple[int, int, int]] = []
-    for name, each in block.items():
+    shapes: list[tuple[int, int, int]] = []
+    for name, tensor in block.items():
         if name in structure.embeddings:
             continue
-        if (each.ndim == 2 and not name.endswith(structure.edges)) or (
-            each.ndim == 3 and name.endswith(structure.batched)
+        if (tensor.ndim == 2 and not name.endswith(structure.edges)) or (
+            tensor.ndim == 3 and name.endswith(structure.batched)
         ):
-            fused, (*experts, rows, columns) = structure.fused or {}, each.shape
+            fused, (*experts, rows, columns) = structure.fused or {}, tensor.shape
             sizes = next((sizes for end, (_, sizes) in fused.items() if name.endswith(end)), (1,))
-            found += [(rows * size // sum(sizes), columns, prod(experts)) for size in sizes]
-    return tuple(found)
+            shapes += [(rows * size // sum(sizes), columns, prod(experts)) for size in sizes]
+    return tuple(shapes)
 
 
 def repeats(model: Any) -> bool:

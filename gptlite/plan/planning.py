@@ -65,20 +65,20 @@ def make_plan(config: Config, world: int | None = None, log: Log = print, wanted
     no layout fits; the message then has the missing memory and a fix.
     """
     sized, assumed = with_planned_vocabulary(config, log)
-    cluster = this_machine(config.cluster, log, given=given_keys(config, "cluster"))
-    found, refusal = Found(), None
-    for each in [world] if world is not None else cluster_worlds(cluster, config):
-        here = limited(cluster, config, each)
+    cluster = this_machine(config.cluster, log, explicit=given_keys(config, "cluster"))
+    result, refusal = Found(), None
+    for world_size in [world] if world is not None else cluster_worlds(cluster, config):
+        here = limited(cluster, config, world_size)
         space = replace(space_of(sized, here, fixed_keys(config)), wanted=wanted)
         try:
-            found = found.merged(search(space, here, each, log))
+            result = result.merged(search(space, here, world_size, log))
         except ConfigError as error:
             refusal = error  # raised only if no world size has a legal layout
-    if refusal and not found.tried:
+    if refusal and not result.tried:
         raise refusal
-    if not found.ranked:
-        raise ConfigError(too_small(sized, cluster, found) + assumed_words(sized.model, assumed))
-    return Plan(config, cluster, found, assumed)
+    if not result.ranked:
+        raise ConfigError(too_small(sized, cluster, result) + assumed_words(sized.model, assumed))
+    return Plan(config, cluster, result, assumed)
 
 
 def chosen(config: Config, world: int | None = None, log: Log = print) -> Config:
@@ -104,22 +104,22 @@ def overrides(work: Workload) -> list[str]:
     """Return the overrides that select a layout: its differences from ParallelismConfig's defaults, and the micro-batch
     size."""
     values = {key: getattr(work.parallelism, key) for key in CHOSEN}
-    words = [
+    differences = [
         f"parallelism.{key}={override_value(value)}"
         for key, value in values.items()
         if value != getattr(ParallelismConfig(), key)
     ]
-    return [*words, f"data.micro_batch_size={work.micro_batch_size}"]
+    return [*differences, f"data.micro_batch_size={work.micro_batch_size}"]
 
 
-def train_overrides(given: Iterable[str], work: Workload, *more: str) -> list[str]:
-    """Return the overrides of a training command: `given`, then those of the layout and `more`.
+def train_overrides(original: Iterable[str], work: Workload, *more: str) -> list[str]:
+    """Return the overrides of a training command: `original`, then those of the layout and `more`.
 
-    Overrides in `given` of the same keys are dropped, as are the preset of `parallelism` and the keys of `cluster`.
+    Overrides in `original` of the same keys are dropped, as are the preset of `parallelism` and the keys of `cluster`.
     """
     decided = [*overrides(work), *more]
     keys = set(map(key_of, decided))
-    kept = [each for each in given if key_of(each) not in keys]
+    kept = [each for each in original if key_of(each) not in keys]
     return [*(each for each in kept if not each.startswith(("parallelism=", "cluster"))), *decided]
 
 
@@ -276,17 +276,17 @@ def vocabulary_of(model: ModelConfig) -> int | None:
     return spec_of(model).vocab_size(model)
 
 
-def too_small(config: Config, cluster: ClusterConfig, found: Found) -> str:
+def too_small(config: Config, cluster: ClusterConfig, result: Found) -> str:
     """Return the error message if no layout of a model fits, with the missing memory and a fix."""
-    assert found.smallest is not None
-    memory, work = found.smallest
+    assert result.smallest is not None
+    memory, work = result.smallest
     nodes, smaller = (
         enough_nodes(config, cluster),
         f"a smaller model{' or data.sequence_length' if not work.sample else ''}",
     )
     return (
         f"{spec_of(config.model).label(config.model)} does not fit cluster={cluster.name} "
-        f"cluster.nodes={cluster.nodes or 1}: of {found.tried} layouts the smallest "
+        f"cluster.nodes={cluster.nodes or 1}: of {result.tried} layouts the smallest "
         f"({work.layout.describe(work.parallelism)}) takes {memory.total / GIB:.1f} GiB on a rank, "
         f"{(memory.total - rank_limit(config, cluster, work)) / GIB:.1f} GiB more than available; try "
         f"{f'cluster.nodes={nodes}' if nodes else smaller}"

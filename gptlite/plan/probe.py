@@ -104,11 +104,11 @@ class _Part:
             place += 1
         return place
 
-    def _role(self, change: Change, given: set[int]) -> str:
-        """Return the role of an event. `given`: storages that the segment received from its neighbour."""
+    def _role(self, change: Change, received: set[int]) -> str:
+        """Return the role of an event. `received`: storages that the segment received from its neighbour."""
         if change.number in self.gradients:
             return GRADIENT if change.size > 0 else ADDED
-        return UPSTREAM if change.size < 0 and change.number in given else PLAIN
+        return UPSTREAM if change.size < 0 and change.number in received else PLAIN
 
     def uncounted(self, values: Any) -> Any:
         """Return a tensor, or nested ones, after excluding their memory from the count."""

@@ -38,7 +38,7 @@ INDENT = "    "  # of a layout's description below its figures
 
 def report(plan: Plan, top: int, tokens: float | None = None) -> str:
     """Return the banner, the table of the `top` layouts and the command that trains the best layout."""
-    found, work, spec = plan.found, plan.best.work, spec_of(plan.best.work.model)
+    result, work, spec = plan.found, plan.best.work, spec_of(plan.best.work.model)
     guessed = f" (assumed: {plan.assumed})" if plan.assumed else ""
     lines = [
         ("model", f"{_label(work)}: {format_parameters(num_parameters(work.model), spec.idle_parameters(work.model))}"
@@ -46,11 +46,11 @@ def report(plan: Plan, top: int, tokens: float | None = None) -> str:
         ("cluster", _cluster_words(plan.cluster)),
         *[("", words) for words in [unmeasured_words(plan.cluster)] if words],
         ("batch", _batch_words(work)),
-        ("searched", f"{found.tried:,} layouts; {len(found.ranked):,} of the fastest fit"),
-        *[("", f"{count:,}: {kind}, e.g. {found.examples[kind].partition('; ')[0]}")
-          for kind, count in found.pruned.items()],
-        *([("", f"{found.slower:,}: slower, so their memory was not computed")] if found.slower else []),
-        ("equal", f"{_equal_words(plan)}{f'; {EQUAL} marks them' if len(equals(found)) > 1 else ''}"),
+        ("searched", f"{result.tried:,} layouts; {len(result.ranked):,} of the fastest fit"),
+        *[("", f"{count:,}: {kind}, e.g. {result.examples[kind].partition('; ')[0]}")
+          for kind, count in result.pruned.items()],
+        *([("", f"{result.slower:,}: slower, so their memory was not computed")] if result.slower else []),
+        ("equal", f"{_equal_words(plan)}{f'; {EQUAL} marks them' if len(equals(result)) > 1 else ''}"),
         ("memory", _memory_words(plan)),
         *([("offload", _offload_words(plan))] if work.parallelism.offload is not Offload.none else []),
     ]  # fmt: skip
@@ -76,9 +76,9 @@ def _roomy(plan: Plan) -> Candidate | None:
     return next((each for each in equals(plan.found) if _spare(plan, each) >= MEMORY_ERROR), None)
 
 
-def report_largest(config: Config, cluster: ClusterConfig, found: Sequence[Largest], top: int) -> str:
+def report_largest(config: Config, cluster: ClusterConfig, models: Sequence[Largest], top: int) -> str:
     """Return the banner, the table of the `top` largest models and the command that trains the largest."""
-    work, limit = found[0].work, config.trainer.host_memory_limit
+    work, limit = models[0].work, config.trainer.host_memory_limit
     held = f"{limit:g} GiB per rank (trainer.host_memory_limit)" if limit else f"{cluster.memory_gib:.3g} GiB"
     lines = [
         ("model", f"{_label(work)}: {spec_of(work.model).words(work.model)}"),
@@ -88,10 +88,10 @@ def report_largest(config: Config, cluster: ClusterConfig, found: Sequence[Large
     rows = [
         (str(number), str(model.layers), format_count(num_parameters(model.work.model)),
          format_bytes(model.memory.total), format_bytes(model.room))
-        for number, model in enumerate(found[:top], 1)
+        for number, model in enumerate(models[:top], 1)
     ]  # fmt: skip
-    text = _with_layouts(LARGEST_HEADINGS, rows, [model.work for model in found[:top]])
-    last = train_command(config, cluster, work, found[0].override)
+    text = _with_layouts(LARGEST_HEADINGS, rows, [model.work for model in models[:top]])
+    last = train_command(config, cluster, work, models[0].override)
     return "\n".join([banner(lines, title="largest model"), *text, "", "train the largest with", last])
 
 
@@ -135,7 +135,7 @@ def write(plan: Plan, folder: Path, top: int) -> list[Path]:
     draw_layouts(
         folder / "plan.png",
         title,
-        [_bars(each, rank_limit(plan.config, plan.cluster, each.work)) for each in ranked],
+        [_bars(candidate, rank_limit(plan.config, plan.cluster, candidate.work)) for candidate in ranked],
         label="predicted seconds per step; shaded: equal to the fastest within the planner's error",
         shaded=(ranked[0].prediction.step_seconds, equal),
         notes=[_equal_words(plan), f"memory of the fastest: {_memory_words(plan)}"],
@@ -155,12 +155,12 @@ def write(plan: Plan, folder: Path, top: int) -> list[Path]:
         "pruned": dict(plan.found.pruned),
         "layouts": [
             {
-                "overrides": overrides(each.work),
-                "layout": each.work.layout.describe(each.work.parallelism),
-                "prediction": asdict(each.prediction),
-                "equal": each.prediction.step_seconds <= equal,
+                "overrides": overrides(candidate.work),
+                "layout": candidate.work.layout.describe(candidate.work.parallelism),
+                "prediction": asdict(candidate.prediction),
+                "equal": candidate.prediction.step_seconds <= equal,
             }
-            for each in ranked
+            for candidate in ranked
         ],
     }
     files.append(folder / "plan.json")
@@ -168,23 +168,23 @@ def write(plan: Plan, folder: Path, top: int) -> list[Path]:
     return files
 
 
-def write_largest(cluster: ClusterConfig, found: Sequence[Largest], folder: Path, top: int) -> Path:
+def write_largest(cluster: ClusterConfig, models: Sequence[Largest], folder: Path, top: int) -> Path:
     """Draw the `top` largest models as largest.png, and return its path. Raises ConfigError if the folder cannot be
     created."""
     make_folder(folder)
-    shown, nodes = found[:top], cluster.nodes or 1
+    shown, nodes = models[:top], cluster.nodes or 1
     draw_layouts(
         folder / "largest.png",
-        f"Most layers at the width of {_label(found[0].work)} that fit {cluster.name}, {counted(nodes, 'node')}",
+        f"Most layers at the width of {_label(models[0].work)} that fit {cluster.name}, {counted(nodes, 'node')}",
         [
             Bars(
-                each.work.layout.describe(each.work.parallelism),
-                {"layers": each.layers},
-                f"{each.layers}: {format_count(num_parameters(each.work.model))} parameters",
-                each.memory,
-                each.room,
+                model.work.layout.describe(model.work.parallelism),
+                {"layers": model.layers},
+                f"{model.layers}: {format_count(num_parameters(model.work.model))} parameters",
+                model.memory,
+                model.room,
             )
-            for each in shown
+            for model in shown
         ],
         label="most layers that fit",
     )
@@ -218,8 +218,8 @@ def _with_layouts(headings: Sequence[str], rows: Sequence[Sequence[str]], works:
         yield textwrap.fill(words, WIDTH, initial_indent=INDENT, subsequent_indent=INDENT, break_on_hyphens=False)
 
 
-def _row(number: int, each: Candidate, equal: bool) -> tuple[str, ...]:
-    prediction = each.prediction
+def _row(number: int, candidate: Candidate, equal: bool) -> tuple[str, ...]:
+    prediction = candidate.prediction
     return (
         str(number),
         EQUAL * equal,
@@ -229,8 +229,8 @@ def _row(number: int, each: Candidate, equal: bool) -> tuple[str, ...]:
         f"{prediction.communication_seconds / prediction.step_seconds:.0%}",
         f"{prediction.bubble_seconds / prediction.step_seconds:.0%}",
         f"{prediction.memory.total / GIB:.1f}",
-        str(each.work.micro_batch_size),
-        each.work.parallelism.activation_checkpointing.value,
+        str(candidate.work.micro_batch_size),
+        candidate.work.parallelism.activation_checkpointing.value,
     )
 
 
@@ -286,11 +286,11 @@ def unmeasured_words(cluster: ClusterConfig) -> str:
     """Return how far a plan may be off for a cluster on which gptlite was never measured, else an empty string."""
     if cluster.measured or cluster.calibrated or cluster.name == "local":
         return ""
-    words = "planned from data sheets, not measured with gptlite"
+    basis = "planned from data sheets, not measured with gptlite"
     if not cluster.published:
-        return words
+        return basis
     low, high = cluster.published
-    return f"{words}; published runs of other code took {low:g} to {high:g} of their planned time"
+    return f"{basis}; published runs of other code took {low:g} to {high:g} of their planned time"
 
 
 def _offload_words(plan: Plan) -> str:
@@ -305,9 +305,9 @@ def _offload_words(plan: Plan) -> str:
 
 def _training_words(plan: Plan, tokens: float) -> str:
     seconds = tokens / plan.best.prediction.tokens_per_second
-    words = f"{format_count(tokens)} {plan.best.work.unit} in {format_duration(seconds)}"
-    each = cost_per_billion_tokens(plan.best.prediction, plan.cluster, plan.best.work.layout.world_size)
-    if each is None:
-        return words
+    text = f"{format_count(tokens)} {plan.best.work.unit} in {format_duration(seconds)}"
+    cost_per_billion = cost_per_billion_tokens(plan.best.prediction, plan.cluster, plan.best.work.layout.world_size)
+    if cost_per_billion is None:
+        return text
     price = plan.cluster.dollars_per_device_hour
-    return f"{words}, ${each * tokens / 1e9:,.0f} at ${price:g} per GPU hour"
+    return f"{text}, ${cost_per_billion * tokens / 1e9:,.0f} at ${price:g} per GPU hour"

@@ -136,30 +136,30 @@ def search(space: Space, cluster: ClusterConfig, world: int, log: Log = lambda l
 
     `log` receives progress lines. Raises ConfigError if no layout is legal, regardless of memory.
     """
-    found = _searched(space, cluster, world, log)
+    result = _searched(space, cluster, world, log)
     base = space.work.parallelism
     if "offload" in space.fixed or base.offload is not Offload.none:
-        return found
+        return result
     disk = {"offload": Offload.nvme, "offload_path": cluster.disk_path}
     for available, keys in ((cluster.host_memory_gib, {"offload": Offload.cpu}), (cluster.disk_path, disk)):
-        if available is None or found.ranked:
+        if available is None or result.ranked:
             continue
         offloading = replace(space, work=replace(space.work, parallelism=replace(base, **keys)))
         try:
-            found = replace(found.merged(_searched(offloading, cluster, world, log)), smallest=found.smallest)
+            result = replace(result.merged(_searched(offloading, cluster, world, log)), smallest=result.smallest)
         except ConfigError:  # this optimizer does not support offload
             continue
-    return found
+    return result
 
 
 def _searched(space: Space, cluster: ClusterConfig, world: int, log: Log) -> Found:
     """Search once, with the offload of `space`. Layouts are timed first, as their exact memory takes longer."""
-    found, timed, costs = Found(), list[Candidate](), Costs(cluster)
+    result, timed, costs = Found(), list[Candidate](), Costs(cluster)
     least, thriftiest = math.inf, list[Workload]()
     for work, reason in workloads(space, cluster, world, log):
-        found.tried += 1
+        result.tried += 1
         if reason:
-            found.prune("illegal", reason)
+            result.prune("illegal", reason)
             continue
         bound = least_bytes(work)
         if bound < least:
@@ -168,27 +168,27 @@ def _searched(space: Space, cluster: ClusterConfig, world: int, log: Log) -> Fou
         if bound == least:
             thriftiest.append(work)
         if too_much := least_too_large(work, bound, cluster, world):
-            found.prune("does not fit", too_much)
+            result.prune("does not fit", too_much)
             continue
         timed.append(Candidate(work, costs.predict(work, UNKNOWN)))
     if not thriftiest:
-        reason = found.examples.get("illegal", "no layout has that many ranks")
+        reason = result.examples.get("illegal", "no layout has that many ranks")
         raise ConfigError(f"no layout of {world} ranks is legal: {reason}")
     timed.sort(key=lambda each: each.prediction.step_seconds)
-    _keep_fitting(found, timed, cluster, world, space.wanted)
-    if not found.ranked and found.smallest is None:
+    _keep_fitting(result, timed, cluster, world, space.wanted)
+    if not result.ranked and result.smallest is None:
         counted = [(most(work)[1], work) for work in sorted(thriftiest, key=_thrift)[:ASKED]]
-        found.smallest = min(counted, key=lambda each: each[0].total)
-    found.ranked.sort(key=_speed)
-    return found
+        result.smallest = min(counted, key=lambda each: each[0].total)
+    result.ranked.sort(key=_speed)
+    return result
 
 
-def _keep_fitting(found: Found, timed: list[Candidate], cluster: ClusterConfig, world: int, wanted: int) -> None:
-    """Add the fastest layouts that fit to `found`: all that are equal to the fastest within ERROR, then the fastest of
+def _keep_fitting(result: Found, timed: list[Candidate], cluster: ClusterConfig, world: int, wanted: int) -> None:
+    """Add the fastest layouts that fit to `result`: all that are equal to the fastest within ERROR, then the fastest of
     each further kind until there are `wanted` kinds. `timed` is sorted by speed."""
     kinds, equal = set[tuple[int, ...]](), math.inf
     thriftiest: dict[object, Workload] = {}
-    for work in (each.work for each in timed):
+    for work in (candidate.work for candidate in timed):
         thriftiest[_family(work)] = min(thriftiest.get(_family(work), work), work, key=_thrift)
     refused: dict[object, list[tuple[tuple[int, ...], str]]] = {}
 
@@ -205,25 +205,27 @@ def _keep_fitting(found: Found, timed: list[Candidate], cluster: ClusterConfig, 
             if all(map(operator.le, least, mine)):
                 return *UNKNOWN, reason
         rank, memory = most(work)
-        if found.smallest is None or memory.total < found.smallest[0].total:
-            found.smallest = memory, work
+        if result.smallest is None or memory.total < result.smallest[0].total:
+            result.smallest = memory, work
         if too_much := too_large(work, memory, cluster, world):
             refused[family].append((mine, too_much))
         return rank, memory, too_much
 
-    for each in timed:
-        seconds = each.prediction.step_seconds
+    for candidate in timed:
+        seconds = candidate.prediction.step_seconds
         # A second layout of a kind is kept only if it is equal to the fastest.
-        if seconds > equal and (len(kinds) >= wanted or _kind(each) in kinds):
-            found.slower += 1
+        if seconds > equal and (len(kinds) >= wanted or _kind(candidate) in kinds):
+            result.slower += 1
             continue
-        rank, memory, too_much = check_memory(each.work)
+        rank, memory, too_much = check_memory(candidate.work)
         if too_much:
-            found.prune("does not fit", too_much)
+            result.prune("does not fit", too_much)
             continue
-        kinds.add(_kind(each))
+        kinds.add(_kind(candidate))
         equal = min(equal, seconds * (1 + ERROR))  # set by the first layout that fits, as `timed` is sorted
-        found.ranked.append(replace(each, prediction=replace(each.prediction, memory=memory, memory_rank=rank)))
+        result.ranked.append(
+            replace(candidate, prediction=replace(candidate.prediction, memory=memory, memory_rank=rank))
+        )
 
 
 def _family(work: Workload) -> tuple[object, ...]:
@@ -348,13 +350,13 @@ def _schedules(degrees: ParallelismConfig, space: Space) -> list[tuple[str, int 
     """Return the schedules to try, each with a number of stages per rank; None is the schedule's default."""
     if degrees.pipeline == 1:
         return [("1f1b", None)]  # without a pipeline there is nothing to schedule
-    found: list[tuple[str, int | None]] = []
+    schedules: list[tuple[str, int | None]] = []
     for name in space.values("schedule", list(SCHEDULES)):
         counts: list[int | None] = [None]
         if not SCHEDULES[name].fixed:
             counts = [*_virtual_stages(SCHEDULES[name], num_blocks(space.work.model), degrees.pipeline)]
-        found += [(name, count) for count in space.values("virtual_stages", counts)]
-    return found
+        schedules += [(name, count) for count in space.values("virtual_stages", counts)]
+    return schedules
 
 
 def _virtual_stages(schedule: ScheduleRule, layers: int, ranks: int) -> list[int]:

@@ -53,14 +53,14 @@ class Segment:
     ops: tuple[Op, ...] = ()
     sent: tuple[Transfer, ...] = ()
 
-    def tape(self, added: bool, held: bool, given: bool = True) -> list[int]:
+    def tape(self, added: bool, held: bool, owns_input: bool = True) -> list[int]:
         """Return the bytes of the events in order.
 
         `added`: gradients are allocated in addition to earlier ones; if False, they count as model state and are left
-        out. `held`: these additional gradients are held until they are reduced. `given`: the tensor that the segment
-        received (a gradient or a block's input) is freed in it; False if it is a pipeline buffer.
+        out. `held`: these additional gradients are held until they are reduced. `owns_input`: the tensor that the
+        segment received (a gradient or a block's input) is freed in it; False if it is a pipeline buffer.
         """
-        dropped = {UPSTREAM} if not given else set()
+        dropped = {UPSTREAM} if not owns_input else set()
         if not added:
             dropped |= {GRADIENT, ADDED}
         elif held:
@@ -92,12 +92,12 @@ class Halves:
         """Return the collectives per micro-batch of the backward pass of `blocks` blocks and, if `end`, the model's
         end."""
         weights = Counter(self.weights.sent)
-        found = Counter(self.inputs_end.sent) + (Counter(self.weights_end.sent) - weights) if end else Counter()
+        transfers = Counter(self.inputs_end.sent) + (Counter(self.weights_end.sent) - weights) if end else Counter()
         for sent in self.inputs.sent:
-            found[sent] += blocks
+            transfers[sent] += blocks
         for sent, count in weights.items():
-            found[sent] += count * blocks // self.parts
-        return found
+            transfers[sent] += count * blocks // self.parts
+        return transfers
 
 
 @dataclass(frozen=True)

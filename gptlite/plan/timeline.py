@@ -188,14 +188,14 @@ def _run(orders: list[list[Pass]], seconds: dict[str, list[float]], hops: list[f
         for rank in sweep:
             while queues[rank]:
                 kind, stage, number = queues[rank][0]
-                given, hop = 0.0, 0.0
+                produced, hop = 0.0, 0.0
                 if kind == "F" and stage > 0:
-                    given, hop = ends.get(("F", stage - 1, number), -1.0), hops[stage - 1]
+                    produced, hop = ends.get(("F", stage - 1, number), -1.0), hops[stage - 1]
                 elif kind in "BI" and stage < len(hops):
-                    given, hop = ends.get(("B", stage + 1, number), -1.0), hops[stage]
-                if given < 0:  # the pass that produces the input has not run yet
+                    produced, hop = ends.get(("B", stage + 1, number), -1.0), hops[stage]
+                if produced < 0:  # the pass that produces the input has not run yet
                     break
-                start = max(clocks[rank], given + hop)
+                start = max(clocks[rank], produced + hop)
                 clocks[rank] = end = start + seconds[kind][stage]
                 if kind != "W":
                     ends["F" if kind == "F" else "B", stage, number] = end

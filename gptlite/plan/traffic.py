@@ -93,15 +93,15 @@ def _passes(work: Workload, stage: Stage, tp_rank: int) -> Iterator[Transfer]:
     if work.layout.size("tp", "dp_replicate", "dp_shard") == 1:  # the folded axes span these ranks
         return
     # Summed over ranks, as many rows of experts are received as sent, so the mean rank's load is balanced.
-    profile, found = profile_of(work.balanced(1.0), tp_rank), Counter[Transfer]()
+    profile, counts = profile_of(work.balanced(1.0), tp_rank), Counter[Transfer]()
     split = splits_backward(work.parallelism) and not stage.first
     if split:
-        found = halves_of(work.balanced(1.0), stage.blocks).sent(stage.units, stage.last)
+        counts = halves_of(work.balanced(1.0), stage.blocks).sent(stage.units, stage.last)
     numbers = stage.first, *(dict(stage.runs).get(kind, 0) for kind in range(len(profile.blocks))), stage.last
     for (forward, backward), times in zip(profile.pairs, numbers, strict=True):
         for sent in (*forward.sent, *(() if split else backward.sent)):
-            found[sent] += times
-    for sent, count in found.items():
+            counts[sent] += times
+    for sent, count in counts.items():
         for each in among(work.layout, sent):
             yield each._replace(payload=round(sent.payload), count=count * work.micro_batches)
 

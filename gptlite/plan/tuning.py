@@ -57,12 +57,12 @@ def tune(plan: Plan, preset: Path, k: int, steps: int, limit: float) -> int:
     """
     make_folder(preset.parent.parent)
     preset.parent.mkdir(exist_ok=True)
-    given, trials = plan.config.run.overrides, list[Trial]()
+    original, trials = plan.config.run.overrides, list[Trial]()
     with tempfile.TemporaryDirectory(prefix="gptlite-tune-") as name:
         for candidate in _in_order(plan, k):
             if len(trials) >= k and any(trial.tokens_per_second for trial in trials):
                 break
-            trials.append(measured(candidate, given, Path(name) / str(len(trials)), steps, limit))
+            trials.append(measured(candidate, original, Path(name) / str(len(trials)), steps, limit))
             print(_line(len(trials), trials[-1]), flush=True)
     best = max(trials, key=lambda trial: trial.tokens_per_second)
     ran = best.tokens_per_second > 0
@@ -73,7 +73,7 @@ def tune(plan: Plan, preset: Path, k: int, steps: int, limit: float) -> int:
         else "predicted, not measured"
     )
     micro = f"data.micro_batch_size={candidate.work.micro_batch_size}"
-    keys = [each for each in train_overrides(given, candidate.work) if each.startswith("parallelism.")]
+    keys = [each for each in train_overrides(original, candidate.work) if each.startswith("parallelism.")]
     lines = [
         f"# {candidate.words}: {result}, {time.strftime('%Y-%m-%d')}.",
         f"# Use it with {micro} on the command line.",
@@ -94,7 +94,7 @@ def tune(plan: Plan, preset: Path, k: int, steps: int, limit: float) -> int:
     write_whole(preset.with_suffix(".json"), json.dumps(rows, indent=2) + "\n")
     print(f"{'the best' if ran else 'no layout ran; the fastest predicted'}: {candidate.words}")
     words = ["--config-dir", str(preset.parent.parent), f"parallelism={hydra_value(preset.stem)}", micro]
-    kept = [each for each in given if not each.startswith(("parallelism", "cluster", "data.micro_batch_size"))]
+    kept = [each for each in original if not each.startswith(("parallelism", "cluster", "data.micro_batch_size"))]
     print(f"{command('train')} {shlex.join([*words, *kept])}")
     return 0 if ran else 1
 

@@ -64,10 +64,10 @@ def turns(config: ParallelismConfig, rank: int, micro_batches: int) -> tuple[lis
 def gathers(config: ParallelismConfig, rank: int, micro_batches: int) -> Counter[tuple[int, bool, str]]:
     """Return the number of ZeRO-3 gathers on a rank. A key is the stage's place, True for its blocks or False for its
     other parameters, and the phase."""
-    found = Counter[tuple[int, bool, str]]()
+    counts = Counter[tuple[int, bool, str]]()
     different, numbers = turns(config, rank, micro_batches)
     for turn, times in zip(different, np.bincount(numbers).tolist(), strict=True):
         phase = "forward" if turn.kind == "F" else "backward"
-        found[turn.place, True, phase] += times
-        found[turn.place, False, phase] += times * turn.fresh
-    return found
+        counts[turn.place, True, phase] += times
+        counts[turn.place, False, phase] += times * turn.fresh
+    return counts

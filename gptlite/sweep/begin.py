@@ -52,10 +52,10 @@ class Sweep:
         launcher = str(hydra.launcher._target_)
         self.folder = SweepFolder(Path(str(hydra.sweep.dir)))
         self._code: int | None = None
-        given = [str(each) for each in hydra.overrides.task]
+        task_overrides = [str(each) for each in hydra.overrides.task]
         self.folder.refuse()
-        refuse_others(self.folder, given)
-        if run_dirs := [each for each in given if each.startswith("run.dir=")]:
+        refuse_others(self.folder, task_overrides)
+        if run_dirs := [each for each in task_overrides if each.startswith("run.dir=")]:
             raise ConfigError(
                 f"{run_dirs[0]} is for a single run; give {DIR}=... instead, in which each cell gets a folder"
             )
@@ -72,7 +72,7 @@ class Sweep:
         started = {"started": datetime.now(UTC).isoformat(timespec="seconds")}
         self.folder.open(started | self.folder.header | {
             "name": self.folder.path.resolve().name,
-            "overrides": given,
+            "overrides": task_overrides,
             "hydra": [each for each in hydra.overrides.hydra if not each.startswith(FORGOTTEN)],
             "swept": swept_keys(overrides),
             "cells": len(cells) or None,
@@ -106,11 +106,11 @@ class Sweep:
                 self.folder.forget(cell.number)  # the presets have changed since then, or the cell has become legal
             else:
                 done["already finished"] += record.finished
-        words = "".join(f", {count} {what}" for what, count in done.items() if count)
+        skipped = "".join(f", {count} {what}" for what, count in done.items() if count)
         if cells:
             where = f"sweep of {counted(len(cells), 'cell')} in {self.folder.path}"
             one = "; no key has several values, as in optimizer.lr=1e-3,3e-3" if not self.folder.header["swept"] else ""
-            print(printable(f"{where}: {len(cells) - done.total()} to run{words}{one}"), flush=True)
+            print(printable(f"{where}: {len(cells) - done.total()} to run{skipped}{one}"), flush=True)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if self._received is None:

@@ -97,15 +97,15 @@ def checked_cells(loader: ConfigLoader, config: DictConfig, overrides: list[Over
 def _refuse_many(overrides: Sequence[Override]) -> None:
     """Raise ConfigError for more cells than are accepted, before a range of billions of values is expanded."""
     count, largest = 1, ("", 1)
-    for each in overrides:
-        value = each.value()
+    for override in overrides:
+        value = override.value()
         if isinstance(value, RangeSweep):
             start, stop = (float(each) if each is not None else math.inf for each in (value.start, value.stop))
             steps = (stop - start) / value.step if value.step else math.inf
             size = max(0, math.ceil(steps)) if abs(steps) <= limits.INTEGER else limits.INTEGER
         else:
             size = len(value.list) if isinstance(value, ChoiceSweep) else 1
-        count, largest = count * size, max(largest, (each.input_line or "", size), key=itemgetter(1))
+        count, largest = count * size, max(largest, (override.input_line or "", size), key=itemgetter(1))
     if count > limits.CELLS:
         raise ConfigError(f"{largest[0]}: the sweep has {count:,} cells, more than {limits.CELLS:,}; give fewer values")
 

@@ -98,14 +98,16 @@ class Comparison:
         if (best := self.best) is None:
             return ""
         value, speed = best[self.measure], self.measure == SPEED
-        words = f"{best['name']}: " + (f"{format_count(value)} {self.unit}/s" if speed else f"{self.title} {value:.4f}")
+        result = f"{best['name']}: " + (
+            f"{format_count(value)} {self.unit}/s" if speed else f"{self.title} {value:.4f}"
+        )
         base = self.baseline
         if base is None or base is best or not base[self.measure]:
-            return words
+            return result
         faster, other = value / base[self.measure], f"{base['name']}'s"
         noise = ", which is within the noise" if abs(faster - 1) <= ALIKE else ""
         lower = f"{base[self.measure] - value:.4f} below {other}"
-        return f"{words}, {f'{faster:.2f} times {other}{noise}' if speed else lower}"
+        return f"{result}, {f'{faster:.2f} times {other}{noise}' if speed else lower}"
 
     @property
     def plan_words(self) -> list[str]:
@@ -126,15 +128,15 @@ def compare(records: Sequence[Record], expected: int | None = None) -> Compariso
     """
     rows = [_row(record) for record in records]
     ok = [row for row in rows if row["status"] == OK]
-    given = [values_of(each for each in row["overrides"] if "=" in each) for row in rows]
-    keys = dict.fromkeys(key for each in given for key in each)
-    axes = [key for key in keys if changes_numbers(key) and len({each.get(key) for each in given}) > 1]
+    values = [values_of(each for each in row["overrides"] if "=" in each) for row in rows]
+    keys = dict.fromkeys(key for each in values for key in each)
+    axes = [key for key in keys if changes_numbers(key) and len({each.get(key) for each in values}) > 1]
     losses = [key for key in LOSSES if key != "val_bits_per_byte" or TOKENS & set(axes)]
     known = (key for key in losses if any(row[key] is not None for row in ok))
     measure = next(known, "val_loss") if axes else SPEED
     judged = [row for row in ok if row[measure] is not None]
     if axes and judged:
-        settings = {row["number"]: [each.get(key) for key in axes] for row, each in zip(rows, given, strict=True)}
+        settings = {row["number"]: [each.get(key) for key in axes] for row, each in zip(rows, values, strict=True)}
         # Only cells with the settings of the lowest loss compete for speed.
         least = settings[min(judged, key=lambda row: row[measure])["number"]]
         judged = [row for row in judged if settings[row["number"]] == least]

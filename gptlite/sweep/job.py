@@ -152,14 +152,14 @@ def predicted(config: Config, layout: Layout) -> Prediction | None:
 
     hints: list[str] = []
     try:
-        cluster = this_machine(config.cluster, hints.append, given=given_keys(config, "cluster"))
+        cluster = this_machine(config.cluster, hints.append, explicit=given_keys(config, "cluster"))
         sized, assumed = with_planned_vocabulary(config, discard)
-        found = asdict(predict(workload_of(sized, layout, cluster), cluster))
+        prediction = asdict(predict(workload_of(sized, layout, cluster), cluster))
     except ConfigError:
         return None
     if assumed:
         hints.append(f"assumed a vocabulary of {vocabulary_of(sized.model)}: {assumed}")
-    return checked(found | {"assumed": "; ".join(hints)}, Prediction)
+    return checked(prediction | {"assumed": "; ".join(hints)}, Prediction)
 
 
 @contextmanager

@@ -45,7 +45,7 @@ class Picture(NamedTuple):
 
 
 def draw_all(
-    folder: Path, found: Comparison, attempting: Callable[[str], AbstractContextManager[None]]
+    folder: Path, comparison: Comparison, attempting: Callable[[str], AbstractContextManager[None]]
 ) -> list[Picture]:
     """Draw all charts that have data into `folder`. `attempting` is a context for each chart, in case one fails."""
     import matplotlib
@@ -63,18 +63,18 @@ def draw_all(
         for file, title, draw in plots:
             with attempting(file):
                 figure = Figure(figsize=(11, 4.4), dpi=DPI, facecolor="white", layout="constrained")
-                if caption := draw(figure, found, folder):
+                if caption := draw(figure, comparison, folder):
                     with replacing(folder / file) as out:
                         figure.savefig(out, format="png")
                     pictures.append(Picture(file, title, caption))
-        ran = [row for row in found.rows if row["pipeline"] and row["compute_seconds"]]
+        ran = [row for row in comparison.rows if row["pipeline"] and row["compute_seconds"]]
         # One timeline per schedule, from the first cell that has it.
         schedules = {schedule_words(row["pipeline"]): row for row in reversed(ran)}
-        for words, row in sorted(schedules.items())[:MOST_TIMELINES]:
-            file = f"timeline-{re.sub(r'[^a-z0-9]+', '-', words.lower())}.png"
+        for schedule, row in sorted(schedules.items())[:MOST_TIMELINES]:
+            file = f"timeline-{re.sub(r'[^a-z0-9]+', '-', schedule.lower())}.png"
             with attempting(file):
                 if timeline := timeline_of(row["pipeline"], row["compute_seconds"]):
-                    title = f"Timeline: {words}"
+                    title = f"Timeline: {schedule}"
                     draw_timeline(timeline, f"{title}, bubble {bubble_share(timeline):.1%} of the step", folder / file)
                     derived = (
                         "Computed, not recorded. Passes are proportional to their FLOPs, scaled to the compute time"
@@ -91,9 +91,9 @@ def run_folder(row: Row, folder: Path) -> Path:
     return inside if inside.exists() else Path(row["run_dir"]).absolute()
 
 
-def _throughput(figure: Figure, found: Comparison, folder: Path) -> str:
+def _throughput(figure: Figure, comparison: Comparison, folder: Path) -> str:
     """Draw bars of throughput and memory, in the order of the table. Cells without results show the reason."""
-    rows = sorted(found.rows, key=lambda row: -(row[SPEED] or -1))[:MOST_BARS]
+    rows = sorted(comparison.rows, key=lambda row: -(row[SPEED] or -1))[:MOST_BARS]
     rows.sort(key=lambda row: row["number"])
     if all(row[SPEED] is None for row in rows):
         return ""
@@ -113,7 +113,9 @@ def _throughput(figure: Figure, found: Comparison, folder: Path) -> str:
     planned = speeds * steps / np.where(planned_steps > 0, planned_steps, math.nan)
     for axes, ends in ((speed, planned), (memory, _values(rows, "predicted_memory_bytes"))):
         axes.plot(ends, places, "D", color=INK, markersize=4.5, markerfacecolor="white", label="predicted")
-    _finish(speed, f"{found.unit} per second", names, np.fmax(speeds, planned), map(_speed_words, rows), format_count)
+    _finish(
+        speed, f"{comparison.unit} per second", names, np.fmax(speeds, planned), map(_speed_words, rows), format_count
+    )
     words = ["" if math.isnan(peak) else format_bytes(peak) for peak in peaks]
     _finish(memory, "memory of the fullest rank", names, peaks, words, format_bytes)
     below: dict[str, Any] = {"ncols": 4, "frameon": False, "fontsize": 8}
@@ -130,19 +132,19 @@ def _speed_words(row: Row) -> str:
     """Return the label of a cell's throughput bar, or the cell's status and reason without throughput."""
     if row[SPEED] is None:
         return textwrap.shorten(f"{row['status']}: {row['reason']}".removesuffix(": "), 60, placeholder=" ...")
-    words = format_count(row[SPEED])
+    label = format_count(row[SPEED])
     if row["predicted_step_seconds"] and row["step_seconds"]:
         predicted = format_count(row[SPEED] * row["step_seconds"] / row["predicted_step_seconds"])
-        words = f"measured {words}, predicted {predicted}"  # beside the mark of either
-    words += "" if row["mfu"] is None else f", MFU {row['mfu']:.1%}"
-    words += "" if row["utilization"] is None else f", utilisation {row['utilization']:.0%}"
-    return words + ("" if row["status"] == OK else f" ({row['status']})")
+        label = f"measured {label}, predicted {predicted}"  # beside the mark of either
+    label += "" if row["mfu"] is None else f", MFU {row['mfu']:.1%}"
+    label += "" if row["utilization"] is None else f", utilisation {row['utilization']:.0%}"
+    return label + ("" if row["status"] == OK else f" ({row['status']})")
 
 
-def _losses(figure: Figure, found: Comparison, folder: Path) -> str:
+def _losses(figure: Figure, comparison: Comparison, folder: Path) -> str:
     """Draw all loss curves in one plot. A second plot shows validation losses if cells train different models, else
     each cell's distance from the baseline."""
-    files = [(row, run_folder(row, folder) / "metrics.jsonl") for row in found.rows]
+    files = [(row, run_folder(row, folder) / "metrics.jsonl") for row in comparison.rows]
     runs = [(row, read_rows(path)) for row, path in files if path.is_file()]
     curves = [(row, curve, _curve(rows, "val_loss")) for row, rows in runs if (curve := _curve(rows, "loss"))]
     if not curves:
@@ -157,17 +159,17 @@ def _losses(figure: Figure, found: Comparison, folder: Path) -> str:
         }
         label = shorten(row["name"], 30) if index < MOST_CURVES else None
         loss.plot(*zip(*curve.items(), strict=True), label=label, linewidth=1.6, **style)
-        if found.axes and held_out:
+        if comparison.axes and held_out:
             apart.plot(*zip(*held_out.items(), strict=True), **style | {"marker": "o"})
-        elif not found.axes and curve is not base:
+        elif not comparison.axes and curve is not base:
             common = [step for step in curve if step in base]
             apart.plot(
                 common, [max(abs(curve[step] - base[step]), SAME) for step in common], **style | {"linestyle": "-"}
             )
     loss.set_title("loss, nats per token", loc="left", fontsize=10, weight="bold")
-    title = "validation loss, nats per token" if found.axes else f"distance from {shorten(base_row['name'], 30)}"
+    title = "validation loss, nats per token" if comparison.axes else f"distance from {shorten(base_row['name'], 30)}"
     apart.set_title(title, loc="left", fontsize=10, weight="bold")
-    if not found.axes:
+    if not comparison.axes:
         apart.set_yscale("log")
         label_log_ticks(apart.yaxis, short_tick)
     if not apart.lines:
@@ -176,11 +178,11 @@ def _losses(figure: Figure, found: Comparison, folder: Path) -> str:
         axes.set_xlabel("step")
         axes.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
     figure.legend(loc="outside right upper", frameon=False, fontsize=8)
-    if found.axes:
-        return f"Cells that differ in {' or '.join(found.axes)} train different models."
+    if comparison.axes:
+        return f"Cells that differ in {' or '.join(comparison.axes)} train different models."
     same = "Every cell trains the same model, so the curves coincide up to rounding."
-    if found.losses_apart > ROUNDING:
-        same = f"Every cell trains the same model, but losses differ by {found.losses_apart:.1%}."
+    if comparison.losses_apart > ROUNDING:
+        same = f"Every cell trains the same model, but losses differ by {comparison.losses_apart:.1%}."
     return f"{same} Distances below {SAME:g} are drawn at that value."
 
 
@@ -201,11 +203,13 @@ def _dashes(place: int, count: int) -> Any:
     return "-" if count == 1 else (place * DASH, (DASH, DASH * (count - 1)))
 
 
-def _memory(figure: Figure, found: Comparison, folder: Path) -> str:
+def _memory(figure: Figure, comparison: Comparison, folder: Path) -> str:
     """Draw a stacked bar of categories for each rank, or with too many ranks for the fullest rank of each cell."""
-    bars = [(f"{row['name']}  rank {rank}", sizes) for row in found.rows for rank, sizes in enumerate(row["ranks"])]
+    bars = [
+        (f"{row['name']}  rank {rank}", sizes) for row in comparison.rows for rank, sizes in enumerate(row["ranks"])
+    ]
     if len(bars) > MOST_BARS:
-        bars = [(row["name"], row["fullest"]) for row in found.rows if row["ranks"]][:MOST_BARS]
+        bars = [(row["name"], row["fullest"]) for row in comparison.rows if row["ranks"]][:MOST_BARS]
     if not bars:
         return ""
     figure.set_figheight(1.4 + 0.3 * len(bars))
@@ -224,17 +228,17 @@ def _memory(figure: Figure, found: Comparison, folder: Path) -> str:
 
 
 def _finish(
-    axes: Axes, title: str, names: list[str], ends: Array, words: Iterable[str], form: Callable[[float], str]
+    axes: Axes, title: str, names: list[str], ends: Array, labels: Iterable[str], form: Callable[[float], str]
 ) -> None:
     """Add names and labels to horizontal bars, with the first bar on top.
 
-    The labels `words` are placed at `ends`. `form` formats the ticks; with format_bytes they are in binary units.
+    `labels` are placed at `ends`. `form` formats the ticks; with format_bytes they are in binary units.
     """
     from matplotlib.ticker import MultipleLocator
 
     # bar_label needs bars, and predictions may end beyond the visible ones.
     invisible = axes.barh(range(len(names)), np.nan_to_num(ends), alpha=0)
-    axes.bar_label(invisible, list(words), padding=7, fontsize=8)
+    axes.bar_label(invisible, list(labels), padding=7, fontsize=8)
     axes.set_yticks(range(len(names)), [shorten(name, 30) for name in names])
     axes.set_title(title, loc="left", fontsize=10, weight="bold", pad=7)
     axes.set_xlim(0, 1.45 * (axes.get_xlim()[1] or 1))  # space for the labels

@@ -42,20 +42,20 @@ def publish(
     with folder.updating() as records, attempting("figures"):
         if not records:
             return records
-        found = compare(records, expected := folder.header.get("cells"))
+        comparison = compare(records, expected := folder.header.get("cells"))
         if final or (printed and len(records) != expected):  # after the last cell the final table follows
-            print(f"\n{table(found, final=final, bold=sys.stdout.isatty())}", flush=True)
+            print(f"\n{table(comparison, final=final, bold=sys.stdout.isatty())}", flush=True)
         pictures: list[Picture] = []
         with attempting("sweep.csv"):
-            write_whole(folder.path / "sweep.csv", csv_text(found))
+            write_whole(folder.path / "sweep.csv", csv_text(comparison))
         with attempting("pictures"):
-            pictures = draw_all(folder.path, found, attempting) if final else []
+            pictures = draw_all(folder.path, comparison, attempting) if final else []
         with attempting("sweep.html"):
-            write_whole(folder.path / "sweep.html", page(folder.path, found, pictures, final))
+            write_whole(folder.path / "sweep.html", page(folder.path, comparison, pictures, final))
     return records
 
 
-def page(folder: Path, found: Comparison, pictures: Sequence[Picture], final: bool) -> str:
+def page(folder: Path, comparison: Comparison, pictures: Sequence[Picture], final: bool) -> str:
     """Return sweep.html, rendered from report.html. Names and reasons may contain any text and are escaped."""
     from jinja2 import Environment, PackageLoader
 
@@ -70,10 +70,10 @@ def page(folder: Path, found: Comparison, pictures: Sequence[Picture], final: bo
 
     # The page must not execute HTML or scripts in a name or an error message.
     pages = Environment(loader=PackageLoader("gptlite.sweep", ""), autoescape=True, trim_blocks=True, finalize=visible)
-    columns = shown(found)
+    columns = shown(comparison)
     return pages.get_template("report.html").render(
         name=folder.resolve().name,
-        found=found,
+        found=comparison,
         pictures=pictures,
         final=final,
         columns=columns,

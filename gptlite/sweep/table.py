@@ -109,44 +109,44 @@ TERMINAL = ("name", "status", SPEED, "step_seconds", "memory_peak_bytes", "val_l
             "mfu", "predicted_step_seconds", "utilization", "wall_seconds")  # fmt: skip
 
 
-def shown(found: Comparison) -> tuple[Column, ...]:
+def shown(comparison: Comparison) -> tuple[Column, ...]:
     """Return the columns that have a title and a value, with throughput in samples if the cells read samples.
 
     Name, status and the figure by which the best cell is chosen come first, then the others of TERMINAL.
     """
     rate = Column(SPEED, "samples/s", "Samples per second at the run's median speed.", format_count)
-    filled = {each.key for each in COLUMNS if any(row[each.key] not in NOTHING for row in found.rows)}
+    filled = {each.key for each in COLUMNS if any(row[each.key] not in NOTHING for row in comparison.rows)}
     titled = {each.key: each for each in COLUMNS if each.title and each.key in filled}
-    if found.unit == "samples" and SPEED in titled:
+    if comparison.unit == "samples" and SPEED in titled:
         titled[SPEED] = rate
-    first = [*TERMINAL[:2], found.measure, *TERMINAL[2:]]
+    first = [*TERMINAL[:2], comparison.measure, *TERMINAL[2:]]
     return tuple(titled[key] for key in dict.fromkeys([*first, *titled]) if key in titled)
 
 
-def csv_text(found: Comparison) -> str:
+def csv_text(comparison: Comparison) -> str:
     """Return sweep.csv: a line per cell with all values, in seconds, bytes and fractions; empty if unknown."""
     out = io.StringIO()
     writer = csv.DictWriter(out, [each.key for each in COLUMNS], extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
-    for row in found.rows:
+    for row in comparison.rows:
         peaks = " ".join(map(str, row["memory_peak_bytes_of_each_rank"]))
         writer.writerow(row | {"memory_peak_bytes_of_each_rank": peaks, "overrides": shlex.join(row["overrides"])})
     return out.getvalue()
 
 
-def table(found: Comparison, *, final: bool, bold: bool = False) -> str:
+def table(comparison: Comparison, *, final: bool, bold: bool = False) -> str:
     """Return the table of a sweep for the terminal, with lines of at most 80 characters except for a command.
 
     The final table also has the best cell, and the cells' reasons, except those of pruned cells, which have already
     been printed.
     """
-    by_key = {each.key: each for each in shown(found)}
+    by_key = {each.key: each for each in shown(comparison)}
     columns = [by_key[key] for key in TERMINAL if key in by_key]
-    while max(map(len, lines := _lines(found, columns))) > WIDTH:
+    while max(map(len, lines := _lines(comparison, columns))) > WIDTH:
         columns.pop()
     if bold:  # after control characters have been escaped
         lines = [f"\033[1m{line}\033[0m" if line.startswith("*") else line for line in lines]
-    text = [f"== sweep: {found.counts} ".ljust(WIDTH, "="), *lines]
+    text = [f"== sweep: {comparison.counts} ".ljust(WIDTH, "="), *lines]
     if final:
         text.append("")
         notes = [
@@ -154,15 +154,15 @@ def table(found: Comparison, *, final: bool, bold: bool = False) -> str:
                 f"  {shorten(printable(row['name']), WIDTH - 20)}: {row['status']}: ",
                 shorten(row["reason"], REASON_LENGTH),
             )
-            for row in found.rows
+            for row in comparison.rows
             if row["reason"] and row["status"] != PRUNED
         ]
-        notes += [("best  ", found.best_words), ("by    ", found.judged_by)] if found.best else []
-        for name, words in [*notes, *(("plan  ", words) for words in found.plan_words)]:
+        notes += [("best  ", comparison.best_words), ("by    ", comparison.judged_by)] if comparison.best else []
+        for name, words in [*notes, *(("plan  ", words) for words in comparison.plan_words)]:
             text += textwrap.wrap(printable(words, "\n"), WIDTH, initial_indent=name, subsequent_indent=" " * 6)
-        if found.best:
-            text.append(f"run   {printable(command(found.best))}")  # not wrapped, so that it can be copied
-        if len(above := {str(Path(row["run_dir"]).parent) for row in found.rows if row["run_dir"]}) == 1:
+        if comparison.best:
+            text.append(f"run   {printable(command(comparison.best))}")  # not wrapped, so that it can be copied
+        if len(above := {str(Path(row["run_dir"]).parent) for row in comparison.rows if row["run_dir"]}) == 1:
             text.append(f"more  in {printable(above.pop())}: runs, sweep.csv and sweep.html")
     return "\n".join([*text, "=" * WIDTH])
 

@@ -132,7 +132,7 @@ def test_what_is_given_of_this_machine_counts_beside_what_was_measured(tmp_path)
         intra=replace(links[0], efficiency=0.5),
     )  # fmt: skip
     # What is given counts even where it is what a fresh cluster has.
-    same = this_machine(fresh, print, path, given={"memory_gib", "intra.gb_per_second", "name"})
+    same = this_machine(fresh, print, path, explicit={"memory_gib", "intra.gb_per_second", "name"})
     assert same == replace(measured, memory_gib=80.0, intra=replace(links[0], gb_per_second=1.0))
 
 
