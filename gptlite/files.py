@@ -247,14 +247,15 @@ def _settle(partial: Path, folder: Path) -> None:
 def _open_regular(path: str, flags: int) -> int:
     """Return a file descriptor, as `open_regular` does."""
     _refuse_special(path, os.stat(path).st_mode)  # before it is opened, since that alone may change a device's state
-    found = os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY)  # non-blocking, as the file may be another one by now
+    # Non-blocking, as the file may be another one by now.
+    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY)
     try:
-        _refuse_special(path, os.fstat(found).st_mode)
+        _refuse_special(path, os.fstat(descriptor).st_mode)
     except ConfigError:
-        os.close(found)
+        os.close(descriptor)
         raise
-    os.set_blocking(found, True)
-    return found
+    os.set_blocking(descriptor, True)
+    return descriptor
 
 
 def _refuse_special(path: str | Path, mode: int) -> None:
@@ -274,18 +275,18 @@ def _open_inside(root: Path, path: str, flags: int) -> int:
             os.close(held)
             held = below
         # O_NONBLOCK: a pipe without a reader is an error, not a wait.
-        found = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666, dir_fd=held)
+        descriptor = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666, dir_fd=held)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENOTDIR):
             raise OSError(errno.ELOOP, LINK, path) from None
         raise OSError(error.errno, error.strerror, path) from None
     finally:
         os.close(held)
-    if not stat.S_ISREG(os.fstat(found).st_mode):
-        os.close(found)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
         raise OSError(errno.EINVAL, "is not a regular file; remove it", path)
-    os.set_blocking(found, True)
-    return found
+    os.set_blocking(descriptor, True)
+    return descriptor
 
 
 def _sync(file: BinaryIO) -> None:

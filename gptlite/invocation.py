@@ -63,11 +63,11 @@ def command(name: str) -> str:
 
     In a checkout, train is the script, with a path relative to the working directory, or absolute outside the checkout.
     """
-    words = arguments(name)
+    argv = arguments(name)
     # Suggest `gptlite` only if it belongs to this interpreter, as another environment may have its own `gptlite`.
-    if words[0] == "-m" and (found := shutil.which("gptlite")) and Path(found).parent == Path(sys.executable).parent:
+    if argv[0] == "-m" and (found := shutil.which("gptlite")) and Path(found).parent == Path(sys.executable).parent:
         return f"gptlite {name}"
-    return shlex.join([python(), *words])
+    return shlex.join([python(), *argv])
 
 
 def launched_command() -> str:

@@ -88,14 +88,14 @@ def _ramp_problem(config: Config, data_size: int) -> str:
     if size is None:
         return ""
     unit = micro * data_size
-    words = f"data.batch_ramp={data.batch_ramp} includes a global batch size of {size}"
+    problem = f"data.batch_ramp={data.batch_ramp} includes a global batch size of {size}"
     if size % unit:
         return (
-            f"{words}, which is not divisible by data.micro_batch_size={micro} x data={data_size}; "
+            f"{problem}, which is not divisible by data.micro_batch_size={micro} x data={data_size}; "
             f"use a first size and an increment that are multiples of {unit}"
         )
     why = schedule_refuses(layout, size // unit)
-    return f"{words}: {why}; use a larger first size or another increment"
+    return f"{problem}: {why}; use a larger first size or another increment"
 
 
 def _nearest(value: int, step: int, fits: Callable[[int], bool]) -> list[int]:

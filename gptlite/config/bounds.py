@@ -52,12 +52,12 @@ def check_bounds(config: Config) -> None:
         raise ConfigError(str(error)) from None
     degrees = " ".join(axis.key for axis in every_axis())
     sizes = [("model.", name, 1, LARGEST.get(name, SIZE), AT_LEAST_1) for name in spec_of(config.model).positive]
-    for section, keys, least, most, words in [*sizes, ("parallelism.", degrees, 1, RANKS, AT_LEAST_1), *BOUNDS]:
+    for section, keys, least, most, requirement in [*sizes, ("parallelism.", degrees, 1, RANKS, AT_LEAST_1), *BOUNDS]:
         for key in (f"{section}{name}" for name in keys.split()):
             value = attrgetter(key)(config)
             if value is not None and not least <= value <= most:
                 above = value > most and most in (INTEGER, LAYERS, RANKS, SIZE, VOCABULARY)
-                raise ConfigError(f"{key}={value} {f'must be at most {most:,}' if above else words}")
+                raise ConfigError(f"{key}={value} {f'must be at most {most:,}' if above else requirement}")
 
 
 def _elements(section: Any, key: str) -> None:

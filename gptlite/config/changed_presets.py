@@ -23,7 +23,7 @@ def changed_presets(saved: Config, overrides: list[str], compose: Callable[[list
     alone, and so are keys that are null in a preset because the run computes their values. Of a preset that both the
     saved run and `overrides` choose, only nulls are restored: a key that is newer than the run is null in it.
     """
-    given = set(map(key_of, overrides))
+    overridden = set(map(key_of, overrides))
     repeated = {key_of(each) for each in overrides if each in saved.run.overrides}
     then, schemas, now = to_dict(saved), schema_names(saved), compose(overrides)
     chosen = []
@@ -35,12 +35,12 @@ def changed_presets(saved: Config, overrides: list[str], compose: Callable[[list
         if group == "model":  # model presets share a schema, and model.name is the name of the preset
             preset = str(then[group].get("name"))
             same = same and now[group].get("name") == preset
-        if not same and group not in given and preset in presets_of(group):
+        if not same and group not in overridden and preset in presets_of(group):
             chosen.append(f"{group}={preset}")
     values = OmegaConf.to_container(compose([*chosen, *overrides]) if chosen else now, resolve=True, enum_to_str=True)
     assert isinstance(values, dict)
-    trainer = ["eval_interval", *(["max_steps"] if given.isdisjoint(LENGTHS) else [])]
-    kept = {section: flatten(then[section]) for section in SECTIONS if section in repeated or section not in given}
+    trainer = ["eval_interval", *(["max_steps"] if overridden.isdisjoint(LENGTHS) else [])]
+    kept = {section: flatten(then[section]) for section in SECTIONS if section in repeated or section not in overridden}
     for section in repeated & kept.keys():
         kept[section] = {key: was for key, was in kept[section].items() if was is None}
     kept["trainer"] = {key: then["trainer"][key] for key in trainer}
@@ -48,5 +48,5 @@ def changed_presets(saved: Config, overrides: list[str], compose: Callable[[list
         f"{section}.{key}={override_value(was)}"
         for section, settings in kept.items()
         for key, was in settings.items()
-        if f"{section}.{key}" not in given and flatten(values[section]).get(key) not in (None, was)
+        if f"{section}.{key}" not in overridden and flatten(values[section]).get(key) not in (None, was)
     ]

@@ -258,30 +258,31 @@ def _pipeline(config: Config) -> None:
     if layout.pipeline > 1 and type(spec).tied is ModelSpec.tied and (tied := spec.tied(config.model)):
         copy, owner = next(iter(tied.items()))
         raise ConfigError(_no_axis(config, "pipeline", f"ties {copy} to {owner}, which stages cannot share"))
-    its, ranks, virtual = rule(layout), layout.pipeline, layout.virtual_stages
-    if its.fixed and virtual not in (None, its.virtual):
+    schedule, ranks, virtual = rule(layout), layout.pipeline, layout.virtual_stages
+    if schedule.fixed and virtual not in (None, schedule.virtual):
         raise ConfigError(
-            f"parallelism.virtual_stages={virtual}: parallelism.schedule={layout.schedule} has {its.virtual} per rank; "
-            f"use parallelism.virtual_stages={its.virtual}, or parallelism.schedule=interleaved_1f1b or zero_bubble"
+            f"parallelism.virtual_stages={virtual}: parallelism.schedule={layout.schedule} has {schedule.virtual} per "
+            f"rank; use parallelism.virtual_stages={schedule.virtual}, or parallelism.schedule=interleaved_1f1b or "
+            "zero_bubble"
         )
-    each, stages = stages_per_rank(layout), num_stages(layout)
+    per_rank, stages = stages_per_rank(layout), num_stages(layout)
     if stages > layers:
-        tries = [f"parallelism.pipeline={listed(list(range(1, layers // each + 1)))}"] if layers >= each else []
-        if each > 1 and ranks <= layers:
-            fewer = "parallelism.schedule=1f1b" if its.fixed else f"parallelism.virtual_stages={layers // ranks}"
+        tries = [f"parallelism.pipeline={listed(list(range(1, layers // per_rank + 1)))}"] if layers >= per_rank else []
+        if per_rank > 1 and ranks <= layers:
+            fewer = "parallelism.schedule=1f1b" if schedule.fixed else f"parallelism.virtual_stages={layers // ranks}"
             tries.append(fewer)
         if key.startswith("model."):
             tries.append(f"{key}={stages}")
         raise ConfigError(
-            f"parallelism.pipeline={ranks} x {each} stages per rank = {stages} stages, and every stage needs at least "
-            f"one block, but {key}={layers}{'; try ' if tries else ''}{', or '.join(tries)}"
+            f"parallelism.pipeline={ranks} x {per_rank} stages per rank = {stages} stages, and every stage needs at "
+            f"least one block, but {key}={layers}{'; try ' if tries else ''}{', or '.join(tries)}"
         )
-    if ranks > 1 and its.splits_backward and not torch_splits():
+    if ranks > 1 and schedule.splits_backward and not torch_splits():
         raise ConfigError(
             f"parallelism.schedule={layout.schedule} needs torch 2.12 or newer: torch {version('torch')} computes "
             f"wrong gradients if the backward pass is split; use parallelism.schedule=interleaved_1f1b or 1f1b"
         )
-    if config.trainer.compile and ranks > 1 and its.splits_backward:
+    if config.trainer.compile and ranks > 1 and schedule.splits_backward:
         raise ConfigError(
             f"trainer.compile=true: the backward pass of a compiled block cannot be split, as parallelism.schedule="
             f"{layout.schedule} does; use trainer.compile=false, or parallelism.schedule=interleaved_1f1b or 1f1b"

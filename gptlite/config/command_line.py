@@ -105,11 +105,11 @@ def separate(name: str, wanted: Subcommand, arguments: list[str], keys: list[str
     # The folders of a sweep have names such as lr=0.1. The argument lr=0.1 is an option, and ./lr=0.1 is a path.
     options = [each for each in arguments if re.match(r"[A-Za-z_]+=", each) or each.startswith("-")]
     paths = [each for each in arguments if each not in options]
-    for each in options:
-        if each.startswith("-"):
-            raise ConfigError(f"{each}: options are key=value{'; the keys are ' if keys else ''}{', '.join(keys)}")
+    for option in options:
+        if option.startswith("-"):
+            raise ConfigError(f"{option}: options are key=value{'; the keys are ' if keys else ''}{', '.join(keys)}")
         if not keys:
-            raise ConfigError(f"{each}: {name} takes no options, only {wanted.usage}; write a path with = as ./PATH")
+            raise ConfigError(f"{option}: {name} takes no options, only {wanted.usage}; write a path with = as ./PATH")
     short = len(paths) < len(wanted.paths)
     if short or (len(paths) > len(wanted.paths) and not wanted.more):
         given = f"{len(paths)} path{'s' if len(paths) != 1 else ''} given"

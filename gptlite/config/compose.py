@@ -60,11 +60,11 @@ def resumed(overrides: list[str], config_dir: Path = CONF_DIR) -> list[str]:
     """
     register()
     saved = saved_config(overrides)
-    if saved is None or not (found := saved_overrides(overrides, saved)):
+    if saved is None or not (stored := saved_overrides(overrides, saved)):
         return overrides
     with refusals(), _initialized(config_dir):
-        more = changed_presets(saved, [*found, *overrides], lambda each: compose("config", overrides=each))
-    return [*more, *found, *overrides]
+        more = changed_presets(saved, [*stored, *overrides], lambda each: compose("config", overrides=each))
+    return [*more, *stored, *overrides]
 
 
 def with_whole_numbers(overrides: list[str]) -> list[str]:

@@ -133,16 +133,16 @@ def _between(least: float, most: float) -> str:
 @cache
 def _comments(schema: type) -> dict[str, str]:
     """Return the comments after the fields of a dataclass and its bases, in their source."""
-    found: dict[str, str] = {}
-    for each in reversed(schema.__mro__):
-        if not is_dataclass(each):
+    comments: dict[str, str] = {}
+    for base in reversed(schema.__mro__):
+        if not is_dataclass(base):
             continue
         try:
-            source = textwrap.dedent(inspect.getsource(each))
+            source = textwrap.dedent(inspect.getsource(base))
         except (OSError, TypeError):  # without source, such as a class of a notebook
             continue
         lines = source.splitlines()
         for token in tokenize.generate_tokens(io.StringIO(source).readline):
             if token.type == tokenize.COMMENT:
-                found[lines[token.start[0] - 1].partition(":")[0].strip()] = token.string.lstrip("# ")
-    return found
+                comments[lines[token.start[0] - 1].partition(":")[0].strip()] = token.string.lstrip("# ")
+    return comments

@@ -102,16 +102,16 @@ def flag_refusal(flag: str, value: str | None = None) -> str | None:
     word = {"-cp": "config_path", "-cn": "config_name"}.get(flag, word)  # Hydra's
     leaves = [key for key in known_keys() if key.split(".")[-1] == word]
     if word in (*SCHEMAS, "experiment"):
-        given = f"give {word}={value or 'PRESET'}"
+        advice = f"give {word}={value or 'PRESET'}"
     elif word in known_keys() or len(leaves) == 1:
-        given = f"give {leaves[0] if len(leaves) == 1 else word}={value or 'VALUE'}"
+        advice = f"give {leaves[0] if len(leaves) == 1 else word}={value or 'VALUE'}"
     elif "." in word or leaves:
-        given = unknown_key(word)
+        advice = unknown_key(word)
     elif word.lower() in other_tools.KEYS:
-        given = f"give {other_tools.KEYS[word.lower()]}={value or 'VALUE'}"
+        advice = f"give {other_tools.KEYS[word.lower()]}={value or 'VALUE'}"
     else:
         return f"{flag}: {way}" if (way := other_tools.hint(word)) else None
-    return f"{flag}: settings are KEY=VALUE, without dashes; {given}"
+    return f"{flag}: settings are KEY=VALUE, without dashes; {advice}"
 
 
 def _missing_preset(error: MissingConfigException) -> str:

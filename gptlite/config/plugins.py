@@ -99,16 +99,16 @@ def as_override(names: Iterable[str]) -> str:
     return f"plugins=[{','.join(map(hydra_value, names))}]"
 
 
-def refuse_foreign(overrides: Iterable[object], where: object, given: Container[str] = ()) -> None:
+def refuse_foreign(overrides: Iterable[object], where: object, overridden: Container[str] = ()) -> None:
     """Raise ConfigError if an override stored in `where` may run code, if it reads the environment and its key is not
-    in `given`, or if the stored overrides request plugins that have not been imported."""
+    in `overridden`, or if the stored overrides request plugins that have not been imported."""
     texts = [str(each) for each in overrides]
-    for each in texts:
-        if may_run_code(each):
-            raise ConfigError(f"{where}: the stored override {each!r:.80} may run code; remove it there")
-        if (key := each.partition("=")[0].lstrip("+~")) not in given and RESOLVER.search(each):
+    for text in texts:
+        if may_run_code(text):
+            raise ConfigError(f"{where}: the stored override {text!r:.80} may run code; remove it there")
+        if (key := text.partition("=")[0].lstrip("+~")) not in overridden and RESOLVER.search(text):
             raise ConfigError(
-                f"{where}: the stored override {each!r:.80} reads what is outside the configuration; give {key}=VALUE"
+                f"{where}: the stored override {text!r:.80} reads what is outside the configuration; give {key}=VALUE"
             )
     refuse_unnamed(named_in(texts), where)
 

@@ -31,15 +31,15 @@ def saved_overrides(arguments: list[str], config: Config | None = None) -> list[
     config = config or saved_config(arguments)
     if config is None:
         return []
-    run, given, saved = config.run, values_of(arguments), saved_file(arguments)
-    refuse_foreign(run.overrides, saved.parent, given)
+    run, settings, saved = config.run, values_of(arguments), saved_file(arguments)
+    refuse_foreign(run.overrides, saved.parent, settings)
     candidates = [*run.overrides, f"run.name={hydra_value(run.name)}"]
     kept = {key_of(c): c for c in candidates}
     for new, old in (LENGTHS, LENGTHS[::-1]):
-        if given.get(new, "null") != "null":
+        if settings.get(new, "null") != "null":
             kept.pop(old, None)
     # If `arguments` choose a preset, drop the group's saved keys too, since the new preset may not have them.
-    kept = {key: c for key, c in kept.items() if key not in given and key.partition(".")[0] not in given}
+    kept = {key: c for key, c in kept.items() if key not in settings and key.partition(".")[0] not in settings}
     if any((saved.parent / "checkpoints").glob("step-*")):
         # The run resumes from its own checkpoints, not from the one it started from.
         kept = {key: c for key, c in kept.items() if key not in ("checkpoint.resume", "checkpoint.load")}

@@ -64,8 +64,10 @@ def from_yaml(text: str, where: object = "this configuration", *, imports: bool 
         raw: Any = checked(OmegaConf.to_container(OmegaConf.create(text), resolve=False), _Saved)
         # Overrides are set at the end, unresolved: they may contain interpolations, which merging would resolve.
         names, overrides = raw.pop("schemas"), raw["run"].pop("overrides")
-        if found := next(_interpolated(raw), None):
-            raise ConfigError(f"{where}: {found} is an interpolation, which a saved configuration does not have")
+        if interpolation := next(_interpolated(raw), None):
+            raise ConfigError(
+                f"{where}: {interpolation} is an interpolation, which a saved configuration does not have"
+            )
         plugins = raw.get("plugins", [])
         import_plugins(plugins if imports else [])  # plugins may have registered the saved schemas
         refuse_unnamed(plugins, where)
@@ -83,9 +85,9 @@ def from_yaml(text: str, where: object = "this configuration", *, imports: bool 
                 )
         for group, name in names.items():
             if name not in SCHEMAS[group]:
-                found = f"{group}={name.removesuffix('_schema')}"
+                choice = f"{group}={name.removesuffix('_schema')}"
                 raise ConfigError(
-                    f"{where} has {found}, which no plugin or installed package registers; install its package"
+                    f"{where} has {choice}, which no plugin or installed package registers; install its package"
                 )
         schemas = tuple((group, SCHEMAS[group][name]) for group, name in names.items())
         result = OmegaConf.to_object(OmegaConf.merge(_defaults(schemas), raw))

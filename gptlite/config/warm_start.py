@@ -27,9 +27,9 @@ def model_overrides(overrides: list[str]) -> list[str]:
     model=PRESET, which the run compares with the checkpoint, and if the checkpoint cannot be read; then the run
     raises the error. Raises PluginsNotNamed if the checkpoint's plugins have not been imported.
     """
-    given = values_of(overrides)
-    resume = given.get("checkpoint.resume", "auto")
-    if given.get("checkpoint.load") != "weights" or resume in ("auto", "never") or "model" in given:
+    settings = values_of(overrides)
+    resume = settings.get("checkpoint.resume", "auto")
+    if settings.get("checkpoint.load") != "weights" or resume in ("auto", "never") or "model" in settings:
         return []
     from gptlite.checkpoint.find import candidates  # imported only if needed, to keep composition fast
 
@@ -41,6 +41,6 @@ def model_overrides(overrides: list[str]) -> list[str]:
     except (OSError, ValueError):
         return []
     model, optimizer = saved.model, schema_names(saved)["optimizer"].removesuffix("_schema")
-    values = [f"model.{key}={override_value(value)}" for key, value in leaves(model) if f"model.{key}" not in given]
+    values = [f"model.{key}={override_value(value)}" for key, value in leaves(model) if f"model.{key}" not in settings]
     # The optimizer is copied too, since the model's preset, which is not copied, may have chosen it.
-    return [*([f"optimizer={optimizer}"] if "optimizer" not in given else []), *values]
+    return [*([f"optimizer={optimizer}"] if "optimizer" not in settings else []), *values]

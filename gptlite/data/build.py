@@ -226,11 +226,11 @@ def _run_recipe(config: CorpusConfig, folder: Path, log: Log) -> None:
     # A recipe is a separate program. It runs with this Python and this gptlite, installed or not.
     script, source = find_recipe(config.corpus), _source(config)
     arguments = {"output": folder, "tokenizer": config.tokenizer, "vocab_size": config.vocab_size, "path": source}
-    given = [f"{name}={value}" for name, value in (arguments | config.arguments).items() if value is not None]
+    options = [f"{name}={value}" for name, value in (arguments | config.arguments).items() if value is not None]
     paths = [str(Path(gptlite.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
     last = ""
     with subprocess.Popen(
-        [sys.executable, "-u", str(script), *given],  # -u: unbuffered, so lines arrive when printed
+        [sys.executable, "-u", str(script), *options],  # -u: unbuffered, so lines arrive when printed
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -75,15 +75,15 @@ class Era:
         old = {name: f"{name} (was)" for name in sets}
         return replace(self, sets={names.get(each.data, old.get(n, n)): each for n, each in self.sets.items()})
 
-    def _moved(self, each: DataSet, count: int, new: "Era") -> DataSet:
+    def _moved(self, data_set: DataSet, count: int, new: "Era") -> DataSet:
         """Return the set with weight 0, at the position where `new` continues it after `count` samples of this era."""
-        if not (samples := each.num_samples(self.sequence_length)):
-            return replace(each, weight=0.0)
-        epochs, position = divmod(each.position + count, samples)
-        epoch = each.epoch + epochs
+        if not (samples := data_set.num_samples(self.sequence_length)):
+            return replace(data_set, weight=0.0)
+        epochs, position = divmod(data_set.position + count, samples)
+        epoch = data_set.epoch + epochs
         if new.sequence_length != self.sequence_length and position:  # no chunk of the new length starts there
             epoch, position = epoch + 1, 0
-        return replace(each, weight=0.0, epoch=epoch, position=position)
+        return replace(data_set, weight=0.0, epoch=epoch, position=position)
 
     def to_json(self) -> dict[str, Any]:
         """Return the era as a JSON-compatible dict for `from_json`."""

@@ -111,12 +111,12 @@ def open_llmc(path: Path) -> np.ndarray:
 
 
 def cut_at_ends(
-    files: Sequence[tuple[Path, np.ndarray]], eod: int, vocab_size: int, before: bool, found: Found, progress: Progress
+    files: Sequence[tuple[Path, np.ndarray]], eod: int, vocab_size: int, before: bool, counts: Found, progress: Progress
 ) -> Iterator[Batch]:
     """Yield the documents of consecutive files, cut after each `eod`.
 
     With `before`, documents begin with `eod`: the first `eod` is dropped and one is added at the very end. Otherwise an
-    unfinished last document gets an `eod` and is counted in `found`. Raises ConfigError for a token outside the
+    unfinished last document gets an `eod` and is counted in `counts`. Raises ConfigError for a token outside the
     vocabulary.
     """
     pending: list[np.ndarray] = []  # tokens of the unfinished document
@@ -136,12 +136,12 @@ def cut_at_ends(
                 pending = []
             pending.append(ids[ends[-1] :] if ends.size else ids)
     if rest := sum(part.size for part in pending):
-        found.unended += not before
+        counts.unended += not before
         yield Batch(np.concatenate([*pending, np.array([eod], dtype=np.int32)]), np.array([rest + 1]))
 
 
 def megatron_documents(
-    dataset: IndexedDataset, eod: int, vocab_size: int, found: Found, progress: Progress
+    dataset: IndexedDataset, eod: int, vocab_size: int, counts: Found, progress: Progress
 ) -> Iterator[Batch]:
     """Yield a Megatron dataset's documents, each with its sequences joined, as `cut_at_stops` does. Raises ConfigError
     for a sequence that is not text."""
@@ -151,21 +151,21 @@ def megatron_documents(
     def stops() -> Iterator[np.ndarray]:
         before = 0
         for start in range(0, dataset.num_documents, _DOCUMENTS):
-            found = dataset.document_stops(start, min(start + _DOCUMENTS, dataset.num_documents))
-            if np.diff(found, prepend=before).min() < 0:
+            positions = dataset.document_stops(start, min(start + _DOCUMENTS, dataset.num_documents))
+            if np.diff(positions, prepend=before).min() < 0:
                 dataset.check_index(0, len(dataset.lengths) + dataset.num_documents)  # raises, with the position
-            before = int(found[-1])
-            yield found
+            before = int(positions[-1])
+            yield positions
 
-    return cut_at_stops(dataset.bin, dataset.tokens, stops(), eod, vocab_size, found, progress)
+    return cut_at_stops(dataset.bin, dataset.tokens, stops(), eod, vocab_size, counts, progress)
 
 
 def datatrove_documents(
-    path: Path, tokens: np.ndarray, ends: np.ndarray, eod: int, vocab_size: int, found: Found, progress: Progress
+    path: Path, tokens: np.ndarray, ends: np.ndarray, eod: int, vocab_size: int, counts: Found, progress: Progress
 ) -> Iterator[Batch]:
     """Yield the documents of a .ds file that end at `ends`, as `cut_at_stops` does."""
     stops = (ends[start : start + _DOCUMENTS] for start in range(0, len(ends), _DOCUMENTS))
-    return cut_at_stops(path, tokens, stops, eod, vocab_size, found, progress)
+    return cut_at_stops(path, tokens, stops, eod, vocab_size, counts, progress)
 
 
 def cut_at_stops(
@@ -174,7 +174,7 @@ def cut_at_stops(
     stops: Iterable[np.ndarray],
     eod: int,
     vocab_size: int,
-    found: Found,
+    counts: Found,
     progress: Progress,
 ) -> Iterator[Batch]:
     """Yield the documents of `tokens`, which end at `stops`, int64[D] at a time. Empty ones are left out and counted.
@@ -188,13 +188,13 @@ def cut_at_stops(
         ids = checked(tokens[before : each[-1]], path, before, vocab_size)
         before = int(each[-1])
         progress.add(ids.size * tokens.itemsize)
-        found.empty += int((lengths == 0).sum())
+        counts.empty += int((lengths == 0).sum())
         lengths = lengths[lengths > 0]
         if not lengths.size:
             continue
         ends = np.cumsum(lengths)
         unended = ids[ends - 1] != eod
-        found.unended += int(unended.sum())
+        counts.unended += int(unended.sum())
         # np.insert takes positions in `ids` before any insertion
         yield Batch(np.insert(ids, ends[unended], eod), lengths + unended)
 

@@ -287,13 +287,13 @@ class IndexedDataset:
         ends = pointers[:-1] + lengths[:-1].astype(np.int64) * self.dtype.itemsize
         if (wrong := np.flatnonzero(pointers[1:] != ends)).size:
             n = int(wrong[0])
-            words = f"sequence {start + n + 1} starts at byte {pointers[n + 1]}, but the previous one ends at {ends[n]}"
-            raise damaged(self.idx, words)
+            fault = f"sequence {start + n + 1} starts at byte {pointers[n + 1]}, but the previous one ends at {ends[n]}"
+            raise damaged(self.idx, fault)
         indices = self.document_indices[start : stop + 1]
         if (wrong := np.flatnonzero(indices[1:] < indices[:-1])).size:
             n = int(wrong[0])
-            words = f"document {start + n} starts at sequence {indices[n]}, but ends before sequence {indices[n + 1]}"
-            raise damaged(self.idx, words)
+            fault = f"document {start + n} starts at sequence {indices[n]}, but ends before sequence {indices[n + 1]}"
+            raise damaged(self.idx, fault)
 
     def _map_tokens(self) -> np.ndarray:
         size, sequences = file_size(self.bin), len(self.lengths)

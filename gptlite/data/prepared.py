@@ -93,7 +93,7 @@ def open_blend(blend: Mapping[str, float], sequence_length: int, beside: str | N
     if beside is not None:
         tokenizer, first = load_tokenizer(Path(beside).expanduser() / TOKENIZER), beside
     for name, weight in blend.items():
-        its, each, hashes[name] = _open(Path(name).expanduser(), name, weight, sequence_length)
+        its, token_set, hashes[name] = _open(Path(name).expanduser(), name, weight, sequence_length)
         tokenizer, first = (its, name) if tokenizer is None else (tokenizer, first)
         if its.fingerprint != tokenizer.fingerprint:
             words = [f"{each.kind} vocabulary of {each.vocab_size}" for each in (its, tokenizer)]
@@ -101,9 +101,9 @@ def open_blend(blend: Mapping[str, float], sequence_length: int, beside: str | N
                 f"data.blend: {name} has another tokenizer ({words[0]}) than {first} ({words[1]}); "
                 "prepare both with the same tokenizer"
             )
-        if same := next((other for other in sets if other.data == each.data), None):
+        if same := next((other for other in sets if other.data == token_set.data), None):
             raise ConfigError(f"data.blend: {name} has the same tokens as {same.name}; keep one, and add the weights")
-        sets.append(each)
+        sets.append(token_set)
     assert tokenizer is not None
     identity = make_identity("tokens", tokenizer, sequence_length, folders=hashes)
     only = sets[0].name if len(sets) == 1 else None

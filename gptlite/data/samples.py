@@ -87,12 +87,12 @@ def open_samples(config: DatasetConfig) -> SampleSets:
         raise ConfigError(f"{key}: opening it returned {type(opened).__name__}; return (training, validation)")
     train, validation = opened
     sets = dict(validation) if isinstance(validation, Mapping) else {source.name: validation}
-    for name, each in {"training": train, **sets}.items():
-        if not hasattr(each, "__getitem__") or not hasattr(each, "__len__"):
-            raise ConfigError(f"{key}: the {name} dataset, {type(each).__name__}, lacks __getitem__ or __len__")
-        if len(each) < 1:
-            raise ConfigError(f"{key}: the {name} dataset has length {len(each)}; it needs at least one sample")
-        split(key, _collated(each, [_sample(key, each, 0)], key))
+    for name, dataset in {"training": train, **sets}.items():
+        if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+            raise ConfigError(f"{key}: the {name} dataset, {type(dataset).__name__}, lacks __getitem__ or __len__")
+        if len(dataset) < 1:
+            raise ConfigError(f"{key}: the {name} dataset has length {len(dataset)}; it needs at least one sample")
+        split(key, _collated(dataset, [_sample(key, dataset, 0)], key))
     about: Identity = {"corpus": source.name, "tokenizer": "none", "sequence_length": "1"}
     return SampleSets(source.name, train, sets, about | {"train": _digest(config, train)})
 
@@ -103,11 +103,11 @@ def _digest(config: DatasetConfig, dataset: Any) -> str:
     A dataset without a fingerprint is identified by the settings that its schema adds to DatasetConfig.
     """
     # Hugging Face's datasets have `_fingerprint`.
-    found = getattr(dataset, "fingerprint", getattr(dataset, "_fingerprint", None))
-    if found is None:
+    fingerprint = getattr(dataset, "fingerprint", getattr(dataset, "_fingerprint", None))
+    if fingerprint is None:
         common = set(DatasetConfig.__dataclass_fields__)
-        found = sorted((key, value) for key, value in asdict(config).items() if key not in common)
-    return hashlib.sha256(f"{len(dataset)} {found}".encode()).hexdigest()
+        fingerprint = sorted((key, value) for key, value in asdict(config).items() if key not in common)
+    return hashlib.sha256(f"{len(dataset)} {fingerprint}".encode()).hexdigest()
 
 
 def split(key: str, batch: Any) -> tuple[Any, Tensor]:

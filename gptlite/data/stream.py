@@ -77,12 +77,12 @@ class SampleStream:
         samples = np.asarray(samples, dtype=np.int64)
         if samples.size and samples.min() < 0:
             raise IndexError(f"sample {samples.min()} is below 0")
-        found = np.empty((3, *samples.shape), dtype=np.int64)
+        locations = np.empty((3, *samples.shape), dtype=np.int64)
         in_era = np.searchsorted(self._starts, samples, side="right") - 1
         for index in np.unique(in_era):
             rows = in_era == index
-            found[:, rows] = self._locate_in(int(index), samples[rows])
-        return found[0], found[1], found[2]
+            locations[:, rows] = self._locate_in(int(index), samples[rows])
+        return locations[0], locations[1], locations[2]
 
     def read(self, samples: np.ndarray) -> np.ndarray:
         """Return the tokens of `samples`, int64[N]: [N, L + 1] in the data's dtype, for L inputs and L shifted targets.
@@ -124,13 +124,13 @@ class SampleStream:
             sets, counts = np.zeros_like(samples), places
         else:
             sets, counts = self._draw(index, places)
-        found = np.empty((3, len(samples)), dtype=np.int64)
+        locations = np.empty((3, len(samples)), dtype=np.int64)
         for number in np.unique(sets):
             name, each = active[number]
             rows = sets == number
-            found[0, rows] = self.names.index(name)
-            found[1:, rows] = self._order(each, counts[rows], era.sequence_length)
-        return found
+            locations[0, rows] = self.names.index(name)
+            locations[1:, rows] = self._order(each, counts[rows], era.sequence_length)
+        return locations
 
     def _draw(self, index: int, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the active set of each sample, and the number of that set's earlier samples in the era.
@@ -149,18 +149,20 @@ class SampleStream:
     def _assign(self, index: int, block: int) -> tuple[np.ndarray, np.ndarray]:
         return self._plans[index].assign(block, self.seed, self.eras[index].start)
 
-    def _order(self, each: DataSet, counts: np.ndarray, length: int) -> np.ndarray:
+    def _order(self, data_set: DataSet, counts: np.ndarray, length: int) -> np.ndarray:
         """Return the epoch and chunk of samples of a set: int64[2, N].
 
         `counts` are the numbers of earlier samples of the set in the era.
         """
-        size = each.num_samples(length)
-        epochs, positions = np.divmod(counts + each.position, size)
+        size = data_set.num_samples(length)
+        epochs, positions = np.divmod(counts + data_set.position, size)
         chunks = np.empty_like(counts)
         for epoch in np.unique(epochs):
             rows = epochs == epoch
-            chunks[rows] = permute(positions[rows], size, order_key(self.seed, each.data, each.epoch + int(epoch)))
-        return np.stack([epochs + each.epoch, chunks])
+            chunks[rows] = permute(
+                positions[rows], size, order_key(self.seed, data_set.data, data_set.epoch + int(epoch))
+            )
+        return np.stack([epochs + data_set.epoch, chunks])
 
 
 def num_chunks(tokens: np.ndarray, length: int) -> int:

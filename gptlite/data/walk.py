@@ -19,7 +19,7 @@ def files_below(folder: Path, key: str, suffixes: Iterable[str] = (), *, hidden:
     def unreadable(error: OSError) -> None:
         raise ConfigError(f"{key}: {system_error(error, 'make it readable, or give another folder')}")
 
-    found = []
+    paths = []
     for parent, folders, names in os.walk(folder, onerror=unreadable, followlinks=True):
         if not hidden:
             folders[:] = [name for name in folders if not name.startswith(".")]
@@ -31,8 +31,8 @@ def files_below(folder: Path, key: str, suffixes: Iterable[str] = (), *, hidden:
             if (wanted or not path.suffix) and (hidden or not name.startswith(".")):
                 refuse_broken_link(key, path)
                 if wanted and path.is_file():  # no devices or pipes, which may never end
-                    found.append(path)
-    return sorted(found)
+                    paths.append(path)
+    return sorted(paths)
 
 
 def refuse_broken_link(key: str, path: Path) -> None:

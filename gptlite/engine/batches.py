@@ -66,7 +66,7 @@ def micro_batches(batch: Any, size: int | None) -> list[SampleBatch]:
     target, or if the first dims of the tensors differ.
     """
     several = isinstance(batch, list) and not any(isinstance(each, Tensor) for each in batch)
-    found: list[SampleBatch] = []
+    parts: list[SampleBatch] = []
     for each in batch if several else [batch]:
         x, targets = split("batch", each)
         sizes = {leaf.shape[0] if leaf.dim() else 0 for leaf in tree_leaves((x, targets))}
@@ -79,10 +79,10 @@ def micro_batches(batch: Any, size: int | None) -> list[SampleBatch]:
         for start in range(0, total, size or total):
             rows = slice(start, start + (size or total))
             mine, theirs = tree_map(lambda leaf, rows=rows: leaf[rows], (x, targets))
-            found.append(SampleBatch(mine, theirs, torch.arange(len(theirs))))
-    if not found:
+            parts.append(SampleBatch(mine, theirs, torch.arange(len(theirs))))
+    if not parts:
         raise ConfigError("batch: the list is empty; give (input, target), a dict of tensors, or a list of these")
-    return found
+    return parts
 
 
 def agreed_samples(batches: Sequence[SampleBatch], mesh: Mesh) -> int:

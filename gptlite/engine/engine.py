@@ -235,13 +235,13 @@ class Engine:
         self._checkpointer.finish()
         mesh, state, path = self._mesh, self._state, str(folder or self.config.run.dir)
         check = partial(verify_together, log=self._log, mesh=mesh)
-        found = first_intact(from_main(mesh, lambda: candidates(path, "folder")), path, "folder", self._log, check)
+        checkpoint = first_intact(from_main(mesh, lambda: candidates(path, "folder")), path, "folder", self._log, check)
         tensors = state.tensors()
-        load_tensors(found, tensors, verified=True, log=self._log, mesh=mesh)
-        meta = from_main(mesh, lambda: read_manifest(found).meta)
+        load_tensors(checkpoint, tensors, verified=True, log=self._log, mesh=mesh)
+        meta = from_main(mesh, lambda: read_manifest(checkpoint).meta)
         for note in (*state.take(tensors), *state.load_meta(meta)):
             self._log(note)
-        self._own.add(found.resolve())
+        self._own.add(checkpoint.resolve())
         return Loaded(state.step, meta.get("extra", {}))
 
     def close(self) -> None:

@@ -30,23 +30,23 @@ def compose(model: Any, optimizer: str, config: Iterable[str]) -> Config:
         raise ConfigError(f"model={model!r:.60} is {type(model).__name__}; give an nn.Module")
     if not isinstance(optimizer, str):
         raise ConfigError(f"optimizer={optimizer!r:.60} is {type(optimizer).__name__}; give a preset's name (adamw)")
-    given = list(config)
-    if isinstance(config, str) or not all(isinstance(each, str) for each in given):
+    overrides = list(config)
+    if isinstance(config, str) or not all(isinstance(each, str) for each in overrides):
         raise ConfigError(f"config={config!r:.60} is not a list of strings; give, e.g., config=['parallelism=zero2']")
-    for key in map(key_of, given):
+    for key in map(key_of, overrides):
         if key.split(".")[0] in LOOP and key not in TAKEN:
             raise ConfigError(
                 f"config: {key} has no effect outside gptlite's own training loop; initialize takes {', '.join(TAKEN)}"
             )
-    plugins = [PLUGIN, *named_in(given)]
+    plugins = [PLUGIN, *named_in(overrides)]
     base = ["model=module", "data=batches", "schedule=constant", as_override(plugins)]
     base += [f"model.name={hydra_value(type(model).__name__)}", f"optimizer={hydra_value(optimizer)}"]
     if isinstance(model, nn.Sequential):
         base.append(f"model.num_blocks={len(model)}")
-    given = with_deepspeed([each for each in given if key_of(each) != "plugins"])
-    if not any(key_of(each) == "schedule" for each in given):
+    overrides = with_deepspeed([each for each in overrides if key_of(each) != "plugins"])
+    if not any(key_of(each) == "schedule" for each in overrides):
         base.append("schedule.warmup_steps=0")
-    settings = load([*base, *given])
+    settings = load([*base, *overrides])
     if settings.parallelism.auto:
         raise ConfigError("parallelism=auto: the planner needs a model that reads tokens; give a preset, such as zero2")
     return settings

@@ -57,13 +57,13 @@ def refuse_ties(spec: ModuleSpec, config: Any, layout: ParallelismConfig, mesh: 
         return next((prefix for prefix in prefixes if name.startswith(prefix)), "")
 
     for other, first in spec.tied(config).items():
-        words = f"the module holds one parameter under two names, {first} and {other}"
+        problem = f"the module holds one parameter under two names, {first} and {other}"
         if layout.pipeline > 1:
-            raise ConfigError(f"parallelism.pipeline={layout.pipeline}: {words}; use parallelism.pipeline=1")
+            raise ConfigError(f"parallelism.pipeline={layout.pipeline}: {problem}; use parallelism.pipeline=1")
         if unit(first) != unit(other) and (mesh.fsdp_size > 1 or layout.offload is not Offload.none):
             raise ConfigError(
-                f"parallelism: {words}, which are not in the same block and so are gathered separately; move both into "
-                "one block, or both out of the blocks, or train on one rank without offload"
+                f"parallelism: {problem}, which are not in the same block and so are gathered separately; move both "
+                "into one block, or both out of the blocks, or train on one rank without offload"
             )
 
 

@@ -99,12 +99,12 @@ def rank_ending(
                 return Ended(results[0].get("exit_code", 128 + requests.received), killed=requests.insisted)
             if not failures and "exit_code" in results[0]:
                 return Ended(results[0]["exit_code"])
-            words = blame(failures, folder, Path(config.run.dir).expanduser())
+            message = blame(failures, folder, Path(config.run.dir).expanduser())
             # A library thread aborts instead of raising. The peak recorded before shows whether memory was the cause.
             near = {rank for rank in failures if was_near(folder / f"memory-{rank}", config.trainer.host_memory_limit)}
             shortage = _memory(results, failures, kernel_kills() > kills, near)
-            reason, ran_out = shortage or words.splitlines()[0], bool(shortage)
-            print(shortage or words, file=sys.stderr)
+            reason, ran_out = shortage or message.splitlines()[0], bool(shortage)
+            print(shortage or message, file=sys.stderr)
             if ran_out:
                 print(*advise(), sep="\n", file=sys.stderr)
             if requests.received:

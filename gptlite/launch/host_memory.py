@@ -57,12 +57,12 @@ def _set_limit(most: int | None) -> None:
 
 def out_of_memory(error: BaseException) -> str:
     """Return a one-line reason if an exception, or one in its chain of causes, is an out-of-memory failure; else ""."""
-    for each in _chain(error):
-        text = text_of(each)
-        if type(each).__name__ == "OutOfMemoryError" or DEVICE.search(text):  # by name, as torch is not imported here
+    for cause in _chain(error):
+        text = text_of(cause)
+        if type(cause).__name__ == "OutOfMemoryError" or DEVICE.search(text):  # by name, as torch is not imported here
             free = FREE.search(text)
             return f"CUDA memory ran out{_asked(text)}{f', {free[1]} free' if free else ''}"
-        if isinstance(each, MemoryError) or HOST.search(text):
+        if isinstance(cause, MemoryError) or HOST.search(text):
             return f"host memory ran out{_asked(text)}"
         if KERNEL.search(text):
             return "memory ran out while allocating a kernel's result"

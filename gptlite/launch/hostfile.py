@@ -118,16 +118,16 @@ def check_slots(config: Config, hosts: Sequence[Host], file: str) -> None:
 
 def this_machine(hosts: Sequence[Host], file: str, is_here: Callable[[str], bool] | None = None) -> int:
     """Return this machine's index in `hosts`. Raises ConfigError if the machine is not listed, or more than once."""
-    found = [index for index, host in enumerate(hosts) if (is_here or names_this_machine)(host.name)]
-    names = [hosts[index].name for index in found]
+    indices = [index for index, host in enumerate(hosts) if (is_here or names_this_machine)(host.name)]
+    names = [hosts[index].name for index in indices]
     if len(hosts) > 1 and (loopback := [each for each in names if re.match(r"localhost$|127\.|::1$", each)]):
         raise ConfigError(f"{file}: other machines cannot reach {loopback[0]}; give this machine's name or address")
-    if len(found) > 1:
+    if len(indices) > 1:
         raise ConfigError(f"{file}: {' and '.join(names)} are all this machine; write one line with all its slots")
-    if not found:
+    if not indices:
         listed = ", ".join(host.name for host in hosts)
         raise ConfigError(f"{file}: this machine, {socket.gethostname()}, is not among {listed}; add a line for it")
-    return found[0]
+    return indices[0]
 
 
 def names_this_machine(host: str) -> bool:

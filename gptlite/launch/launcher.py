@@ -76,12 +76,12 @@ def with_known_vocabulary(config: Config, guess: bool) -> Config:
     unset = config.data.unit == "tokens" and spec_of(config.model).vocab_size(config.model) is None
     if not prepared and not (unset and guess):
         return config
-    found = find_vocabulary(config.data, lambda _: None)
-    if found.assumed and not unset:
+    vocabulary = find_vocabulary(config.data, lambda _: None)
+    if vocabulary.assumed and not unset:
         return config
-    if not found.assumed:
-        refuse_larger_vocabulary(config, found.size)
-    return with_vocabulary(config, found.size)
+    if not vocabulary.assumed:
+        refuse_larger_vocabulary(config, vocabulary.size)
+    return with_vocabulary(config, vocabulary.size)
 
 
 def start_ranks(

@@ -30,12 +30,12 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 T = TypeVar("T")
 
 
-def exit_code(folder: Path, *given: object) -> int:
+def exit_code(folder: Path, *arguments: object) -> int:
     """Train, and return only the exit code. `folder` has the banner's words on memory."""
     from gptlite.pretrain import pretrain
 
     memory = (folder / MEMORY).read_text(encoding="utf-8")
-    return pretrain(*given, memory=memory).exit_code  # type: ignore[arg-type]
+    return pretrain(*arguments, memory=memory).exit_code  # type: ignore[arg-type]
 
 
 def main(arguments: list[str], pretrain: Callable[..., int] | None = None) -> NoReturn:

@@ -84,12 +84,12 @@ def _pieces(source: Source, place: Place, cutting: Cutting, tokenizer: Tokenizer
     at = place
     try:
         if source.format == "parquet":
-            found = parquet_pieces(source, place, cutting.column)
+            pieces = parquet_pieces(source, place, cutting.column)
         elif source.format == "text" and not cutting.separator:
-            found = _document(source, place, cutting.max_record_bytes, tokenizer)
+            pieces = _document(source, place, cutting.max_record_bytes, tokenizer)
         else:
-            found = _Records(source, place, cutting).pieces()
-        for piece, after, read in found:
+            pieces = _Records(source, place, cutting).pieces()
+        for piece, after, read in pieces:
             yield piece, after, read
             at = after
     except OSError as error:

@@ -26,28 +26,28 @@ class Source:
     modified_ns: int
 
 
-def find_sources(given: str, format: str) -> list[Source]:
+def find_sources(inputs: str, format: str) -> list[Source]:
     """Return the files of `input=`, in the order of their documents in the output.
 
-    `given` is a file, a folder (all files below it with a known suffix, except hidden ones), a glob, `-`, or several of
-    these separated by commas. Files of one folder or glob are sorted by path. `format=auto` uses each file's suffix,
+    `inputs` is a file, a folder (all files below it with a known suffix, except hidden ones), a glob, `-`, or several
+    of these separated by commas. Files of one folder or glob are sorted by path. `format=auto` uses each file's suffix,
     or the suffix before a compression suffix such as .gz. Raises ConfigError for a file that is missing, unreadable or
     given twice.
     """
     if format not in ("auto", *FORMATS):
         raise ConfigError(f"format={format} is not one of auto, {', '.join(FORMATS)}{did_you_mean(format, FORMATS)}")
-    if given == STDIN:
+    if inputs == STDIN:
         if format not in ("jsonl", "text"):
             raise ConfigError(f"input=- needs format=jsonl or format=text; format={format} works only for files")
         return [Source(STDIN, format, 0, 0)]
-    parts = [given] if Path(given).expanduser().exists() else [part for part in given.split(",") if part]
+    parts = [inputs] if Path(inputs).expanduser().exists() else [part for part in inputs.split(",") if part]
     paths = [path for part in parts for path in _expand(part)]
     if not paths:
-        raise ConfigError(f"input={given} is empty; give a file, a folder, a glob or - for standard input")
+        raise ConfigError(f"input={inputs} is empty; give a file, a folder, a glob or - for standard input")
     seen: set[Path] = set()
     for path in paths:
         if path in seen:
-            raise ConfigError(f"input={given} contains {path} twice; give it once")
+            raise ConfigError(f"input={inputs} contains {path} twice; give it once")
         seen.add(path)
     return [_source(path, format) for path in paths]
 
@@ -64,11 +64,11 @@ def _expand(part: str) -> list[Path]:
         return [path]
     if part == STDIN:
         raise ConfigError("input=- cannot be combined with files; give it alone")
-    found = sorted(Path(name) for name in glob.glob(str(path), recursive=True))
-    for each in sorted({each for file in found for each in (file, *file.parents)}):
+    matches = sorted(Path(name) for name in glob.glob(str(path), recursive=True))
+    for each in sorted({each for file in matches for each in (file, *file.parents)}):
         refuse_broken_link("input", each)
         refuse_loop("input", each)
-    files = [file for file in found if file.is_file()]
+    files = [file for file in matches if file.is_file()]
     if not files:
         raise ConfigError(f"input={part} matches no file; give an existing file, folder or glob")
     return files

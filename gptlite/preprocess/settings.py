@@ -45,26 +45,28 @@ class _Saved(TypedDict):
     input: list[_Input]
 
 
-def make_settings(given: Any) -> Settings:
+def make_settings(arguments: Any) -> Settings:
     """Return the settings of a command line, with `tokenizer` left empty. Raises ConfigError if a value is invalid.
 
-    `given` has the keys input, format, field, separator, max_record_bytes and validation_fraction.
+    `arguments` has the keys input, format, field, separator, max_record_bytes and validation_fraction.
     """
-    if not 0 <= given.validation_fraction < 1:
-        value = given.validation_fraction
+    if not 0 <= arguments.validation_fraction < 1:
+        value = arguments.validation_fraction
         raise ConfigError(f"validation_fraction={value} must be at least 0 and below 1, e.g. 0.005")
-    if not 1 <= given.max_record_bytes < 1 << 31:
-        raise ConfigError(f"max_record_bytes={given.max_record_bytes} must be at least 1 and below 2 GiB")
-    if not given.field:
+    if not 1 <= arguments.max_record_bytes < 1 << 31:
+        raise ConfigError(f"max_record_bytes={arguments.max_record_bytes} must be at least 1 and below 2 GiB")
+    if not arguments.field:
         raise ConfigError("field= is empty; give the name of the JSON field or Parquet column with the text")
-    sources = find_sources(given.input, given.format)
-    literal = given.separator
-    if given.separator != BLANK_LINES:
+    sources = find_sources(arguments.input, arguments.format)
+    literal = arguments.separator
+    if arguments.separator != BLANK_LINES:
         for escape, character in (("\\n", "\n"), ("\\t", "\t"), ("\\r", "\r"), ("\\0", "\0")):
             literal = literal.replace(escape, character)
-    if given.separator and not any(source.format == "text" for source in sources):
-        raise ConfigError(f"separator={given.separator} is for text, and input={given.input} has no text files")
-    return Settings(sources, Cutting(given.field, literal, given.max_record_bytes), "", given.validation_fraction)
+    if arguments.separator and not any(source.format == "text" for source in sources):
+        raise ConfigError(f"separator={arguments.separator} is for text, and input={arguments.input} has no text files")
+    return Settings(
+        sources, Cutting(arguments.field, literal, arguments.max_record_bytes), "", arguments.validation_fraction
+    )
 
 
 def read_settings(path: Path) -> dict[str, Any] | None:

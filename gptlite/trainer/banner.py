@@ -146,12 +146,12 @@ def _attention(config: Config, mesh: Mesh, policy: Policy, ops: Ops) -> list[tup
 
 def _optimizer(config: Config) -> str:
     """Return e.g. `adamw: peak rate 0.003, weight decay 0.1, clipped at a gradient norm of 1; schedule ...`."""
-    its = config.optimizer
+    optimizer = config.optimizer
     names = {group: name.removesuffix("_schema") for group, name in schema_names(config).items()}
-    clipped = f"clipped at a gradient norm of {its.clip_norm:g}" if its.clip_norm else "not clipped"
+    clipped = f"clipped at a gradient norm of {optimizer.clip_norm:g}" if optimizer.clip_norm else "not clipped"
     warmup = resolve_warmup_steps(config.schedule, config.trainer.max_steps)
     return (
-        f"{names['optimizer']}: peak rate {its.lr:g}, weight decay {its.weight_decay:g}, {clipped}; "
+        f"{names['optimizer']}: peak rate {optimizer.lr:g}, weight decay {optimizer.weight_decay:g}, {clipped}; "
         f"schedule {names['schedule']}, {counted(warmup, 'step')} of warm-up"
     )
 
@@ -180,12 +180,12 @@ def _share(state: TrainState) -> tuple[dict[str, int], int, list[list[int]]]:
 
 
 def _layout(
-    config: ParallelismConfig, words: str, mesh: Mesh, micro_batches: int, elements: list[int], layers: list
+    config: ParallelismConfig, layout: str, mesh: Mesh, micro_batches: int, elements: list[int], layers: list
 ) -> list[tuple[str, str]]:
     """Return the banner's line on the layout, e.g. `8 ranks on CPU (gloo): pipeline 2 x ...`; no line for one rank."""
     if mesh.world_size == 1:
         return []
-    text = f"{mesh.world_size} ranks on {mesh.device.type.upper()} ({dist.get_backend()}): {words}"
+    text = f"{mesh.world_size} ranks on {mesh.device.type.upper()} ({dist.get_backend()}): {layout}"
     if mesh.size("pp") > 1:
         held = [" + ".join(map(_span, each)) for each in layers[:: mesh.world_size // mesh.size("pp")]]
         text += (

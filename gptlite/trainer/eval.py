@@ -106,12 +106,14 @@ def evaluate(
             if runner.num_stages > 1 and (batch.tokens.shape != seen):
                 seen = batch.tokens.shape
                 shapes = model.boundaries(batch.tokens, runner.slice_length(batch.length), runner.num_stages)
-            found: dict[str, Any] = {}
-            inputs = Inputs(batch.targets, documents=batch.documents, metrics=found)
+            batch_metrics: dict[str, Any] = {}
+            inputs = Inputs(batch.targets, documents=batch.documents, metrics=batch_metrics)
             loss = runner.run(batch.tokens, partial(_forward, model, inputs), shapes, model.dtype)
             if loss is not None and counts and batch.counted:
                 values = torch.stack([loss.double(), model.count(batch.targets).double()])
-                sums += torch.cat([values, metric_values(model.spec, found, values.device)]) if names else values
+                sums += (
+                    torch.cat([values, metric_values(model.spec, batch_metrics, values.device)]) if names else values
+                )
             if progress is not None:
                 progress.add(1)
     nats, tokens, *metrics = all_reduce(sums, mesh).tolist()

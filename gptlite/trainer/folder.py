@@ -187,13 +187,13 @@ class RunFolder:
         keep = self.config.checkpoint.keep
         free = from_main(self.mesh, lambda: shutil.disk_usage(existing(self.path)).free)
         takes = f"a checkpoint takes {size / 1e6:.1f} MB, but only {free / 1e6:.1f} MB are free"
-        words = f"run.dir={self.config.run.dir}: {takes}"
+        message = f"run.dir={self.config.run.dir}: {takes}"
         if free < size:
-            raise ConfigError(f"{words}; free some, or give another run.dir")
+            raise ConfigError(f"{message}; free some, or give another run.dir")
         held = len(step_folders(self.path / "checkpoints")) if self.mesh.is_main else 0
         if self.mesh.is_main and free < (needed := max(1, keep + 1 - held)) * size:
             wanted = counted(needed, "checkpoint")
-            self.log(f"warning: {words}: too little for the {wanted} that checkpoint.keep={keep} needs")
+            self.log(f"warning: {message}: too little for the {wanted} that checkpoint.keep={keep} needs")
 
     def save(self, state: TrainState) -> Path:
         """Save a checkpoint of the state, or start an asynchronous save. Return its folder. Raises SaveFailed."""
@@ -208,20 +208,20 @@ class RunFolder:
         """
         self.finish_saves()
         start = self.resume_from if self.config.checkpoint.load == "all" else None
-        found = self.checkpointer.rewind(spike.first, start, self.log)
-        if found is None:
+        checkpoint = self.checkpointer.rewind(spike.first, start, self.log)
+        if checkpoint is None:
             return None
         tracker, schedule = state.wandb_id, state.loader.schedule
         tensors = state.tensors()
-        load_tensors(found, tensors, verified=True, log=self.log, mesh=self.mesh)
+        load_tensors(checkpoint, tensors, verified=True, log=self.log, mesh=self.mesh)
         state.take(tensors)
-        state.load_meta(from_main(self.mesh, lambda: read_manifest(found).meta))
+        state.load_meta(from_main(self.mesh, lambda: read_manifest(checkpoint).meta))
         # Keep values that the checkpoint may lack: the tracker's run, and the ranges skipped since it was saved.
         state.wandb_id, state.loader.schedule = tracker, schedule.skipping([(spike.first, spike.stop)])
         skipped = spike.first, spike.stop
         from_main(self.mesh, lambda: note_spike(self.path, state.step, spike.step, skipped))
         self.write_order(state)
-        return found
+        return checkpoint
 
     def finish_saves(self) -> None:
         """Wait for the save in progress. Raises SaveFailed if it failed."""
@@ -306,11 +306,11 @@ class RunFolder:
         trainer = self.config.trainer
         step, steps = manifest.meta["step"], trainer.last_step
         if load == "all" and step > steps:
-            words, least = f"{'max_steps' if steps == trainer.max_steps else 'stop_step'}={steps}", f"{step} or more"
+            setting, least = f"{'max_steps' if steps == trainer.max_steps else 'stop_step'}={steps}", f"{step} or more"
             if trainer.max_epochs is not None and steps == trainer.max_steps:
-                words, least = f"max_epochs={trainer.max_epochs:g} ({counted(steps, 'step')})", "more"
+                setting, least = f"max_epochs={trainer.max_epochs:g} ({counted(steps, 'step')})", "more"
             raise ConfigError(
-                f"trainer.{words} is below step {step} of {self.resume_from}; "
+                f"trainer.{setting} is below step {step} of {self.resume_from}; "
                 f"give {least}, or start over in another run.dir"
             )
         return manifest.meta, environment_changes(manifest, self.layout)

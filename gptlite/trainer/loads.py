@@ -30,11 +30,11 @@ class Loads:
         `expert_imbalance` is the maximum over layers of the largest load divided by the mean load. `expert_entropy` is
         the mean over layers of the normalized entropy, 1 for equal loads. `router_loss` is the sum of the losses.
         """
-        found = {
+        values = {
             "expert_imbalance": max(max(row) * len(row) / max(1, sum(row)) for row in self.tokens),
             "expert_entropy": fmean(_entropy(row) for row in self.tokens),
         }
-        return found | ({"router_loss": sum(self.losses)} if any(self.losses) else {})
+        return values | ({"router_loss": sum(self.losses)} if any(self.losses) else {})
 
 
 def _entropy(loads: Sequence[int]) -> float:

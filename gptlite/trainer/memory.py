@@ -85,11 +85,11 @@ class MemoryReport(Observer):
             yield
             with self._excluded():
                 stack.close()
-                found = watch.found()
-                sizes = (found.state.parameters, found.state.gradients, found.state.optimizer, found.activations)
+                peaks = watch.found()
+                sizes = (peaks.state.parameters, peaks.state.gradients, peaks.state.optimizer, peaks.activations)
                 self._sizes = _everyone(sizes, mesh)
-                phases = _everyone(list(found.phases.values()), mesh)
-        self._phases = dict(zip(found.phases, map(max, zip(*phases, strict=True)), strict=True))
+                phases = _everyone(list(peaks.phases.values()), mesh)
+        self._phases = dict(zip(peaks.phases, map(max, zip(*phases, strict=True)), strict=True))
         most = map(max, zip(*self._sizes, strict=True))
         self.row = {f"memory_{name}_bytes": size for name, size in zip(CATEGORIES, most, strict=True)}
 

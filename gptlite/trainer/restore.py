@@ -61,7 +61,7 @@ def restore(
         raise ConfigError(
             f"checkpoint={checkpoint}: the {spec.name} model reads samples, but this command needs a model of tokens"
         )
-    found = _tokenizer(path, checkpoint, tokenizer, config)
+    loaded_tokenizer = _tokenizer(path, checkpoint, tokenizer, config)
     if precision not in Precision.__members__:
         hint = did_you_mean(precision, Precision.__members__)
         raise ConfigError(f"precision={precision} is not one of {', '.join(Precision.__members__)}{hint}")
@@ -72,28 +72,28 @@ def restore(
     for part in parts:
         model.fill_buffers(part, ops, config.seed)
     load_tensors(path, model_tensors(model, parts), strict=False, verified=True, mesh=mesh)
-    return Restored(model, StageRunner([part.eval() for part in parts], mesh, layout), found, config, path)
+    return Restored(model, StageRunner([part.eval() for part in parts], mesh, layout), loaded_tokenizer, config, path)
 
 
-def _tokenizer(path: Path, checkpoint: str, given: str | None, config: Config) -> Tokenizer:
-    """Return the tokenizer of a step folder, or the one `given` for an imported model. Raises ConfigError."""
+def _tokenizer(path: Path, checkpoint: str, spec: str | None, config: Config) -> Tokenizer:
+    """Return the tokenizer of a step folder, or the one of `spec` for an imported model. Raises ConfigError."""
     if (path / "tokenizer").is_dir():
-        if given is not None:
+        if spec is not None:
             raise ConfigError(
-                f"tokenizer={given}: the checkpoint has the tokenizer that it was trained with; leave out tokenizer"
+                f"tokenizer={spec}: the checkpoint has the tokenizer that it was trained with; leave out tokenizer"
             )
         return load_tokenizer(path / "tokenizer")
-    if given is None:
+    if spec is None:
         raise ConfigError(
             f"checkpoint={checkpoint} holds imported weights without a tokenizer; give their tokenizer=PATH, or train "
             f"on your data (checkpoint.resume={checkpoint} checkpoint.load=weights), and give the resulting run"
         )
-    found = find_tokenizer(given)
+    tokenizer = find_tokenizer(spec)
     rows = spec_of(config.model).vocab_size(config.model)
-    if rows is not None and found.vocab_size > rows:
+    if rows is not None and tokenizer.vocab_size > rows:
         raise ConfigError(
-            f"tokenizer={given} has a vocabulary size of {found.vocab_size}, above the model's {rows}; "
+            f"tokenizer={spec} has a vocabulary size of {tokenizer.vocab_size}, above the model's {rows}; "
             f"give the tokenizer of the model"
         )
-    found.begin = found.eod if found.bos is None else found.bos
-    return found
+    tokenizer.begin = tokenizer.eod if tokenizer.bos is None else tokenizer.bos
+    return tokenizer

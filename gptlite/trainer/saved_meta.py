@@ -42,8 +42,8 @@ class _Meta(TypedDict):
 def checked_meta(meta: dict[str, Any]) -> dict[str, Any]:
     """Return a checkpoint's `meta`, with its eras as objects. Raises ConfigError for a value that no run writes."""
     try:
-        found = checked(meta, _Meta)
-        if eras := found.get("data_order"):
+        converted = checked(meta, _Meta)
+        if eras := converted.get("data_order"):
             check_eras(eras, "data_order")
         elif "sequence_length" in meta["data_identity"]:
             checked(meta["data_identity"]["sequence_length"], _Length, "data_identity.sequence_length")
@@ -51,4 +51,4 @@ def checked_meta(meta: dict[str, Any]) -> dict[str, Any]:
         raise ConfigError(
             f"the checkpoint's MANIFEST.json is of no run: meta.{error}; use another checkpoint"
         ) from None
-    return found
+    return converted

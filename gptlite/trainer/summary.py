@@ -163,10 +163,10 @@ def _close(
         lines.append(("best validation", f"{best:.4f} nats per {config.data.unit.removesuffix('s')}"))
     if outcome.evaluation is not None:
         bits = outcome.evaluation.bits_per_byte
-        words = [f"{outcome.evaluation.loss:.4f} nats per {config.data.unit.removesuffix('s')}"]
-        words += [] if bits is None else [f"{bits:.4f} bits per byte"]
-        words += [f"{name} {mean:.4f}" for name, mean in outcome.evaluation.means.items()]
-        lines.append(("last validation", ", ".join(words)))
+        metrics = [f"{outcome.evaluation.loss:.4f} nats per {config.data.unit.removesuffix('s')}"]
+        metrics += [] if bits is None else [f"{bits:.4f} bits per byte"]
+        metrics += [f"{name} {mean:.4f}" for name, mean in outcome.evaluation.means.items()]
+        lines.append(("last validation", ", ".join(metrics)))
     if reporter.spikes:
         steps = ", ".join(str(each["step"]) for each in reporter.spikes)
         skipped = sum(each["skipped_to"] - each["skipped_from"] for each in reporter.spikes)
@@ -194,9 +194,9 @@ def _close(
         run.log(f"           {rise}")
     if capability(state.model.spec, TextGeneration) is not None:
         prompt = config.trainer.sample_prompt.strip()
-        words = [f"checkpoint={command_value(str(run.path))}", *[f"prompt={prompt}"] * bool(prompt)]
-        words += [as_override(config.plugins)] * bool(config.plugins)
-        run.log(f"generate:  {command('generate')} {shlex.join(words)}")
+        options = [f"checkpoint={command_value(str(run.path))}", *[f"prompt={prompt}"] * bool(prompt)]
+        options += [as_override(config.plugins)] * bool(config.plugins)
+        run.log(f"generate:  {command('generate')} {shlex.join(options)}")
 
 
 def _rise(config: Config, step: int) -> str:

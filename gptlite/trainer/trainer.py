@@ -264,14 +264,14 @@ class Trainer:
         self._steps.forget()  # drop steps that began after the spike
         state, spikes = self._state, self._state.spikes
         assert spikes is not None
-        rewinds, words = spikes.rewinds + 1, f"spike at step {spike.step}: {spike.why}"
+        rewinds, message = spikes.rewinds + 1, f"spike at step {spike.step}: {spike.why}"
         if rewinds > spikes.config.max_rewinds:
-            raise Spiked(f"{words}; the run has already been rewound trainer.spike.max_rewinds={rewinds - 1} times")
+            raise Spiked(f"{message}; the run has already been rewound trainer.spike.max_rewinds={rewinds - 1} times")
         with self._reporter.throughput.excluded():
             self._checkpoint = self._folder.rewind(state, spike)
         if self._checkpoint is None:
             raise Spiked(
-                f"{words}; there is no checkpoint from before its samples, {spike.first:,} to {spike.stop - 1:,}; "
+                f"{message}; there is no checkpoint from before its samples, {spike.first:,} to {spike.stop - 1:,}; "
                 "set a smaller checkpoint.interval, and checkpoint.keep=2 or more"
             )
         spikes.rewinds = rewinds  # restoring the checkpoint has reset the count
