@@ -156,13 +156,13 @@ def kernel_task(case: Case, direction: str) -> Task:
 
 def _others(case: Case, direction: str, options: Options) -> dict[str, Task]:
     torchs = case.plain or case.forward
-    found = {"eager": torch_task(torchs, case.leaves, direction)}
+    tasks = {"eager": torch_task(torchs, case.leaves, direction)}
     if options.compile:
         torch.compiler.reset()  # otherwise the second size would be compiled with dynamic shapes
-        found["compiled"] = torch_task(torch.compile(torchs, dynamic=False), case.leaves, direction)
+        tasks["compiled"] = torch_task(torch.compile(torchs, dynamic=False), case.leaves, direction)
     for name, forward in _libraries(case, options.device).items():
-        found[name] = torch_task(forward, case.leaves, direction)
-    return found
+        tasks[name] = torch_task(forward, case.leaves, direction)
+    return tasks
 
 
 def torch_task(forward: Forward, leaves: tuple[str, ...], direction: str) -> Task:
@@ -189,28 +189,28 @@ def _libraries(case: Case, device: str) -> dict[str, Forward]:
     """Return the layer norms of Liger Kernel and Apex, if installed. Both need a GPU."""
     if case.ops[0] != "layer_norm" or device != "cuda":
         return {}
-    found: dict[str, Forward] = {}
+    forwards: dict[str, Forward] = {}
     if find_spec("liger_kernel"):
         liger = import_module("liger_kernel.ops.layer_norm").LigerLayerNormFunction.apply
-        found["Liger"] = lambda each: (liger(each["x"], each["weight"], each["beta"], EPS),)
+        forwards["Liger"] = lambda each: (liger(each["x"], each["weight"], each["beta"], EPS),)
     if find_spec("apex"):
         apex = import_module("apex.normalization.fused_layer_norm").fused_layer_norm_affine
-        found["Apex"] = lambda each: (apex(each["x"], each["weight"], each["beta"], each["weight"].shape, EPS),)
-    return found
+        forwards["Apex"] = lambda each: (apex(each["x"], each["weight"], each["beta"], each["weight"].shape, EPS),)
+    return forwards
 
 
 def _working(tasks: dict[str, Task], inputs: Inputs) -> dict[str, Task]:
     """Run each task once and return those that succeed. Errors are printed; an error of our kernels is raised."""
-    found = {}
+    working = {}
     for name, task in tasks.items():
         try:
             task.call(task.before(inputs))
-            found[name] = task
+            working[name] = task
         except Exception as error:
             if name == "ours":
                 raise
             print(f"{name} left out: {type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}")
-    return found
+    return working
 
 
 HEADER = ("op", "size", "direction", "ours ms", "GB/s", "of copy", "eager", "compiled", "others")

@@ -51,15 +51,19 @@ def refuse_writers(folder: Path) -> None:
     write, as where each user has a group; in a folder with the sticky bit, such as /tmp, only owners exchange entries.
     """
     path = folder.absolute()
-    for each in (path, *path.parents):
+    for directory in (path, *path.parents):
         try:
-            found = each.stat()
+            status = directory.stat()
         except FileNotFoundError:
             continue
-        by_group = found.st_mode & stat.S_IWGRP and found.st_gid not in (os.getgid(), 0)
-        by_others = found.st_mode & stat.S_IWOTH or by_group
-        if found.st_uid not in (os.getuid(), 0) or (by_others and (each == path or not found.st_mode & stat.S_ISVTX)):
-            raise BuildError(f"{each} can be changed by another user; set its owner and mode, or set XDG_CACHE_HOME")
+        by_group = status.st_mode & stat.S_IWGRP and status.st_gid not in (os.getgid(), 0)
+        by_others = status.st_mode & stat.S_IWOTH or by_group
+        if status.st_uid not in (os.getuid(), 0) or (
+            by_others and (directory == path or not status.st_mode & stat.S_ISVTX)
+        ):
+            raise BuildError(
+                f"{directory} can be changed by another user; set its owner and mode, or set XDG_CACHE_HOME"
+            )
 
 
 def temporary_folder(make: bool = False) -> Path:

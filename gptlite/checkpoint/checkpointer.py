@@ -160,13 +160,13 @@ class Checkpointer:
         if resume == "auto" and self.config.load == "all":
             fix = "move the checkpoints away to start over, or set checkpoint.resume to another path"
             return newest_intact(held, str(self.root), fix, log, check) if held else None
-        found = None
+        checkpoint = None
         if resume not in ("auto", "never"):
             key = "checkpoint.resume"
-            choice = from_main(self.mesh, lambda: candidates(resume, key, words=("auto", "never")))
-            found = first_intact(choice, resume, key, log, check)
-        from_main(self.mesh, lambda: self._refuse_running_into(held, found, resume))
-        return found
+            choice = from_main(self.mesh, lambda: candidates(resume, key, keywords=("auto", "never")))
+            checkpoint = first_intact(choice, resume, key, log, check)
+        from_main(self.mesh, lambda: self._refuse_running_into(held, checkpoint, resume))
+        return checkpoint
 
     def rewind(self, position: int, start: Path | None, log: Log = print) -> Path | None:
         """Return the newest intact checkpoint with `consumed_samples` of at most `position`, or None if there is none.
@@ -178,26 +178,26 @@ class Checkpointer:
         held = from_main(self.mesh, lambda: store.step_folders(self.root))
         known = [*held, *([start] if start else [])]
         good = from_main(self.mesh, lambda: [folder for folder in known if _samples(folder) <= position])
-        found, _ = passing_over(good, log, partial(verify_together, log=log, mesh=self.mesh))
-        if found is None:
+        checkpoint, _ = passing_over(good, log, partial(verify_together, log=log, mesh=self.mesh))
+        if checkpoint is None:
             return None
 
         def leave_later() -> None:
-            later = held[: held.index(found)] if found in held else held  # newest first
+            later = held[: held.index(checkpoint)] if checkpoint in held else held  # newest first
             for folder in later:
                 aside = store.set_aside(folder, "superseded")
                 log(f"checkpoint: renamed {folder.name} to {aside.name}: it was saved after the first sample to skip")
-            if later and found in held:
-                store.point_latest(found)
+            if later and checkpoint in held:
+                store.point_latest(checkpoint)
 
         from_main(self.mesh, leave_later)
-        return found
+        return checkpoint
 
-    def _refuse_running_into(self, held: list[Path], found: Path | None, resume: str) -> None:
-        start = read_manifest(found).meta["step"] if found and self.config.load == "all" else 0
+    def _refuse_running_into(self, held: list[Path], checkpoint: Path | None, resume: str) -> None:
+        start = read_manifest(checkpoint).meta["step"] if checkpoint and self.config.load == "all" else 0
         # A step 0 contains imported weights, which a fresh start would ignore.
         # The step of the checkpoint that was found is no conflict, since it is not saved again.
-        if held and (store.step_of(held[0]) or 0) >= start + (found is not None):
+        if held and (store.step_of(held[0]) or 0) >= start + (checkpoint is not None):
             key = f"checkpoint.load={self.config.load}" if resume == "auto" else f"checkpoint.resume={resume}"
             fix = "use another run.dir, or checkpoint.resume=auto checkpoint.load=all to continue from there"
             if store.step_of(held[0]) == 0:

@@ -25,15 +25,15 @@ def is_step(folder: Path) -> bool:
     return (folder / FILE_NAME).exists() or store.step_of(folder) is not None
 
 
-def candidates(path: str, key: str, *, words: tuple[str, ...] = ()) -> list[Path]:
+def candidates(path: str, key: str, *, keywords: tuple[str, ...] = ()) -> list[Path]:
     """Return the step folders at `path`, newest first, without reading them. Raises ConfigError if there are none.
 
-    `words` are the values of `key` that are not paths, for the error message.
+    `keywords` are the values of `key` that are not paths, for the error message.
     """
     folder = Path(path).expanduser()
     if not folder.exists():
-        others = "".join(f"{word}, " for word in words)
-        hint = did_you_mean(path.lower(), words) or f"; give {others}a run folder or a checkpoint folder"
+        others = "".join(f"{keyword}, " for keyword in keywords)
+        hint = did_you_mean(path.lower(), keywords) or f"; give {others}a run folder or a checkpoint folder"
         raise ConfigError(f"{key}={path} does not exist{hint}")
     if is_step(folder):
         return [folder]
@@ -62,11 +62,11 @@ def newest_intact(folders: list[Path], where: str, fix: str, log: Log, check: Ca
 
     Raises ConfigError if none is intact. The message has `where`, the location of the folders, and the `fix`.
     """
-    found, reason = passing_over(folders, log, check)
-    if found is None:
+    folder, reason = passing_over(folders, log, check)
+    if folder is None:
         words = f"{counted(len(folders), 'checkpoint')} found, but none is intact ({folders[0].name}: {reason})"
         raise ConfigError(f"{where}: {words}; {fix}")
-    return found
+    return folder
 
 
 def passing_over(folders: list[Path], log: Log, check: Callable[[Path], object]) -> tuple[Path | None, str]:

@@ -62,15 +62,15 @@ def write_weights(folder: Path, tensors: Sequence[Stored], max_shard_bytes: int,
     its elements are stored in row-major order. Raises ConfigError if a finite value overflows when converted, OSError
     for a full disk.
     """
-    progress = Progress("export", sum(each.num_bytes for each in tensors), log)
+    progress = Progress("export", sum(tensor.num_bytes for tensor in tensors), log)
     shards: list[list[Stored]] = [[]]
     size = 0
-    for each in tensors:  # in order; a tensor larger than a shard gets its own shard
-        if shards[-1] and size + each.num_bytes > max_shard_bytes:
+    for tensor in tensors:  # in order; a tensor larger than a shard gets its own shard
+        if shards[-1] and size + tensor.num_bytes > max_shard_bytes:
             shards.append([])
             size = 0
-        shards[-1].append(each)
-        size += each.num_bytes
+        shards[-1].append(tensor)
+        size += tensor.num_bytes
     if len(shards) == 1:
         _write(folder / SINGLE, tensors, progress)
         return
@@ -78,8 +78,8 @@ def write_weights(folder: Path, tensors: Sequence[Stored], max_shard_bytes: int,
     for number, shard in enumerate(shards, start=1):
         name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         _write(folder / name, shard, progress)
-        where |= {each.name: name for each in shard}
-    index = {"metadata": {"total_size": sum(each.num_bytes for each in tensors)}, "weight_map": where}
+        where |= {tensor.name: name for tensor in shard}
+    index = {"metadata": {"total_size": sum(tensor.num_bytes for tensor in tensors)}, "weight_map": where}
     write_synced(folder / INDEX, json.dumps(index, indent=2) + "\n")
 
 
@@ -87,15 +87,15 @@ def _write(path: Path, tensors: Sequence[Stored], progress: Progress) -> None:
     names = {dtype: name for name, dtype in DTYPES.items()}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for each in tensors:
-        offsets = [end, end := end + each.num_bytes]
-        header[each.name] = {"dtype": names[each.dtype], "shape": list(each.shape), "data_offsets": offsets}
+    for tensor in tensors:
+        offsets = [end, end := end + tensor.num_bytes]
+        header[tensor.name] = {"dtype": names[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # aligns the data
     with naming(path), open(path, "xb") as file:  # x: fails if the file exists
         file.write(len(text).to_bytes(8, "little") + text)
-        for each in tensors:
-            _write_tensor(file, each, progress)
+        for tensor in tensors:
+            _write_tensor(file, tensor, progress)
         file.flush()
         os.fsync(file.fileno())
 
@@ -125,12 +125,12 @@ def open_weights(folder: Path, canonical: Callable[[str], str | None]) -> dict[s
     else:
         raise ConfigError(f"{folder} holds no {SINGLE}, {INDEX} or {PICKLE}; give a folder that save_pretrained wrote")
     weights: dict[str, Stored] = {}
-    for name, each in stored.items():
+    for name, tensor in stored.items():
         if (short := canonical(name)) is None:
             continue
         if short in weights:
             raise ConfigError(f"{folder}: {name} is also stored as {weights[short].name}; remove one of them")
-        weights[short] = each
+        weights[short] = tensor
     return weights
 
 
@@ -146,16 +146,16 @@ def _of_file(path: Path) -> dict[str, Stored]:
         header.pop("__metadata__", None)
         entries = {name: documents.checked(entry, _Entry, name) for name, entry in header.items()}
         _refuse_other_than_adjacent(entries)
-        found = {name: _entry(path, name, entry, 8 + length, size) for name, entry in entries.items()}
+        tensors = {name: _entry(path, name, entry, 8 + length, size) for name, entry in entries.items()}
     except OSError as error:
         raise ConfigError(f"cannot read {system_error(error)}") from None
     except ConfigError:
         raise
     except ValueError as error:
         raise ConfigError(f"{path} is not a safetensors file, or is damaged: {error}; download it again") from None
-    if sum(each.num_bytes for each in found.values()) != size:
+    if sum(each.num_bytes for each in tensors.values()) != size:
         raise ConfigError(f"{path} has {size} bytes of data, which does not match its header; download it again")
-    return found
+    return tensors
 
 
 def _refuse_other_than_adjacent(entries: dict[str, _Entry]) -> None:

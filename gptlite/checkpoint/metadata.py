@@ -57,11 +57,11 @@ def check_metadata(metadata: Metadata, tensors: Entries, files: Entries) -> None
 
     `tensors` and `files` are entries of a manifest.
     """
-    found = metadata.state_dict_metadata
-    if extra := found.keys() - tensors.keys():
+    entries = metadata.state_dict_metadata
+    if extra := entries.keys() - tensors.keys():
         raise ValueError(f"checkpoint key {min(extra)!r:.100} is not in the manifest")
     for key, wanted in tensors.items():
-        entry = found.get(key)
+        entry = entries.get(key)
         if not isinstance(entry, TensorStorageMetadata) or spell(entry.size, entry.properties.dtype) != wanted:
             raise ValueError(f"checkpoint key {key} is not stored as {in_words(wanted)}")
         stored = sum(prod(box.sizes) for box in entry.chunks)

@@ -63,15 +63,15 @@ class Parts:
         assignment. Raises ValueError if the shape or dtype of a key differs between ranks.
         """
         holders: dict[tuple[str, tuple[int, ...]], list[int]] = {}
-        for each, offered in enumerate(offers):
+        for holder, offered in enumerate(offers):
             for key, (offset, _, here) in offered.items():
-                holders.setdefault((key, offset), []).append(each)
+                holders.setdefault((key, offset), []).append(holder)
                 if here != (told := self.described.setdefault(key, here)):
-                    words = f"{in_words(here)} on rank {each}, but {in_words(told)} on a lower rank"
+                    words = f"{in_words(here)} on rank {holder}, but {in_words(told)} on a lower rank"
                     raise ValueError(f"checkpoint key {key} is {words}")
         load, writers = [0] * len(offers), set()
         for (key, _), ranks in holders.items():
-            writer = min(ranks, key=lambda each: load[each])  # a tie goes to the lowest rank, on all ranks alike
+            writer = min(ranks, key=lambda holder: load[holder])  # a tie goes to the lowest rank, on all ranks alike
             _, sizes, described = offers[writer][key]
             load[writer] += prod(sizes) * getattr(torch, described["dtype"]).itemsize
             writers.add(writer)

@@ -147,7 +147,7 @@ class Experts(nn.Module):
     ) -> Tensor:
         """Return the weighted sum of the experts' outputs, plus `beside(x)` if given. With expert parallelism, `beside`
         is computed during the first all-to-all exchange."""
-        dtype, given = x.dtype, x
+        dtype, original = x.dtype, x
         x = x.to(self.matmul_dtype or dtype)
         if self.axis is not None:
             # Each rank computes a partial sum of every output, so the gradients of x and of the routing weights are
@@ -156,11 +156,11 @@ class Experts(nn.Module):
         dispatch = Dispatch.of(chosen.flatten(0, 1), self.up.shape[0])
         rows = dispatch.rows(x.flatten(0, 1))
         if self.shared_by is None:
-            rows, added = self._outputs(rows, dispatch.ends), beside and beside(given)
+            rows, added = self._outputs(rows, dispatch.ends), beside and beside(original)
         else:
             sent, received, arrived = self._sizes(dispatch, self.shared_by)
             rows, pending = self.shared_by.exchange(rows, sent, received)
-            added = beside and beside(given)
+            added = beside and beside(original)
             _wait(pending)
             mine = Dispatch.of(arrived.unsqueeze(1), self.up.shape[0] // self.shared_by.size)
             rows = mine.choices(self._outputs(mine.rows(rows), mine.ends))
@@ -227,29 +227,30 @@ def balance(parts: Sequence[nn.Module], mesh: Mesh) -> None:
     Loads are integers, so the biases are bitwise identical on all layouts.
     """
     for part in parts:
-        found = routers(part)
-        if not found:
+        part_routers = routers(part)
+        if not part_routers:
             continue
         # fp64 represents the loads exactly, so that one collective can sum both loads and losses.
-        sums = torch.stack([torch.cat([router.load.double(), router.losses[None]]) for router in found])
+        sums = torch.stack([torch.cat([router.load.double(), router.losses[None]]) for router in part_routers])
         all_reduce(sums, mesh, DATA_AXES)
         axis = axis_of(part)
         if axis is not None and axis.sequence:
             dist.all_reduce(sums, group=axis.group)
-        for router, losses, load in zip(found, sums[:, -1], sums[:, :-1].long(), strict=True):
+        for router, losses, load in zip(part_routers, sums[:, -1], sums[:, :-1].long(), strict=True):
             router.bias += router.bias_rate * (load.sum() - load * len(load)).sign()
             router.load.copy_(load)
             router.losses.copy_(losses)
 
 
 @torch.no_grad()
-def loads_of(found: Mapping[int, Router], shape: tuple[int, int], mesh: Mesh) -> Tensor:
+def loads_of(local_routers: Mapping[int, Router], shape: tuple[int, int], mesh: Mesh) -> Tensor:
     """Return the step's loads and losses of all routers, fp64 [layers with experts, E + 1]; the last column has the
     losses, summed over tokens. Collective.
 
-    `found`: this rank's routers by index among the layers with experts. `shape`: the number of all such layers, and E.
+    `local_routers`: this rank's routers by index among the layers with experts. `shape`: the number of all such layers,
+    and E.
     """
     table = torch.zeros(shape[0], shape[1] + 1, dtype=torch.float64, device=mesh.device)
-    for row, router in found.items():
+    for row, router in local_routers.items():
         table[row] = torch.cat([router.load.double(), router.losses[None]])
     return all_reduce(table, mesh, ("pp",))

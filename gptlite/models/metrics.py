@@ -14,15 +14,15 @@ from gptlite.models.spec import ModelSpec
 from gptlite.ops.inputs import Inputs
 
 
-def check_metrics(spec: ModelSpec, found: Mapping[str, Any]) -> None:
-    """Raise ConfigError unless `found`, recorded by one call of the loss, has a scalar for each of the spec's
+def check_metrics(spec: ModelSpec, values: Mapping[str, Any]) -> None:
+    """Raise ConfigError unless `values`, recorded by one call of the loss, has a scalar for each of the spec's
     `metrics`, and nothing else."""
     key = f"the {spec.name} model"
-    if missing := [name for name in spec.metrics if name not in found]:
+    if missing := [name for name in spec.metrics if name not in values]:
         raise ConfigError(f"{key}: its loss does not record {missing[0]}, declared in `metrics`, in inputs.metrics")
-    if more := [name for name in found if name not in spec.metrics]:
+    if more := [name for name in values if name not in spec.metrics]:
         raise ConfigError(f"{key}: its loss records {more[0]}; add {more[0]} to the spec's `metrics`")
-    for name, value in found.items():
+    for name, value in values.items():
         if not isinstance(value, Tensor | int | float) or (isinstance(value, Tensor) and value.dim()):
             words = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
             raise ConfigError(f"{key}: the metric {name} is {words}; record a scalar, the sum over the samples")

@@ -83,12 +83,12 @@ class Model:
         """
         if self.spec.casts:
             return
-        found: dict[str, Any] = {}
+        metrics: dict[str, Any] = {}
         key = f"the {self.spec.name} model, given {_shapes(x)} and targets {_shapes(targets)}"
         try:
             with torch.device("meta"):
                 x, targets = tree_map(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype), (x, targets))
-                loss = self.spec.forward(self.build(Ops(), 0).eval(), x, Inputs(targets, metrics=found))
+                loss = self.spec.forward(self.build(Ops(), 0).eval(), x, Inputs(targets, metrics=metrics))
         except NotImplementedError as error:
             if type(self.spec).__name__ in text_of(error):  # a method that the spec does not define
                 raise ConfigError(text_of(error)) from error
@@ -104,7 +104,7 @@ class Model:
         if not isinstance(loss, Tensor) or loss.dim():
             words = _shapes(loss) if isinstance(loss, Tensor) else type(loss).__name__
             raise ConfigError(f"{key}: the loss is {words}; return a scalar tensor, the sum over the samples")
-        check_metrics(self.spec, found)
+        check_metrics(self.spec, metrics)
 
     def activations(self, batch: int, length: int) -> tuple[int, ...]:
         """Return the shape of the activations between blocks. Raises ValueError if the spec gives no single shape for

@@ -32,12 +32,12 @@ def blocks_of(part: nn.Module) -> dict[int, nn.Module]:
     return dict(enumerate(block for each in lists for block in each))
 
 
-def _find_lists(module: nn.Module, found: list[nn.ModuleList]) -> None:
+def _find_lists(module: nn.Module, lists: list[nn.ModuleList]) -> None:
     for child in module.children():
         if isinstance(child, nn.ModuleList):
-            found.append(child)
+            lists.append(child)
         else:
-            _find_lists(child, found)
+            _find_lists(child, lists)
 
 
 def build_whole(spec: Any, config: Any, ops: Ops, seed: int) -> nn.Module:

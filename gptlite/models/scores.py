@@ -39,14 +39,14 @@ def scores(model: Model, part: nn.Module, x: Any, inputs: Inputs) -> Tensor:
 def _scores(spec: ModelSpec, part: nn.Module, x: Any, inputs: Inputs) -> Tensor:
     if (scorer := capability(spec, TargetScores)) is not None:
         return scorer.scores(part, x, inputs)
-    words, kind = f"the {spec.name} model returns no token logits, which lm-eval's tasks need", type(spec)
+    problem, kind = f"the {spec.name} model returns no token logits, which lm-eval's tasks need", type(spec)
     if kind.forward is not ModelSpec.forward:
-        raise ConfigError(f"{words}: {kind.__name__} overrides `forward`; define its `scores` too")
+        raise ConfigError(f"{problem}: {kind.__name__} overrides `forward`; define its `scores` too")
     out = call(part, x)
     if not has_end(part):
         return out
     logits = getattr(out, "logits", out)
     if not isinstance(logits, Tensor) or logits.shape[:-1] != inputs.targets.shape:
         found = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
-        raise ConfigError(f"{words}: its output is {found}; define `scores` in {kind.__name__}")
+        raise ConfigError(f"{problem}: its output is {found}; define `scores` in {kind.__name__}")
     return token_scores(logits, inputs.targets, lambda rows: rows)

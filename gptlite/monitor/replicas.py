@@ -38,11 +38,11 @@ def check_replicas(parameters: Iterable[tuple[str, Tensor]], tied: Sequence[str]
     # Data ranks hold different experts. Each rank's part of the experts is treated as a separate parameter, of which
     # ranks with other experts have no copy.
     mine, degree = (mesh.coordinate(EXPERT), mesh.size(EXPERT))
-    given = [(name, tensor, of_experts(tensor)) for name, tensor in parameters]
-    named = [(f"{name} (part {mine} of {degree})" if apart else name, tensor) for name, tensor, apart in given]
+    entries = [(name, tensor, of_experts(tensor)) for name, tensor in parameters]
+    named = [(f"{name} (part {mine} of {degree})" if apart else name, tensor) for name, tensor, apart in entries]
     every = [
         f"{name} (part {part} of {degree})" if apart else name
-        for name, _, apart in given
+        for name, _, apart in entries
         for part in range(degree if apart else 1)
     ]
     # Ranks exchange these hashes, not the parameters.
@@ -51,16 +51,16 @@ def check_replicas(parameters: Iterable[tuple[str, Tensor]], tied: Sequence[str]
     copies: dict[Alike, Sequence[str]] = {"all": every, "uncut": whole, "tied": tied}
     tables = {axis: names for which, names in copies.items() for axis in alike(which)}
     tables["dp_shard"] = [name for name, tensor in named if tensor.ndim == 0]
-    found: dict[tuple[str, str], list[int]] = {}
+    differences: dict[tuple[str, str], list[int]] = {}
     for axis, names in tables.items():
         if mesh.size(axis) == 1 or not names:
             continue
         held = {name: [i for i, (own, _) in enumerate(named) if own == name] for name in names}
         for name in _differing(held, hashes, mesh, axis):
-            found[axis, name] = [int(hashes[i]) for i in held[name]]
-    any_found = torch.tensor(len(found), device=mesh.device)
+            differences[axis, name] = [int(hashes[i]) for i in held[name]]
+    any_found = torch.tensor(len(differences), device=mesh.device)
     if all_reduce(any_found, mesh, op="max"):  # ranks without a difference must raise too
-        raise ReplicasDiffer(_message(gather_objects(mesh, found), mesh, step))
+        raise ReplicasDiffer(_message(gather_objects(mesh, differences), mesh, step))
 
 
 def fingerprint(tensor: Tensor) -> Tensor:
@@ -93,19 +93,19 @@ def _differing(held: dict[str, list[int]], hashes: Tensor, mesh: Mesh, axis: str
     return [name for name, equal in zip(held, same.tolist(), strict=True) if not equal]
 
 
-def _message(found: list[dict[tuple[str, str], list[int]]], mesh: Mesh, step: int) -> str:
+def _message(by_rank: list[dict[tuple[str, str], list[int]]], mesh: Mesh, step: int) -> str:
     """Return e.g. `parameter x differs between dp_replicate ranks 0 and 1 (world ranks 0 and 4) after step 200`."""
-    first = next(rank for rank, differing in enumerate(found) if differing)
-    axis, name = next(iter(found[first]))
-    line = [r for r in range(mesh.world_size) if _same_line(mesh, r, first, axis) and (axis, name) in found[r]]
+    first = next(rank for rank, differing in enumerate(by_rank) if differing)
+    axis, name = next(iter(by_rank[first]))
+    line = [r for r in range(mesh.world_size) if _same_line(mesh, r, first, axis) and (axis, name) in by_rank[r]]
     by_hash: dict[int, list[int]] = {}
     for rank in line:
-        for number in found[rank][axis, name]:
+        for number in by_rank[rank][axis, name]:
             by_hash.setdefault(number, []).append(rank)
     sides = sorted(by_hash.values(), key=lambda ranks: (-len(ranks), ranks))
     places = " and ".join(", ".join(str(mesh.layout.coordinate(rank, axis)) for rank in side) for side in sides)
     ranks = " and ".join(", ".join(map(str, side)) for side in sides)
-    others = sorted({other for differing in found for _, other in differing} - {name})
+    others = sorted({other for differing in by_rank for _, other in differing} - {name})
     named = ", ".join([*others[: MORE - 1], *(["..."] if len(others) >= MORE else [])])
     more = f"; {len(others)} more differ{'s' if len(others) == 1 else ''}: {named}" if others else ""
     return f"parameter {name} differs between {axis} ranks {places} (world ranks {ranks}) after step {step}{more}"

@@ -17,12 +17,12 @@ def why_not(extension: str) -> str:
 
     PyPI's `apex` is a different project. A build without CUDA extensions can be imported, but raises when it is used.
     """
-    found = find_spec("apex")
-    if found is None:
+    spec = find_spec("apex")
+    if spec is None:
         return f"Apex is not installed; {BUILD}"
-    folders = [Path(folder) for folder in found.submodule_search_locations or []]
+    folders = [Path(folder) for folder in spec.submodule_search_locations or []]
     if not any((folder / "optimizers" / "fused_adam.py").is_file() for folder in folders):
-        place = folders[0] if folders else found.origin
+        place = folders[0] if folders else spec.origin
         return f"the package apex in {place} is not NVIDIA's: PyPI's apex is another project; uninstall it, and {BUILD}"
     if find_spec(extension) is None:
         return f"Apex in {folders[0]} is a Python-only build, without {extension}; {BUILD}"

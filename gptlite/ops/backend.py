@@ -28,11 +28,11 @@ def sdpa_words(device: torch.device, dtype: torch.dtype, heads: int, length: int
     qkv = torch.empty(1, length, heads, 3, width, device=device, dtype=dtype, requires_grad=True)
     q, k, v = qkv.permute(3, 0, 2, 1, 4).unbind(0)
     taken = NAMES.get(SDPBackend(attention_choice(q, k, v)), "another kernel")
-    words = [f"{taken} for {str(dtype).removeprefix('torch.')} heads of {width}"]
+    parts = [f"{taken} for {str(dtype).removeprefix('torch.')} heads of {width}"]
     if device.type != "cuda":
-        return words[0]
+        return parts[0]
     parameters = cuda.SDPAParams(q, k, v, None, 0.0, True, False)
-    return "; ".join(words + [_whether(name, parameters) for name in CHECKS if name != taken])
+    return "; ".join(parts + [_whether(name, parameters) for name in CHECKS if name != taken])
 
 
 def _whether(name: str, parameters: cuda.SDPAParams) -> str:

@@ -35,9 +35,9 @@ def joined(batches: Sequence[Documents]) -> Documents:
     import torch
 
     starts = torch.cat([each.starts for each in batches])
-    given = [each.ends for each in batches if each.ends is not None]
-    if len(given) < len(batches):
+    known_ends = [each.ends for each in batches if each.ends is not None]
+    if len(known_ends) < len(batches):
         return Documents(starts)
-    most = max(ends.shape[1] for ends in given)
-    ends = torch.cat([torch.cat([e, e[:, -1:].expand(-1, most - e.shape[1])], 1) for e in given])
+    most = max(ends.shape[1] for ends in known_ends)
+    ends = torch.cat([torch.cat([e, e[:, -1:].expand(-1, most - e.shape[1])], 1) for e in known_ends])
     return Documents(starts, ends, max(each.longest for each in batches))

@@ -114,9 +114,9 @@ class _ResidualNorm(torch.autograd.Function):
         dy = torch.zeros_like(h) if dy is None else dy
         p, seed, first = ctx.key
         has_x_bias, _, has_bias = ctx.has
-        dx, dresidual, *found = torch.ops.gptlite.residual_norm_backward(
+        dx, dresidual, *grads = torch.ops.gptlite.residual_norm_backward(
             dy, dh, h, weight, mean, rstd, has_x_bias, has_bias, p, seed, site, sample_ids, first
         )
         dropped = p > 0.0 and site is not None
-        dx_bias, dweight, dbias = (grad if has else None for grad, has in zip(found, ctx.has, strict=True))
+        dx_bias, dweight, dbias = (grad if has else None for grad, has in zip(grads, ctx.has, strict=True))
         return dx if dropped else dresidual, dx_bias, dresidual, dweight, dbias, None, None

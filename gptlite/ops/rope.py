@@ -18,12 +18,12 @@ def frequencies(width: int, base: float, device: torch.device) -> Tensor:
     return 1.0 / base ** (torch.arange(0, width, 2, device=device, dtype=torch.float32) / width)
 
 
-def scaled_frequencies(found: Tensor, factor: float, low: float, high: float, original_length: int) -> Tensor:
+def scaled_frequencies(inv_freq: Tensor, factor: float, low: float, high: float, original_length: int) -> Tensor:
     """Return frequencies scaled as in Llama 3.1: divided by `factor` below `low` turns per original length, unchanged
     above `high` turns, and interpolated in between."""
-    turns = original_length * found / (2 * math.pi)
+    turns = original_length * inv_freq / (2 * math.pi)
     share = ((turns - low) / (high - low)).clamp(0, 1)
-    return (1 - share) * found / factor + share * found
+    return (1 - share) * inv_freq / factor + share * inv_freq
 
 
 def rotary(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:

@@ -17,11 +17,11 @@ def token_scores(hidden: Tensor, targets: Tensor, logits: Callable[[Tensor], Ten
     is not IGNORE. The scores of all other rows are 0.
     """
     wanted = targets != IGNORE
-    found = []
+    chunks = []
     for rows, tokens in zip(hidden[wanted].split(ROWS), targets[wanted].split(ROWS), strict=True):
         scores = logits(rows).float()
         chosen = scores.log_softmax(-1).gather(1, tokens.unsqueeze(1)).squeeze(1)
-        found.append(torch.stack([chosen, (scores.argmax(-1) == tokens).float()], dim=1))
+        chunks.append(torch.stack([chosen, (scores.argmax(-1) == tokens).float()], dim=1))
     out = torch.zeros(*targets.shape, 2, device=targets.device)
-    out[wanted] = torch.cat(found)
+    out[wanted] = torch.cat(chunks)
     return out

@@ -126,14 +126,14 @@ class Muon(OwnOptimizer):
 
     def _step_matrices(self, group: dict[str, Any]) -> None:
         named = zip(group["names"], group["params"], strict=True)
-        found = [(name, parameter) for name, parameter in named if parameter.grad is not None]
-        if not found:
+        ready = [(name, parameter) for name, parameter in named if parameter.grad is not None]
+        if not ready:
             return
-        updates = self._momenta(group, [parameter for _, parameter in found])
-        stacks = [self.stacks.get(name, Stack()) for name, _ in found]
+        updates = self._momenta(group, [parameter for _, parameter in ready])
+        stacks = [self.stacks.get(name, Stack()) for name, _ in ready]
         # A collective call, even if this rank has no matrix to orthogonalize.
         change_whole(updates, partial(self._orthogonal, stacks))
-        weights = local_parameters(parameter for _, parameter in found)
+        weights = local_parameters(parameter for _, parameter in ready)
         foreach.mul_(weights, 1 - group["lr"] * group["weight_decay"])
         foreach.add_(weights, [local_tensor(update) for update in updates], alpha=-group["lr"])
 
@@ -151,18 +151,18 @@ class Muon(OwnOptimizer):
         updates = {index: torch.empty_like(whole) for index, whole in wholes.items()}
         alike: dict[tuple[int, ...], list[tuple[Tensor, Tensor]]] = {}
         for index, whole in wholes.items():
-            pairs = zip(*(stacks[index].matrices(each) for each in (whole, updates[index])), strict=True)
+            pairs = zip(*(stacks[index].matrices(tensor) for tensor in (whole, updates[index])), strict=True)
             for source, target in pairs:
                 shape = source.shape[0] * source.shape[1], source.shape[2]
                 alike.setdefault(tuple(sorted(shape)), []).append((source, target))
         for shape, pairs in alike.items():
             x = pairs[0][0].new_empty(len(pairs), *shape, dtype=self.dtype)
-            for each, (source, _) in zip(x, pairs, strict=True):
+            for tensor, (source, _) in zip(x, pairs, strict=True):
                 matrix = source.reshape(-1, source.shape[2])
-                each.copy_(matrix.mT if matrix.shape[0] > matrix.shape[1] else matrix)
-            for each, (_, target) in zip(newton_schulz(x, coefficients(self.config)), pairs, strict=True):
+                tensor.copy_(matrix.mT if matrix.shape[0] > matrix.shape[1] else matrix)
+            for tensor, (_, target) in zip(newton_schulz(x, coefficients(self.config)), pairs, strict=True):
                 rows, columns = target.shape[0] * target.shape[1], target.shape[2]
-                target.copy_((each.mT if rows > columns else each).reshape(target.shape)).mul_(
+                target.copy_((tensor.mT if rows > columns else tensor).reshape(target.shape)).mul_(
                     self._scale(rows, columns)
                 )
         return updates

@@ -71,14 +71,14 @@ class Adafactor(OwnOptimizer):
 
     def update(self) -> None:
         """Take a step."""
-        found = [(group, parameter) for group in self.param_groups for parameter in self.ready(group)]
-        if not found:
+        ready = [(group, parameter) for group in self.param_groups for parameter in self.ready(group)]
+        if not ready:
             return
-        parameters = [parameter for _, parameter in found]
+        parameters = [parameter for _, parameter in ready]
         steps, gradients = self.counted(parameters), local_gradients(parameters)
         works = [
             _Work(parameter, group, self.state_of(parameter), step, cuts(parameter), gradient)
-            for (group, parameter), step, gradient in zip(found, steps, gradients, strict=True)
+            for (group, parameter), step, gradient in zip(ready, steps, gradients, strict=True)
         ]
         _average(works)
         _divide([work for work in works if work.is_matrix])

@@ -46,16 +46,16 @@ class ApexOptimizer(OwnOptimizer):
 
     def update(self) -> None:
         """Take a step."""
-        for mine, its in zip(self.param_groups, self.inner.param_groups, strict=True):
+        for mine, inner_group in zip(self.param_groups, self.inner.param_groups, strict=True):
             parameters = self.ready(mine)
             local = local_parameters(parameters)
-            its["params"], its["lr"] = local, mine["lr"]
-            its["step"] = max(self.counted(parameters), default=1) - 1  # steps already taken
+            inner_group["params"], inner_group["lr"] = local, mine["lr"]
+            inner_group["step"] = max(self.counted(parameters), default=1) - 1  # steps already taken
             states = zip(*(self.local_states(parameters, key) for key in ("exp_avg", "exp_avg_sq")), strict=True)
             for tensor, gradient, (first, second) in zip(local, local_gradients(parameters), states, strict=True):
                 tensor.grad = gradient
                 self.inner.state[tensor] = {"exp_avg": first, "exp_avg_sq": second}
         self.inner.step()
         self.inner.state.clear()
-        for its in self.inner.param_groups:
-            its["params"] = []
+        for inner_group in self.inner.param_groups:
+            inner_group["params"] = []

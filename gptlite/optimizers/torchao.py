@@ -14,19 +14,21 @@ OPTIMIZER_STATE = "optim/subclass_8bit.py"  # the file with the class that gptli
 
 def why_not() -> str:
     """Return the reason why torchao cannot be used here, and the fix. Return "" if the needed files are present."""
-    found = find_spec("torchao")
-    if found is None:
+    spec = find_spec("torchao")
+    if spec is None:
         return f"torchao is not installed; {INSTALL}"
     try:
-        its = version("torchao")
+        release = version("torchao")
     except PackageNotFoundError:
-        return f"the package torchao in {found.origin} was not installed by pip, so its version is not known; {INSTALL}"
-    numbers = tuple(int(number) for number in re.findall(r"\d+", its)[:2])
+        return f"the package torchao in {spec.origin} was not installed by pip, so its version is not known; {INSTALL}"
+    numbers = tuple(int(number) for number in re.findall(r"\d+", release)[:2])
     if numbers < OLDEST:
-        return f"torchao {its} is older than 0.18, the oldest tested version; {INSTALL}"
-    folders = [Path(folder) for folder in found.submodule_search_locations or []]
+        return f"torchao {release} is older than 0.18, the oldest tested version; {INSTALL}"
+    folders = [Path(folder) for folder in spec.submodule_search_locations or []]
     if not any((folder / OPTIMIZER_STATE).is_file() for folder in folders):
-        return f"torchao {its} has no {OPTIMIZER_STATE}: this version is not supported; pip install 'torchao==0.18.*'"
+        return (
+            f"torchao {release} has no {OPTIMIZER_STATE}: this version is not supported; pip install 'torchao==0.18.*'"
+        )
     return ""
 
 

@@ -37,18 +37,18 @@ def sum_over_cuts(tensors: Sequence[Tensor], cuts: Sequence[Sequence[Cut]]) -> l
     The bits of a tensor's sum do not depend on the other tensors in the call. So the copies of a tied embedding on the
     first and the last pipeline stage get equal sums, although each is summed together with different parameters.
     """
-    found = list(tensors)
+    sums = list(tensors)
     by_axis: dict[str, tuple[Cut, list[int]]] = {}
     for index, each in enumerate(cuts):
         for cut in each:
             by_axis.setdefault(cut.axis, (cut, []))[1].append(index)
     for _, (cut, places) in sorted(by_axis.items()):  # sorted: all ranks must issue the collectives in the same order
-        flat = torch.cat([found[index].flatten() for index in places])
+        flat = torch.cat([sums[index].flatten() for index in places])
         summed = _ordered_sum(flat.to(cut.device), cut.group).to(flat.device)
-        parts = summed.split([found[index].numel() for index in places])
+        parts = summed.split([sums[index].numel() for index in places])
         for index, part in zip(places, parts, strict=True):
-            found[index] = part.view_as(found[index])
-    return found
+            sums[index] = part.view_as(sums[index])
+    return sums
 
 
 def _ordered_sum(flat: Tensor, group: dist.ProcessGroup) -> Tensor:

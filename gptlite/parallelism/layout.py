@@ -108,23 +108,23 @@ class Layout:
             size = self.data_size if axis.key == "data" else self.size(axis.name)
             if size == 1 or not axis.label:
                 continue
-            words = " (sequence)" if axis.key == "tensor" and config.sequence else ""
+            text = " (sequence)" if axis.key == "tensor" and config.sequence else ""
             if axis.key == "data" or axis.over:
-                words, data = data, ""  # shown only once, with the first data or folded axis
-            parts.append(f"{axis.label} {size}{words}")
-        words = " x ".join(parts)
+                text, data = data, ""  # shown only once, with the first data or folded axis
+            parts.append(f"{axis.label} {size}{text}")
+        text = " x ".join(parts)
         if self.size("pp") > 1:
             stages = stages_per_rank(config)
-            words += f", {config.schedule}{f' with {stages} stages a rank' if stages > 1 else ''}"
-        return words
+            text += f", {config.schedule}{f' with {stages} stages a rank' if stages > 1 else ''}"
+        return text
 
     def _data_words(self, config: ParallelismConfig) -> list[str]:
-        words = [f"zero {config.zero}"]
+        parts = [f"zero {config.zero}"]
         if config.zero and (copies := self.size("dp_replicate")) > 1:
-            words.append(f"{copies} copies of {self.size('dp_shard')} shards")
+            parts.append(f"{copies} copies of {self.size('dp_shard')} shards")
         if config.bucket_layers > 1:
-            words.append(f"buckets of {config.bucket_layers} layers")
-        return words
+            parts.append(f"buckets of {config.bucket_layers} layers")
+        return parts
 
 
 @dataclass(frozen=True)
@@ -316,16 +316,16 @@ def check_micro_batches(config: ParallelismConfig, accumulation: int) -> None:
 
 def schedule_refuses(config: ParallelismConfig, accumulation: int) -> str:
     """Return the reason why the schedule cannot run `accumulation` micro-batches per step; empty if it can."""
-    its, ranks = rule(config), config.pipeline
-    if ranks == 1 or its.runs(ranks, accumulation):
+    schedule, ranks = rule(config), config.pipeline
+    if ranks == 1 or schedule.runs(ranks, accumulation):
         return ""
-    words = f"parallelism.schedule={config.schedule} with parallelism.pipeline={ranks}"
-    if its.fill:
-        return f"{words} needs at least {ranks} micro-batches per step, not {accumulation}"
-    below = next(count for count in range(accumulation, 0, -1) if its.runs(ranks, count))
-    above = next(count for count in itertools.count(accumulation) if its.runs(ranks, count))
+    settings = f"parallelism.schedule={config.schedule} with parallelism.pipeline={ranks}"
+    if schedule.fill:
+        return f"{settings} needs at least {ranks} micro-batches per step, not {accumulation}"
+    below = next(count for count in range(accumulation, 0, -1) if schedule.runs(ranks, count))
+    above = next(count for count in itertools.count(accumulation) if schedule.runs(ranks, count))
     return (
-        f"{words} can run {below} or {above} micro-batches per step, in equal rounds of {ranks} or more, "
+        f"{settings} can run {below} or {above} micro-batches per step, in equal rounds of {ranks} or more, "
         f"but not {accumulation}"
     )
 

@@ -80,11 +80,11 @@ def _round(tensors: Mapping[int, Tensor], change: Change) -> None:
 
 def _levels(tensor: Tensor) -> list[Level]:
     """Return the axes along which ranks hold copies of a tensor, then its shardings in reverse order of application."""
-    shape, found = list(tensor.shape), []
+    shape, levels = list(tensor.shape), []
     for cut in cuts(tensor):
-        found.append((cut, tuple(shape)))
+        levels.append((cut, tuple(shape)))
         shape[cut.dim] = cut.lengths(shape[cut.dim])[cut.rank]
-    return [*((cut, tuple(shape)) for cut in copies(tensor)), *found[::-1]]
+    return [*((cut, tuple(shape)) for cut in copies(tensor)), *levels[::-1]]
 
 
 def _collect(
@@ -149,8 +149,8 @@ def _exchange(
     received = like.new_empty(sum(into))
     out = [sum(tensor.numel() for tensor in tensors) for tensors in sent]
     dist.all_to_all_single(received, flat, into, out, group=group)
-    found = []
+    by_rank = []
     for part, each in zip(received.split(into), shapes, strict=True):
         pieces = part.split([prod(shape) for shape in each])
-        found.append([piece.view(shape) for piece, shape in zip(pieces, each, strict=True)])
-    return found
+        by_rank.append([piece.view(shape) for piece, shape in zip(pieces, each, strict=True)])
+    return by_rank

@@ -143,12 +143,12 @@ class Pipeline:
         for part in self._plain:
             part.upstream = upstream
         # Joined, as the schedule splits its arguments into micro-batches itself.
-        targets, given = torch.cat(list(batches.targets)), {"sample_ids": torch.cat(list(batches.sample_ids))}
+        targets, arguments = torch.cat(list(batches.targets)), {"sample_ids": torch.cat(list(batches.sample_ids))}
         if batches.documents is not None:
             documents = joined(batches.documents)
-            given["starts"] = documents.starts
+            arguments["starts"] = documents.starts
             if documents.ends is not None:
-                given["ends"] = documents.ends
+                arguments["ends"] = documents.ends
             for part in self._plain:
                 part.longest = documents.longest
         inputs = (torch.cat(list(batches.tokens)),) if self.has_first else ()
@@ -156,7 +156,9 @@ class Pipeline:
         # `target` goes to the loss function, `targets` to every part.
         failure = None
         try:
-            self.schedule.step(*inputs, target=targets, losses=losses, return_outputs=False, targets=targets, **given)
+            self.schedule.step(
+                *inputs, target=targets, losses=losses, return_outputs=False, targets=targets, **arguments
+            )
         except RuntimeError as error:  # torch wraps a stage's exception in one that prints all the stage's arguments
             failure = error.__cause__ or error
         if failure is not None:

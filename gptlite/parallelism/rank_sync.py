@@ -115,9 +115,9 @@ def _run_encoded(rank: int, action: Callable[[], Any]) -> tuple[bytes, BaseExcep
         return encode((None, encode_error(error), words)), error
 
 
-def _with_words(error: BaseException | None, words: str) -> BaseException:
+def _with_words(error: BaseException | None, text: str) -> BaseException:
     """Return the error of another rank with its traceback text; None stands for an exception that cannot be sent."""
     if error is None:
-        return RuntimeError(words)
-    error.add_note(words)
+        return RuntimeError(text)
+    error.add_note(text)
     return error

@@ -177,11 +177,11 @@ def _format(axes: "Axes") -> None:
     _ticks(axes.xaxis, _tick, nbins=6, integer=True, steps=[1, 2, 5, 10])
 
 
-def _ticks(axis: "Axis", words: Callable[[float], str], **where: Any) -> None:
+def _ticks(axis: "Axis", formatter: Callable[[float], str], **where: Any) -> None:
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     axis.set_major_locator(MaxNLocator(**where))
-    axis.set_major_formatter(FuncFormatter(lambda value, _: words(value)))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: formatter(value)))
 
 
 def _tick(value: float) -> str:

@@ -28,13 +28,13 @@ STYLE: dict[Any, Any] = {
 }
 
 
-def label_log_ticks(axis: Axis, words: Callable[[float], str]) -> None:
+def label_log_ticks(axis: Axis, formatter: Callable[[float], str]) -> None:
     """Label a logarithmic axis, whose limits must be set, in plain text instead of matplotlib's formulas."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     low, high = axis.get_view_interval()
     axis.set_major_locator(LogLocator(subs=(1, 2, 3, 5) if high < 100 * low else (1,)))
-    axis.set_major_formatter(FuncFormatter(lambda value, _: words(value)))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: formatter(value)))
     axis.set_minor_formatter(NullFormatter())
 
 

@@ -42,28 +42,28 @@ class WordEncoder:
         return np.frombuffer(b"".join(map(self._encode_chunk, _chunks(text))), dtype=np.int32)
 
     def _encode_chunk(self, chunk: str) -> bytes:
-        words = _WORD.findall(chunk)
+        chunk_words = _WORD.findall(chunk)
         try:
-            return b"".join(map(self._ids.__getitem__, words))
+            return b"".join(map(self._ids.__getitem__, chunk_words))
         except KeyError:  # cheaper than checking every word, since most are cached
-            self._learn([word for word in set(words) if word not in self._ids])
-        ids = b"".join(map(self._ids.__getitem__, words))
+            self._learn([word for word in set(chunk_words) if word not in self._ids])
+        ids = b"".join(map(self._ids.__getitem__, chunk_words))
         if self._size > _CACHED:
             self._ids.clear()  # all of them, since it is unknown which words will recur
             self._size = 0
         return ids
 
-    def _learn(self, words: list[str]) -> None:
+    def _learn(self, unseen: list[str]) -> None:
         # The words go into one text, one per line. Given a list, SentencePiece starts threads on every call, which took
         # a third of the time of two workers on two cores.
-        lines = [word for word in words if word[0] != "\n"]
+        lines = [word for word in unseen if word[0] != "\n"]
         ids = array("i", self._processor.encode("".join(line + "\n" for line in lines)))
         start = 0
         for line in lines:
             stop = ids.index(self._newline, start)
             self._remember(line, ids[start:stop])
             start = stop + 1
-        for newlines in set(words).difference(lines):
+        for newlines in set(unseen).difference(lines):
             self._remember(newlines, array("i", [self._newline]) * len(newlines))
 
     def _remember(self, word: str, ids: "array[int]") -> None:

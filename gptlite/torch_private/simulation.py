@@ -47,12 +47,12 @@ def flash_attention_only() -> Iterator[None]:
         flash: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         return flash(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]
 
-    found = functional.scaled_dot_product_attention
+    original = functional.scaled_dot_product_attention
     functional.scaled_dot_product_attention = attend  # type: ignore[assignment]
     try:
         yield
     finally:
-        functional.scaled_dot_product_attention = found
+        functional.scaled_dot_product_attention = original
 
 
 @contextmanager

@@ -110,7 +110,7 @@ class CausalSelfAttention(nn.Module):
         qkv = self.qkv(x)
         batch, length, _ = qkv.shape  # not those of x, which may be a slice of the sequence
         qkv = self._positioned(self._split(qkv), rotary)
-        given = qkv[..., -1:, :].contiguous() if self.gives_values else None
+        values = qkv[..., -1:, :].contiguous() if self.gives_values else None
         if self.values is not None:
             assert first is not None
             qkv = torch.cat([qkv[..., :-1, :], self.values(qkv[..., -1:, :], first)], -2)
@@ -129,7 +129,7 @@ class CausalSelfAttention(nn.Module):
             assert not isinstance(mask, Spans)
             out = causal_attention(q, k, v, self.implementation, self.dropout, key, mask).transpose(1, 2)
         out = out.reshape(batch, length, -1)
-        return (self.proj(out) if bias else self.proj.project(out)), given
+        return (self.proj(out) if bias else self.proj.project(out)), values
 
     def _split(self, qkv: Tensor) -> Tensor:
         """Return the projection's outputs on this rank as [B, S, K, G + 2, D].

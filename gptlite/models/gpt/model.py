@@ -112,7 +112,7 @@ class Block(nn.Module):
         attention_key = self._key(0, sample_ids, sites, 0)  # attention always gets whole sequences
         residual_key, mlp_key = (self._key(i, sample_ids, sites, start, gap) for i in (1, 2))
         inputs = attention_key, cache, mask, rotary, first
-        attended, given = self.attn(normed, *inputs, bias=not self.deferred_add)
+        attended, values = self.attn(normed, *inputs, bias=not self.deferred_add)
         attended = attended.to(x.dtype)
         bias = self.attn.proj.local_bias(x.dtype) if self.deferred_add else None
         normed, x = self.mlp_norm.after_residual(attended, x, self.dropout, residual_key, bias)
@@ -123,7 +123,7 @@ class Block(nn.Module):
             bias = self.mlp.local_bias(x.dtype)
             # Clone the bias: ZeRO frees a block's parameters after its forward pass.
             out = Stream(x, added, None if bias is None else bias.clone(), mlp_key)
-        return out if given is None else (out, given)
+        return out if values is None else (out, values)
 
     def _key(
         self, i: int, sample_ids: Tensor | None, sites: Tensor | None, first: int, gap: int = 0
@@ -303,11 +303,11 @@ class GPT(nn.Module):
         config, places = self.config, self._places(x, start).unsqueeze(0)
         if documents is not None:
             places = places - documents.starts[:, places[0]]
-        found = frequencies(config.head_width, config.rope_base, places.device)
+        inv_freq = frequencies(config.head_width, config.rope_base, places.device)
         if config.rope_scaling != 1:
             limits = config.rope_low_freq_factor, config.rope_high_freq_factor, config.rope_original_length
-            found = scaled_frequencies(found, config.rope_scaling, *limits)
-        cos, sin = rotary(places, found)
+            inv_freq = scaled_frequencies(inv_freq, config.rope_scaling, *limits)
+        cos, sin = rotary(places, inv_freq)
         return cos[:, :, None, None], sin[:, :, None, None]
 
     def _table_gradient(self) -> TableGradient | None:
