@@ -37,19 +37,19 @@ class Arguments:
 
 def main(arguments: list[str]) -> int:
     """Run the measurements and print their results. Raises ConfigError for invalid arguments."""
-    given, overrides = own_arguments(Arguments, arguments, __doc__)
-    if not Path(given.folder).is_dir():
-        raise ConfigError(f"folder={given.folder} is not a folder; give a folder on the disk to measure")
-    if given.repeats < 1 or min(given.megabytes, given.steps) < 0:
+    options, overrides = own_arguments(Arguments, arguments, __doc__)
+    if not Path(options.folder).is_dir():
+        raise ConfigError(f"folder={options.folder} is not a folder; give a folder on the disk to measure")
+    if options.repeats < 1 or min(options.megabytes, options.steps) < 0:
         raise ConfigError(
             "repeats must be at least 1, and megabytes and steps at least 0, not "
-            f"repeats={given.repeats}, megabytes={given.megabytes}, steps={given.steps}"
+            f"repeats={options.repeats}, megabytes={options.megabytes}, steps={options.steps}"
         )
-    with tempfile.TemporaryDirectory(prefix="bench-checkpoint-", dir=given.folder) as folder:
-        if given.megabytes:
-            against_dd(Path(folder), given.megabytes, given.repeats)
-        if given.steps:
-            intervals(Path(folder), overrides, given.steps, given.repeats)
+    with tempfile.TemporaryDirectory(prefix="bench-checkpoint-", dir=options.folder) as folder:
+        if options.megabytes:
+            against_dd(Path(folder), options.megabytes, options.repeats)
+        if options.steps:
+            intervals(Path(folder), overrides, options.steps, options.repeats)
     return 0
 
 

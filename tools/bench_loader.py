@@ -77,13 +77,13 @@ def rates(tokens: np.ndarray, repeats: int) -> None:
         "a blend of two": {"a": ("a", tokens[:half], 0.7), "b": ("b", tokens[half:], 0.3)},
     }
     rows = []
-    for words, sets in mixes.items():
+    for name, sets in mixes.items():
         for length in LENGTHS:
             stream = SampleStream.begin(1234, length, sets)
             micro = max(1, 16 * 256 // length)
             found = sorted(reading(loader(stream, micro), micro * length) for _ in range(repeats))
             rates = [f"{rate / 1e6:.0f}" for rate in (found[0], statistics.median(found), found[-1])]
-            rows.append((words, f"{micro} x {length}", *rates))
+            rows.append((name, f"{micro} x {length}", *rates))
     print(*table(("million tokens/s, one core", "micro-batch", "minimum", "median", "maximum"), rows), sep="\n")
 
 

@@ -35,27 +35,27 @@ class Arguments:
     steps: int = 4
 
 
-def main(given: Arguments) -> None:
+def main(options: Arguments) -> None:
     """Print the results. Raises ConfigError if `path` is not a folder."""
-    folder = Path(given.path).expanduser()
+    folder = Path(options.path).expanduser()
     if not folder.is_dir():
-        raise ConfigError(f"path={given.path} is not a folder; create it, or give another path")
+        raise ConfigError(f"path={options.path} is not a folder; create it, or give another path")
     fused = select_ops(OpsConfig(), torch.device("cpu")).adamw
-    parameter = nn.Parameter(torch.randn(int(given.elements)))
+    parameter = nn.Parameter(torch.randn(int(options.elements)))
     parameter.grad = torch.randn_like(parameter)
     optimizer = build_optimizer(AdamWConfig(), [("p", parameter)], fused)
-    plain = seconds_a_step(optimizer, given.steps)
+    plain = seconds_a_step(optimizer, options.steps)
     optimizer.state.clear()
-    optimizer = stream_state(optimizer, folder, given.buffer_mib * 2**20)
+    optimizer = stream_state(optimizer, folder, options.buffer_mib * 2**20)
     assert isinstance(optimizer, StreamedStep)
-    streamed = seconds_a_step(optimizer, given.steps)
+    streamed = seconds_a_step(optimizer, options.steps)
     file = optimizer.stream.file
     optimizer.settle()  # waits for pending transfers, before the disk is measured
     size, direct = file.size, file.direct
     written, read = disk_rates(file, size)
     floor = size / written + size / read
-    print(f"{given.elements / 1e6:.0f}M parameters, {size / 1e6:.0f} MB of state, {torch.get_num_threads()} threads, "
-          f"{'O_DIRECT' if direct else 'page cache'}, two buffers of {given.buffer_mib} MiB")  # fmt: skip
+    print(f"{options.elements / 1e6:.0f}M parameters, {size / 1e6:.0f} MB of state, {torch.get_num_threads()} threads, "
+          f"{'O_DIRECT' if direct else 'page cache'}, two buffers of {options.buffer_mib} MiB")  # fmt: skip
     print(f"disk           writes {written / 1e6:.0f} MB/s, reads {read / 1e6:.0f} MB/s: {floor:.3f} s for the state")
     print(f"in memory      {plain:.3f} s per step")
     print(f"in a file      {streamed:.3f} s per step, {streamed - plain:.3f} s more: {(streamed - plain) / floor:.2f} "

@@ -118,12 +118,12 @@ def bench(corpus: Path, arguments: Arguments, folder: Path) -> bool:
         for name in names:
             starts[name].append(run((name, counts[0]), one, arguments, folder)[0].seconds)
         for case, made in runs.items():
-            last, found = run(case, corpus, arguments, folder)
+            last, produced = run(case, corpus, arguments, folder)
             made.append(last)
-            print(line(case, last, found[0]), flush=True)
-            if tokens and found not in tokens:
+            print(line(case, last, produced[0]), flush=True)
+            if tokens and produced not in tokens:
                 print(f"{case[0]} with {case[1]} workers: DIFFERENT TOKENS", flush=True)
-            tokens.add(found)
+            tokens.add(produced)
     same, (count, _) = len(tokens) == 1, min(tokens)
     print(f"medians of {arguments.repeats} repeats; {count:,} tokens{', the same in all runs' if same else ''}")
     middle = {case: Run(*map(median, zip(*made, strict=True))) for case, made in runs.items()}

@@ -89,11 +89,11 @@ def main(arguments: Arguments) -> None:
 
 
 @contextmanager
-def elsewhere(build: Callable[..., Callable[[], None]], *given: Any) -> Any:
+def elsewhere(build: Callable[..., Callable[[], None]], *arguments: Any) -> Any:
     """Yield a function that runs a step in another process and returns its seconds. That process builds the step."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=serve, args=(theirs, build, given), daemon=True)
+    process = context.Process(target=serve, args=(theirs, build, arguments), daemon=True)
     process.start()
     theirs.close()
 
@@ -114,11 +114,11 @@ def elsewhere(build: Callable[..., Callable[[], None]], *given: Any) -> Any:
         process.kill()
 
 
-def serve(pipe: Any, build: Callable[..., Callable[[], None]], given: tuple[Any, ...]) -> None:
+def serve(pipe: Any, build: Callable[..., Callable[[], None]], arguments: tuple[Any, ...]) -> None:
     """Build a step, then time it for each message until the pipe is closed. Runs in the other process."""
     try:
         pipe.recv()
-        step = build(*given)
+        step = build(*arguments)
         import torch  # after `build`, which may have to set up the process first
 
         wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
@@ -138,14 +138,14 @@ def report(name: str, size: Size, times: dict[str, float]) -> None:
     """Print a line per contender with its time relative to ours, or for the floor, our time relative to the floor."""
     tokens, ours = size.batch_size * size.sequence_length, times["gptlite"]
     for who, value in times.items():
-        words = f"gptlite is {value / ours:.2f}x as fast"
+        comparison = f"gptlite is {value / ours:.2f}x as fast"
         if who == "floor":
-            words = f"gptlite takes {ours / value:.2f}x the floor"
+            comparison = f"gptlite takes {ours / value:.2f}x the floor"
         elif who == "gptlite":
-            words = ""
+            comparison = ""
         elif "nanoGPT" not in who:
-            words = f"takes {value / ours:.3f}x gptlite"
-        print(f"{name:9s} {who:20s} {value * 1e3:8.1f} ms {tokens / value:9.0f} tok/s  {words}", flush=True)
+            comparison = f"takes {value / ours:.3f}x gptlite"
+        print(f"{name:9s} {who:20s} {value * 1e3:8.1f} ms {tokens / value:9.0f} tok/s  {comparison}", flush=True)
 
 
 def our_step(size: Size, arguments: Arguments, other: str = "") -> Callable[[], Any]:

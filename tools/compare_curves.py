@@ -92,11 +92,11 @@ def folder_of(output: Path, name: str, seed: int) -> Path:
     return output / f"{name.replace(', ', '-').replace(' ', '-')}-{seed}"
 
 
-def our_run(folder: Path, seed: int, words: list[str]) -> Curve:
+def our_run(folder: Path, seed: int, overrides: list[str]) -> Curve:
     """Run train.py and return its curve. Times count from the start of the command."""
     command = [sys.executable, str(Path(__file__).parents[1] / "train.py"), f"run.dir={folder}", f"seed={seed}"]
     start = time.time()
-    subprocess.run([*command, "trainer.sample_tokens=0", *words], check=True, stdout=subprocess.DEVNULL)
+    subprocess.run([*command, "trainer.sample_tokens=0", *overrides], check=True, stdout=subprocess.DEVNULL)
     curve = []
     for row in read_rows(folder / "metrics.jsonl"):
         if "val_bits_per_byte" in row:

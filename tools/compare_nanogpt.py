@@ -57,8 +57,8 @@ def main(arguments: Arguments) -> int:
         start = torch.randint(SIZE.vocab_size, (SIZE.batch_size, 1), generator=generator)
         tokens = (start + 7 * torch.arange(SIZE.sequence_length + 1)) % SIZE.vocab_size
         x, y = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-        for each in (optimizer, peer_optimizer):
-            for group in each.param_groups:
+        for current_optimizer in (optimizer, peer_optimizer):
+            for group in current_optimizer.param_groups:
                 group["lr"] = arguments.lr * (step + 1) / (arguments.warmup + 1)
         loss = ours(x, y) / y.numel()
         loss.backward()
@@ -66,9 +66,9 @@ def main(arguments: Arguments) -> int:
         peer_loss = peer(x, y)[1]
         peer_loss.backward()
         torch.nn.utils.clip_grad_norm_(peer.parameters(), 1.0)
-        for each in (optimizer, peer_optimizer):
-            each.step()
-            each.zero_grad(set_to_none=True)
+        for current_optimizer in (optimizer, peer_optimizer):
+            current_optimizer.step()
+            current_optimizer.zero_grad(set_to_none=True)
         difference = abs(loss.item() / peer_loss.item() - 1)
         worst = max(worst, difference)
         print(f"{step + 1:4d} {peer_loss.item():12.7f} {loss.item():12.7f}   {difference:.1e}")

@@ -103,17 +103,17 @@ def run(cells: "list[Cell]", known: dict[str, Result], file: Path | None) -> Non
             pool.close()
 
 
-def summary(result: Any, same: bool, words: str) -> Result:
+def summary(result: Any, same: bool, verdict: str) -> Result:
     """Return the largest error of each kind over all steps, with the tensor's name for gradients and values."""
-    found = [each.distances for each in result.comparisons]
+    distances = [each.distances for each in result.comparisons]
     return {
         "same": same,
-        "words": words.splitlines()[0],
+        "words": verdict.splitlines()[0],
         "seconds": result.seconds,
-        "loss": max(each.loss for each in found),
-        "grad_norm": max(each.grad_norm for each in found),
-        "gradient": largest([each.gradients for each in found]),
-        "value": largest([each.values for each in found]),
+        "loss": max(each.loss for each in distances),
+        "grad_norm": max(each.grad_norm for each in distances),
+        "gradient": largest([each.gradients for each in distances]),
+        "value": largest([each.values for each in distances]),
     }
 
 

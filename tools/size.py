@@ -80,16 +80,16 @@ def imported(root: Path, module: str, inside_functions: bool) -> set[Path]:
 
     Imports `if TYPE_CHECKING` do not count. Importing a module also imports the packages above it.
     """
-    found: set[Path] = set()
+    files: set[Path] = set()
     waiting = [module]
     while waiting:
         name = waiting.pop()
         for end in range(1, name.count(".") + 2):
             file = _file_of(root, ".".join(name.split(".")[:end]))
-            if file is not None and file not in found:
-                found.add(file)
+            if file is not None and file not in files:
+                files.add(file)
                 waiting += _imports(ast.parse((root / file).read_text(encoding="utf-8")), inside_functions)
-    return found
+    return files
 
 
 def _file_of(root: Path, module: str) -> Path | None:
@@ -141,11 +141,11 @@ def _structure(root: Path) -> Iterator[str]:
     graph: dict[str, set[str]] = {}
     for path, tree in trees.items():
         name = _module_of(root, path)
-        found = set(_imports(tree, inside_functions=True))
+        imports = set(_imports(tree, inside_functions=True))
         if path.name != "__init__.py" and name.startswith("gptlite."):
-            graph[name] = {_module_of(root, root / file) for each in found if (file := _file_of(root, each))} - {name}
+            graph[name] = {_module_of(root, root / file) for each in imports if (file := _file_of(root, each))} - {name}
         here = layers.get(name.split(".")[1], 0) if name.startswith("gptlite.") else len(layers)
-        rooms = {each.split(".")[1] for each in found if each.startswith("gptlite.")}
+        rooms = {each.split(".")[1] for each in imports if each.startswith("gptlite.")}
         up += [f"    {path.relative_to(root)} imports {room}" for room in rooms if layers.get(room, 0) > here]
     yield f"{len(up)} imports go up across packages"
     yield from sorted(up)

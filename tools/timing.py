@@ -26,13 +26,13 @@ def in_turn(calls: Mapping[str, Callable[[], T]], repeats: int, warm_up: int = 3
 
     Interleaving makes a drift of the machine's speed affect all calls equally.
     """
-    found: dict[str, list[T]] = {name: [] for name in calls}
+    results: dict[str, list[T]] = {name: [] for name in calls}
     for repeat in range(warm_up + repeats):
         for name, call in calls.items():
             result = call()
             if repeat >= warm_up:
-                found[name].append(result)
-    return found
+                results[name].append(result)
+    return results
 
 
 def check_names(key: str, given: str, known: Iterable[str], several: bool = True) -> None:

@@ -56,14 +56,14 @@ def run(paths: list[str], options: Options) -> int:
 
 def read_side(path: str) -> Side:
     """Return the configuration or checkpoint at a path. Raises ConfigError, or DamagedCheckpoint for a checkpoint."""
-    found = existing(path)
-    if found.is_file():
+    location = existing(path)
+    if location.is_file():
         try:
-            return Side(found, config_of(read_text(found, limits.YAML_BYTES), path), None)
+            return Side(location, config_of(read_text(location, limits.YAML_BYTES), path), None)
         except DocumentError as error:
             raise ConfigError(f"{path}: {error}; give a config.yaml, a run or a checkpoint") from None
-    saved = found / "config.yaml"
-    if not is_step(found) and saved.is_file() and not any((found / "checkpoints").glob("step-*")):
+    saved = location / "config.yaml"
+    if not is_step(location) and saved.is_file() and not any((location / "checkpoints").glob("step-*")):
         return read_side(str(saved))
     folder = one_checkpoint(path)
     return Side(folder, checkpoint_config(folder), read_manifest(folder))

@@ -206,21 +206,21 @@ def import_(source: Path, run_dir: Path, *, plugins: Sequence[str] = (), log: Lo
     beside = {f"{KEPT}/{each}": content for each, content in _other_files(source).items()}
     beside[f"{KEPT}/config.json"] = beside.get(f"{KEPT}/config.json", _json(content).encode())
     tensors: dict[str, Tensor] = {}
-    for each, weight in weights.items():
+    for weight_name, weight in weights.items():
         ours = torch.zeros(weight.our_shape)
         if weight.ours is not None:  # several stored tensors may be rows of one of ours
             ours = tensors.setdefault(f"model.{weight.ours}", ours)
-        _fill(ours, source, weight, stored[each])
+        _fill(ours, source, weight, stored[weight_name])
     tensors = {f"model.{name}": value for name, value in Model.of(model).initial_buffers().items()} | tensors
     step = write_first(run_dir, tensors, to_yaml(config), beside, log, tokenizer)
-    words = ", ".join(sorted(Path(name).name for name in beside))
-    log(f"imported {source} to {step}; kept for an export: {words}")
+    text = ", ".join(sorted(Path(name).name for name in beside))
+    log(f"imported {source} to {step}; kept for an export: {text}")
     if tokenizer is None:
         log("its tokenizer is not imported: the training data must use the same token ids")
     else:
         spec = hydra_value(str(source / EXPORTED))
-        words = f"{tokenizer.kind} tokenizer of {tokenizer.vocab_size:,} ids"
-        log(f"its {words} is imported: prepare data with tokenizer={spec}")
+        text = f"{tokenizer.kind} tokenizer of {tokenizer.vocab_size:,} ids"
+        log(f"its {text} is imported: prepare data with tokenizer={spec}")
     start = [f"checkpoint.resume={hydra_value(str(run_dir))}", "checkpoint.load=weights"]
     line = f"{command('train')} {shlex.join([*start, *overrides])}"
     log(f"train from it with any data=... whose vocabulary size is at most {spec_of(model).vocab_size(model)}: {line}")
@@ -274,14 +274,14 @@ def _opened(source: Path) -> tuple[dict[str, Any], Adapter, dict[str, Stored]]:
 
 def _adapter_of(content: Mapping[str, Any]) -> Adapter:
     """Return the adapter for a config.json. Raises ConfigError for a model_type without an adapter."""
-    found = content.get("model_type")
+    model_type = content.get("model_type")
     adapters = all_adapters()
     for adapter in adapters:
-        if adapter.model_type == found:
+        if adapter.model_type == model_type:
             return adapter
     known = ", ".join(dict.fromkeys(shown(each.model_type) for each in adapters))  # a plugin may inherit some
     raise ConfigError(
-        f"config.json: model_type={shown(found)}: only model_type={known} can be imported; see plugins=[MODULE]"
+        f"config.json: model_type={shown(model_type)}: only model_type={known} can be imported; see plugins=[MODULE]"
     )
 
 

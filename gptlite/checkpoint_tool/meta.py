@@ -26,14 +26,14 @@ def open_meta(source: Path) -> tuple[dict[str, Any], Adapter, dict[str, Stored]]
     Shards are memory-mapped, and read one tensor at a time. Raises ConfigError if shards are missing, or if no adapter
     supports the model.
     """
-    params, found = read_json(source / PARAMS), {}
+    params, shard_paths = read_json(source / PARAMS), {}
     for path in source.iterdir():
         if match := SHARD.fullmatch(path.name):
-            found[int(match[1])] = path
-    if not found or sorted(found) != list(range(len(found))):
-        words = ", ".join(path.name for _, path in sorted(found.items())) or "no consolidated.00.pth"
+            shard_paths[int(match[1])] = path
+    if not shard_paths or sorted(shard_paths) != list(range(len(shard_paths))):
+        words = ", ".join(path.name for _, path in sorted(shard_paths.items())) or "no consolidated.00.pth"
         raise ConfigError(f"source={source} holds {words}; give all shards, numbered from 00 without gaps")
-    shards = [load_pickle(path, mapped=True) for _, path in sorted(found.items())]
+    shards = [load_pickle(path, mapped=True) for _, path in sorted(shard_paths.items())]
     for adapter in all_adapters():
         try:
             read = adapter.from_meta(params, shards)

@@ -24,11 +24,11 @@ LEFT = (".tmp-*", ".trash-*", "damaged-*", "superseded-*")
 
 def existing(path: str, fix: str = "") -> Path:
     """Return the folder or file `path`. Raises ConfigError if it does not exist, with `fix` if no name is similar."""
-    found = Path(path).expanduser()
-    if not found.exists():
-        names = [each.name for each in found.parent.iterdir()] if found.parent.is_dir() else []
-        raise ConfigError(f"{path} does not exist{did_you_mean(found.name, names) or fix}")
-    return found
+    location = Path(path).expanduser()
+    if not location.exists():
+        names = [each.name for each in location.parent.iterdir()] if location.parent.is_dir() else []
+        raise ConfigError(f"{path} does not exist{did_you_mean(location.name, names) or fix}")
+    return location
 
 
 def roots(path: str) -> list[Path]:

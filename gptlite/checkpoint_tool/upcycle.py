@@ -54,14 +54,14 @@ def run(paths: list[str], options: Options) -> int:
     config = from_yaml(read_config(step), step)
     dense = Model.of(config.model)
     maker = required(dense.spec, Upcycling, str(step))
-    found, copies = maker.upcycled(config.model, options.experts, options.top_k)
-    keys = [f"model.{key}={override_value(value)}" for key, value in changed(found, config.model)]
+    model_config, copies = maker.upcycled(config.model, options.experts, options.top_k)
+    keys = [f"model.{key}={override_value(value)}" for key, value in changed(model_config, config.model)]
     # The new run has another folder and other weights, so these overrides of the dense run are left out.
     kept = [each for each in config.run.overrides if not each.lstrip("+~").startswith(("run.", "checkpoint."))]
     overrides = [*kept, *keys]
     where = replace(config.run, dir=str(run_dir), name=run_dir.name, overrides=overrides)
-    new = replace(config, model=found, run=where)
-    tensors = _tensors(step, Model.of(found), copies, config.seed)
+    new = replace(config, model=model_config, run=where)
+    tensors = _tensors(step, Model.of(model_config), copies, config.seed)
     written = write_first(run_dir, tensors, to_yaml(new), {}, log)
     start = [f"checkpoint.resume={hydra_value(str(run_dir))}", "checkpoint.load=weights"]
     log(f"train from it with: {command('train')} {shlex.join([*start, *overrides])}")
@@ -75,9 +75,9 @@ def _tensors(step: Path, model: Model, copies: dict[str, str], seed: int) -> dic
     sources = {name: f"model.{copies.get(name, name)}" for name in shapes}
     dense = {key: torch.empty(stored[key]["shape"]) for key in sources.values() if key in stored}
     load_tensors(step, dense, strict=False, log=log)
-    found = {f"model.{name}": value for name, value in model.initial_buffers().items()}
+    tensors = {f"model.{name}": value for name, value in model.initial_buffers().items()}
     for name, shape in shapes.items():
         if (value := dense.get(sources[name])) is None:
             init_weight_(model, name, value := torch.empty(shape), seed)
-        found[f"model.{name}"] = value.expand(shape).contiguous()  # a copy for each expert
-    return found
+        tensors[f"model.{name}"] = value.expand(shape).contiguous()  # a copy for each expert
+    return tensors

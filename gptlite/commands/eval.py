@@ -48,11 +48,11 @@ def main() -> NoReturn:
     run_command(run, __doc__)
 
 
-def run(words: list[str]) -> int:
+def run(command_line: list[str]) -> int:
     """Evaluate in this process, or on the ranks of a layout; return the exit code. Raises ConfigError."""
     started = time.monotonic()
-    layout = [each for each in words if LAYOUT.match(each)]
-    arguments = parse_arguments(Arguments, [each for each in words if each not in layout])
+    layout = [each for each in command_line if LAYOUT.match(each)]
+    arguments = parse_arguments(Arguments, [each for each in command_line if each not in layout])
     check(arguments)
     from gptlite.commands.newest_run import newest_run  # imports torch, so only after the values are checked
 

@@ -38,29 +38,29 @@ def evaluate(arguments: Arguments, layout: ParallelismConfig | None = None) -> N
     """Evaluate the checkpoint. Rank 0 prints the result as text, followed by a line of JSON."""
     from gptlite.trainer.restore import restore
 
-    found = restore(arguments.checkpoint, arguments.precision, arguments.plugins, layout, arguments.tokenizer)
+    restored = restore(arguments.checkpoint, arguments.precision, arguments.plugins, layout, arguments.tokenizer)
     if arguments.tasks is None:
-        evaluate_text(arguments, found)
+        evaluate_text(arguments, restored)
     else:
-        evaluate_tasks(arguments, found)
-    found.runner.mesh.close()
+        evaluate_tasks(arguments, restored)
+    restored.runner.mesh.close()
 
 
-def evaluate_text(arguments: Arguments, found: Restored) -> None:
+def evaluate_text(arguments: Arguments, restored: Restored) -> None:
     """Evaluate on held-out text: nats per token, perplexity, bits per byte."""
     from gptlite.data.build import build_loader
     from gptlite.parallelism.rank_sync import together
     from gptlite.trainer.eval import evaluate_sets
 
-    config, mesh, size = found.config, found.runner.mesh, arguments.micro_batch_size
+    config, mesh, size = restored.config, restored.runner.mesh, arguments.micro_batch_size
     # The run's batch sizes may not fit this layout.
     section = replace(config.data, global_batch_size=size * mesh.data_size, micro_batch_size=size, batch_ramp=None)
-    data = together(mesh, lambda: held_out(arguments.data, config, found.tokenizer))
+    data = together(mesh, lambda: held_out(arguments.data, config, restored.tokenizer))
     loader = build_loader(section, data, mesh, config.seed)
     if mesh.is_main:
         print(printable(f"{data.num_validation_tokens:,} tokens of {data.name}"), flush=True)
     quiet = log if mesh.is_main else lambda _: None
-    result = evaluate_sets(found.model, found.runner, loader, arguments.samples, log=quiet)
+    result = evaluate_sets(restored.model, restored.runner, loader, arguments.samples, log=quiet)
     loader.close()
     assert result is not None
     if not mesh.is_main:
@@ -75,14 +75,14 @@ def evaluate_text(arguments: Arguments, found: Restored) -> None:
     print(json.dumps(row))
 
 
-def evaluate_tasks(arguments: Arguments, found: Restored) -> None:
+def evaluate_tasks(arguments: Arguments, restored: Restored) -> None:
     """Evaluate on tasks of lm-eval, which only rank 0 calls, and write the results to a file."""
     from gptlite.harness.ranks import SharedScorer
     from gptlite.harness.scorer import Scorer
 
-    config, mesh = found.config, found.runner.mesh
+    config, mesh = restored.config, restored.runner.mesh
     quiet = log if mesh.is_main else lambda _: None
-    scorer = Scorer(found.model, found.runner, found.tokenizer, arguments.micro_batch_size, quiet)
+    scorer = Scorer(restored.model, restored.runner, restored.tokenizer, arguments.micro_batch_size, quiet)
     shared = SharedScorer(scorer, mesh)
     with shared.serving() as main:
         if not main:
@@ -90,14 +90,14 @@ def evaluate_tasks(arguments: Arguments, found: Restored) -> None:
         from gptlite.harness.lm import GptliteLM
         from gptlite.harness.tasks import Tasks, figures, results_file, run_tasks, table, write_results
 
-        spec = found.model.spec
+        spec = restored.model.spec
         length = spec.max_length(config.model) or config.data.sequence_length
         names = arguments.task_names
         folder = None if arguments.include_path is None else str(Path(arguments.include_path).expanduser())
-        lm = GptliteLM(shared, spec, found.tokenizer, length)
+        lm = GptliteLM(shared, spec, restored.tokenizer, length)
         results = run_tasks(lm, Tasks(names, arguments.limit, arguments.num_fewshot, folder))
-        path = Path(arguments.output).expanduser() if arguments.output else results_file(found.path, names)
-        write_results(results, path, {"checkpoint": str(found.path), "arguments": asdict(arguments)})
+        path = Path(arguments.output).expanduser() if arguments.output else results_file(restored.path, names)
+        write_results(results, path, {"checkpoint": str(restored.path), "arguments": asdict(arguments)})
         print(printable(table(results), "\n"))
         print(printable(f"results: {path}"))
         print(json.dumps(figures(results)), flush=True)

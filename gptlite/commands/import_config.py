@@ -69,12 +69,12 @@ def report(path: str, rows: list[Row], width: int) -> str:
 def _lines(key: str, row: Row, width: int) -> list[str]:
     """Return the lines of a row. A key that is too long for its column has a line of its own."""
     reason = f"({row.reason})" if row.overrides and row.reason else row.reason
-    words = " ".join([*row.overrides, reason]).strip()
+    text = " ".join([*row.overrides, reason]).strip()
     left = f"{key:<{KEYS}} {row.verdict.value:<8} "
     indent = " " * (KEYS + 10)
     if len(key) > KEYS:
         left = f"{'':<{KEYS}} {row.verdict.value:<8} "
     wrapped = textwrap.wrap(
-        words, width, initial_indent=left, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+        text, width, initial_indent=left, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
     ) or [left.rstrip()]
     return [key, *wrapped] if len(key) > KEYS else wrapped

@@ -60,20 +60,20 @@ def run(arguments: list[str]) -> int:
     return 0
 
 
-def refuse(folder: Path, given: str) -> None:
-    """Raise ConfigError if `folder`, typed as `given`, cannot be written or its name cannot be that of a package."""
+def refuse(folder: Path, argument: str) -> None:
+    """Raise ConfigError if `folder`, typed as `argument`, cannot be written or its name cannot be that of a package."""
     name = folder.name
-    refuse_used("FOLDER", Path(given).expanduser())
+    refuse_used("FOLDER", Path(argument).expanduser())
     if not NAME.fullmatch(name) or keyword.iskeyword(name) or name in VALUES:
         fitting = re.sub(r"\W+", "_", name, flags=re.ASCII).strip("_0123456789")
         hint = f", such as {fitting}" if NAME.fullmatch(fitting) and fitting != name else ""
-        raise ConfigError(f"{given}: a package cannot be named {name}; give letters, digits and _{hint}")
+        raise ConfigError(f"{argument}: a package cannot be named {name}; give letters, digits and _{hint}")
     beside = str(Path(gptlite.__file__).resolve().parents[1])  # scripts of a checkout have this folder on sys.path
     if name in sys.stdlib_module_names or PathFinder.find_spec(name, [*sys.path, beside]):
-        raise ConfigError(f"{given}: a module named {name} is installed or part of Python; give another name")
+        raise ConfigError(f"{argument}: a module named {name} is installed or part of Python; give another name")
     import_plugins([])
     for group in ("model", "data"):
         if name in presets_of(group):
-            raise ConfigError(f"{given}: {group}={name} is a preset of gptlite; give another name")
+            raise ConfigError(f"{argument}: {group}={name} is a preset of gptlite; give another name")
     if reason := unwritable(folder, "folder"):
-        raise ConfigError(f"{given}: {reason}")
+        raise ConfigError(f"{argument}: {reason}")

@@ -19,14 +19,14 @@ def newest_run(path: str, key: str, root: Path = RUNS) -> str:
     """
     if path != LATEST or Path(path).exists():
         return path
-    found: list[tuple[int, str]] = []
+    runs: list[tuple[int, str]] = []
     for run, folders, _ in os.walk(root):
         if "checkpoints" in folders:
             folders.clear()  # a run holds no other runs
             newest = [step / FILE_NAME for step in store.step_folders(Path(run, "checkpoints"))[:1]]
-            found += [(manifest.stat().st_mtime_ns, run) for manifest in newest if manifest.exists()]
-    if not found:
+            runs += [(manifest.stat().st_mtime_ns, run) for manifest in newest if manifest.exists()]
+    if not runs:
         raise ConfigError(f"{key}={LATEST}: no run below {root}/ has a checkpoint; give {key}=RUN, a run folder")
-    _, run = max(found)
+    _, run = max(runs)
     print(printable(f"{key}={run} is the newest run"), file=sys.stderr, flush=True)
     return run

@@ -48,11 +48,11 @@ def run(arguments: list[str]) -> int:
     command = arguments.pop(0) if arguments and "=" not in arguments[0] else "plan"
     if command not in ("plan", "calibrate"):
         raise ConfigError(f"{command} is neither calibrate nor KEY=VALUE")
-    own, given = separated(Arguments, arguments, "top", "tokens", "seconds")
+    own, overrides = separated(Arguments, arguments, "top", "tokens", "seconds")
     if command == "plan":
-        plan(own, planned_config(given))
-    elif given:
-        raise ConfigError(f"{given[0]}: calibrate takes only seconds and out")
+        plan(own, planned_config(overrides))
+    elif overrides:
+        raise ConfigError(f"{overrides[0]}: calibrate takes only seconds and out")
     else:
         calibrate(own)
     return 0
@@ -70,12 +70,12 @@ def separated(schema: type[Any], arguments: list[str], *positive: str) -> tuple[
     return settings, [each for each in arguments if each not in own]
 
 
-def planned_config(given: list[str]) -> Config:
+def planned_config(overrides: list[str]) -> Config:
     """Return train's configuration for these arguments. Without a preset, the planner chooses the layout."""
-    given = with_deepspeed(given)
-    preset = any(each.partition("=")[0] in ("parallelism", "experiment") for each in given)
-    config = load(given if preset else ["parallelism=auto", *given])
-    config.run.overrides = given  # without parallelism=auto, as the planner keeps the keys in these overrides fixed
+    overrides = with_deepspeed(overrides)
+    preset = any(each.partition("=")[0] in ("parallelism", "experiment") for each in overrides)
+    config = load(overrides if preset else ["parallelism=auto", *overrides])
+    config.run.overrides = overrides  # without parallelism=auto, as the planner keeps the keys in these overrides fixed
     return config
 
 

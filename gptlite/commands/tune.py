@@ -37,13 +37,13 @@ def main() -> NoReturn:
 
 def run(arguments: list[str]) -> int:
     """Plan, measure and write the preset. Return the exit code. Raises ConfigError before anything runs."""
-    settings, given = separated(Arguments, arguments, "k", "steps", "minutes")
+    settings, overrides = separated(Arguments, arguments, "k", "steps", "minutes")
     if not settings.name.replace("-", "").replace("_", "").isalnum():
         raise ConfigError(f"name={settings.name}: a preset's name may have letters, digits, - and _")
     preset = Path(settings.out).expanduser() / "parallelism" / f"{settings.name}.yaml"
     if preset.exists() and not settings.overwrite:
         raise ConfigError(f"{preset} exists; give another name=, or overwrite=true")
-    config = planned_config(given)
+    config = planned_config(overrides)
     from gptlite.plan.planning import make_plan
     from gptlite.plan.tuning import TRIED, tune
 

@@ -77,15 +77,15 @@ def run(paths: list[str], options: Options) -> int:
     tokenizer = find_tokenizer(options.tokenizer, options.eod)
     train, validation = _sources(paths[0], options, tokenizer)
     with new_folder(output) as temporary:
-        found = _write(temporary, tokenizer, train, validation, options.validation_fraction)
+        counts = _write(temporary, tokenizer, train, validation, options.validation_fraction)
         tokenizer.save(temporary / TOKENIZER)
     for split in (TRAIN, VALIDATION):
         dataset = IndexedDataset(output / split)
         print(f"{output / split}: {counted(dataset.num_documents, 'document')}, {len(dataset.tokens):,} tokens")
-    if found.empty:
-        print(f"left out: {counted(found.empty, 'empty document')}")
-    if found.unended:
-        print(f"added the end-of-document token, {tokenizer.eod}, to {counted(found.unended, 'document')}")
+    if counts.empty:
+        print(f"left out: {counted(counts.empty, 'empty document')}")
+    if counts.unended:
+        print(f"added the end-of-document token, {tokenizer.eod}, to {counted(counts.unended, 'document')}")
     return 0
 
 
@@ -164,17 +164,17 @@ def _refuse_other(file: Path) -> None:
 def _write(
     folder: Path, tokenizer: Tokenizer, train: Documents, validation: Documents | None, fraction: float
 ) -> Found:
-    found, token_bytes = Found(), tokenizer.token_bytes()
+    counts, token_bytes = Found(), tokenizer.token_bytes()
 
     def add(writer: IndexedWriter, tokens: np.ndarray, lengths: np.ndarray) -> None:
         writer.write_documents(tokens, lengths, int(token_bytes[tokens].sum()))
 
     with split_writers(folder, tokenizer) as writers:
-        for batch in train(found):
+        for batch in train(counts):
             chosen = np.zeros(len(batch.lengths), dtype=bool) if validation else held_out(batch, fraction)
             for writer, kept in zip(writers, (~chosen, chosen), strict=True):
                 add(writer, batch.tokens[np.repeat(kept, batch.lengths)], batch.lengths[kept])
-        for batch in validation(found) if validation else ():
+        for batch in validation(counts) if validation else ():
             add(writers[1], batch.tokens, batch.lengths)
         if fraction and not writers[1].num_documents:
             number = writers[0].num_documents
@@ -187,7 +187,7 @@ def _write(
             raise ConfigError(
                 f"validation_fraction={fraction} holds out all documents; lower it, or give validation=PATH"
             )
-    return found
+    return counts
 
 
 def held_out(batch: Batch, fraction: float) -> np.ndarray:

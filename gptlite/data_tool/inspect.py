@@ -35,13 +35,13 @@ def run(paths: list[str], options: Options) -> int:
     """Print the description. Return 1 if a dataset is damaged, otherwise 0."""
     if options.plot is not None and Path(options.plot).suffix not in (".png", ".svg", ".pdf"):
         raise ConfigError(f"plot={options.plot} is not an image file; give FILE.png, .svg or .pdf")
-    found, damage = _open(all_prefixes(paths))
-    lengths = {prefix: document_lengths(dataset) for prefix, dataset in found.items()}
+    datasets, damage = _open(all_prefixes(paths))
+    lengths = {prefix: document_lengths(dataset) for prefix, dataset in datasets.items()}
     if options.json:
-        every = [describe(dataset, lengths[prefix]) for prefix, dataset in found.items()]
+        every = [describe(dataset, lengths[prefix]) for prefix, dataset in datasets.items()]
         print(json.dumps({"datasets": every, "damage": damage}, indent=1))
     else:
-        _print(found, lengths)
+        _print(datasets, lengths)
         print(*(printable(f"DAMAGED  {reason}") for reason in damage), sep="\n", end="\n" if damage else "")
     if options.plot is not None:
         plot_lengths({str(prefix): each for prefix, each in lengths.items()}, Path(options.plot))
@@ -50,13 +50,13 @@ def run(paths: list[str], options: Options) -> int:
 
 
 def _open(prefixes: list[Path]) -> tuple[dict[Path, IndexedDataset], list[str]]:
-    found, damage = {}, []
+    datasets, damage = {}, []
     for prefix in prefixes:
         try:
-            found[prefix] = IndexedDataset(prefix)
+            datasets[prefix] = IndexedDataset(prefix)
         except ConfigError as error:
             damage.append(str(error))
-    return found, damage
+    return datasets, damage
 
 
 def document_lengths(dataset: IndexedDataset) -> np.ndarray:
@@ -112,11 +112,11 @@ def plot_lengths(lengths: Mapping[str, np.ndarray], path: Path) -> None:
     with matplotlib.rc_context({**STYLE, "text.parse_math": False}):
         figure = Figure(figsize=(8, 4.5 + 0.2 * len(some)), dpi=150, facecolor="white", layout="constrained")
         axes = figure.add_subplot()
-        for name, each in lengths.items():
-            if not each.sum():
+        for name, sizes in lengths.items():
+            if not sizes.sum():
                 continue
-            label = f"{name}: {each.size:,} documents, {format_count(each.sum())} tokens"
-            axes.hist(each, edges.tolist(), weights=each / each.sum(), histtype="step", linewidth=1.5, label=label)
+            label = f"{name}: {sizes.size:,} documents, {format_count(sizes.sum())} tokens"
+            axes.hist(sizes, edges.tolist(), weights=sizes / sizes.sum(), histtype="step", linewidth=1.5, label=label)
         axes.set(xscale="log", xlabel="tokens in a document", ylabel="fraction of all tokens")
         axes.set_title("Document lengths", loc="left", fontsize=15, weight="bold", pad=12)
         axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:g}%")
@@ -127,31 +127,31 @@ def plot_lengths(lengths: Mapping[str, np.ndarray], path: Path) -> None:
         figure.savefig(path)
 
 
-def _print(found: dict[Path, IndexedDataset], lengths: dict[Path, np.ndarray]) -> None:
-    facts = {prefix: describe(dataset, lengths[prefix]) for prefix, dataset in found.items()}
+def _print(datasets: dict[Path, IndexedDataset], lengths: dict[Path, np.ndarray]) -> None:
+    facts = {prefix: describe(dataset, lengths[prefix]) for prefix, dataset in datasets.items()}
     header = ("dataset", "documents", "tokens", "bytes/token", "dtype", "size", "sha256")
     rows = [
         (
             str(prefix),
-            f"{each['documents']:,}",
-            f"{each['tokens']:,}",
-            "n/a" if each["bytes_per_token"] is None else f"{each['bytes_per_token']:.3f}",
-            each["dtype"] + ", modes" * each["multimodal"],
-            format_bytes(each["bytes"]),
-            each["meta"]["sha256"][:12] if each["meta"] else "n/a",
+            f"{summary['documents']:,}",
+            f"{summary['tokens']:,}",
+            "n/a" if summary["bytes_per_token"] is None else f"{summary['bytes_per_token']:.3f}",
+            summary["dtype"] + ", modes" * summary["multimodal"],
+            format_bytes(summary["bytes"]),
+            summary["meta"]["sha256"][:12] if summary["meta"] else "n/a",
         )
-        for prefix, each in facts.items()
+        for prefix, summary in facts.items()
     ]
     print(*table(header, rows), sep="\n")
-    words = ("min", "p10", "p50", "mean", "p90", "p99", "max")
+    statistics = ("min", "p10", "p50", "mean", "p90", "p99", "max")
     rows = [
-        (str(prefix), *(f"{round(each['lengths'][word]):,}" if each["lengths"] else "n/a" for word in words))
-        for prefix, each in facts.items()
+        (str(prefix), *(f"{round(summary['lengths'][word]):,}" if summary["lengths"] else "n/a" for word in statistics))
+        for prefix, summary in facts.items()
     ]
-    print("", *table(("tokens per document", *words), rows), sep="\n")
+    print("", *table(("tokens per document", *statistics), rows), sep="\n")
     for prefix, each in lengths.items():
         print("", printable(prefix), *_bars(list(histogram(each))), sep="\n")
-    print("", *map(printable, _tokenizers(found)), sep="\n")
+    print("", *map(printable, _tokenizers(datasets)), sep="\n")
 
 
 def _bars(counts: list[tuple[str, int]]) -> Iterator[str]:
@@ -161,8 +161,8 @@ def _bars(counts: list[tuple[str, int]]) -> Iterator[str]:
         yield f"  {label:>{width}} tokens  {'#' * -(-count * _BAR // most):<{_BAR}} {count:,}".rstrip()
 
 
-def _tokenizers(found: dict[Path, IndexedDataset]) -> Iterator[str]:
-    for folder in dict.fromkeys(prefix.parent for prefix in found):
+def _tokenizers(datasets: dict[Path, IndexedDataset]) -> Iterator[str]:
+    for folder in dict.fromkeys(prefix.parent for prefix in datasets):
         try:
             tokenizer = tokenizer_beside(folder / "any")
         except ConfigError as error:
@@ -171,7 +171,7 @@ def _tokenizers(found: dict[Path, IndexedDataset]) -> Iterator[str]:
         if tokenizer is None:
             yield f"tokenizer of {folder}: none beside the data"
             continue
-        fits = [each.meta.tokenizer == tokenizer.fingerprint for each in found.values() if each.meta]
+        fits = [each.meta.tokenizer == tokenizer.fingerprint for each in datasets.values() if each.meta]
         yield (
             f"tokenizer of {folder}: {tokenizer.kind}, vocabulary {tokenizer.vocab_size:,}, end of document "
             f"{tokenizer.eod}, fingerprint {tokenizer.fingerprint[:12]}"

@@ -13,13 +13,13 @@ def prefixes(path: str) -> list[Path]:
 
     Raises ConfigError if there is no dataset.
     """
-    given = Path(path).expanduser()
-    if given.is_dir():
-        found = sorted(file.with_suffix("") for file in given.glob("*.idx") if not file.name.startswith("."))
+    location = Path(path).expanduser()
+    if location.is_dir():
+        found = sorted(file.with_suffix("") for file in location.glob("*.idx") if not file.name.startswith("."))
         if not found:
             raise ConfigError(f"{path} holds no .idx; give a prepared folder, or the PREFIX of a .bin and .idx")
         return found
-    prefix = as_prefix(given)
+    prefix = as_prefix(location)
     files = [prefix.with_name(prefix.name + suffix) for suffix in (".idx", ".bin")]
     if not any(file.exists() for file in files):
         raise ConfigError(f"{path} does not exist; give a prepared folder, or the PREFIX of a .bin and .idx")

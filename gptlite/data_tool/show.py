@@ -101,13 +101,13 @@ def of_run(folder: Path, options: Options) -> Iterator[str]:
     if options.step is not None:
         samples = row.schedule().samples(row.first_sample(options.step)).tolist()
         if options.sample is not None and options.sample not in samples:
-            words = f"step {options.step} read samples {samples[0]} to {samples[-1]}"
-            raise ConfigError(f"sample={options.sample}: {words}; leave out step, or sample")
+            reason = f"step {options.step} read samples {samples[0]} to {samples[-1]}"
+            raise ConfigError(f"sample={options.sample}: {reason}; leave out step, or sample")
         yield f"step {options.step} of {folder}: samples {samples[0]} to {samples[-1]}"
         chosen = samples if options.sample is None else chosen
     elif chosen[0] >= (end := row.first_sample(steps + 1)):
-        words = f"the run in {folder} ends with sample {end - 1} in step {steps} (trainer.max_steps)"
-        raise ConfigError(f"sample={options.sample}: {words}")
+        reason = f"the run in {folder} ends with sample {end - 1} in step {steps} (trainer.max_steps)"
+        raise ConfigError(f"sample={options.sample}: {reason}")
     yield from of_stream(config.seed, [Era.from_json(era) for era in row.eras], data, chosen)
 
 
@@ -161,15 +161,15 @@ def row_of_old(folder: Path, config: Config, data: "PreparedData", step: int, ro
 
 def place(start: int, stop: int, dataset: IndexedDataset | None) -> str:
     """Return e.g. `tokens 256 to 511, documents 3 to 5`, both counted from 0."""
-    words = f"tokens {start:,} to {stop - 1:,}"
+    text = f"tokens {start:,} to {stop - 1:,}"
     if dataset is None or len(dataset.lengths) != dataset.num_documents:
-        return words
+        return text
     size, pointers = dataset.dtype.itemsize, dataset.pointers
     first, last = (
         bisect_right(range(dataset.num_documents), token * size, key=lambda n: int(pointers[n])) - 1
         for token in (start, stop - 1)
     )
-    return f"{words}, document{f' {first:,}' if first == last else f's {first:,} to {last:,}'}"
+    return f"{text}, document{f' {first:,}' if first == last else f's {first:,} to {last:,}'}"
 
 
 def as_text(tokens: np.ndarray, tokenizer: Tokenizer) -> str:

@@ -53,11 +53,11 @@ def _verify(prefix: Path, vocab_size: int | None, dtypes: dict[Path, tuple[Path,
         return False
     seconds, size = time.monotonic() - began, dataset.tokens.nbytes
     unknown = "" if dataset.meta else f", no .meta.json: {'hash' if vocab_size else 'hash and vocabulary'} not checked"
-    words = (
+    line = (
         f"ok       {prefix}  {counted(dataset.num_documents, 'document')}, {len(dataset.tokens):,} tokens, "
         f"{format_bytes(size)} read in {seconds:.1f} s{unknown}"
     )
-    print(printable(words), flush=True)
+    print(printable(line), flush=True)
     tokenizer = tokenizer_beside(prefix)
     if tokenizer and tokenizer.warning:
         print(printable(f"warning  {prefix}: {tokenizer.warning}; prepare the data again"), flush=True)

@@ -15,9 +15,9 @@ TRAIN, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gra
 GLOBAL = "data.global_batch_size"
 
 
-def batch(root: Section, ranks: int | None, given: Container[str]) -> None:
-    """Add the rows of the batch keys. `ranks` is the number of data ranks, if it is known. `given` are the keys that
-    the command line sets; if they set the batch, the file's arithmetic is not checked."""
+def batch(root: Section, ranks: int | None, overridden: Container[str]) -> None:
+    """Add the rows of the batch keys. `ranks` is the number of data ranks, if it is known. `overridden` are the keys
+    that the command line sets; if they set the batch, the file's arithmetic is not checked."""
     train, micro, steps = (root.get(name, Kind.count) for name in (TRAIN, MICRO, STEPS))
     auto = {name for name, value in ((TRAIN, train), (MICRO, micro), (STEPS, steps)) if value == AUTO}
     train, micro, steps = (None if value == AUTO else value for value in (train, micro, steps))
@@ -25,7 +25,7 @@ def batch(root: Section, ranks: int | None, given: Container[str]) -> None:
         root.take(TRAIN, data__global_batch_size=train)
     if micro:
         root.take(MICRO, data__micro_batch_size=micro)
-    if GLOBAL in given or (train and "data.micro_batch_size" in given):
+    if GLOBAL in overridden or (train and "data.micro_batch_size" in overridden):
         if steps:
             root.no_op(STEPS, "the command line sets the batch, and accumulation follows from it")
     elif train:

@@ -22,20 +22,20 @@ def expanded(overrides: list[str], log: Log | None = None) -> list[str]:
 
     Raises ConfigError, which lists all keys that are refused.
     """
-    found = [unquoted(match[1]) for each in overrides if (match := GIVEN.match(each))]
-    if not found:
+    files = [unquoted(match[1]) for each in overrides if (match := GIVEN.match(each))]
+    if not files:
         return overrides
-    if len(found) > 1:
-        raise ConfigError(f"deepspeed={found[0]} and deepspeed={found[1]}: give one file")
-    path, others = found[0], [each for each in overrides if not GIVEN.match(each)]
-    given = values_of(others)
-    data = given.get("parallelism.data", "")
-    rows = translate(read(path), int(data) if data.isdecimal() else None, given)
+    if len(files) > 1:
+        raise ConfigError(f"deepspeed={files[0]} and deepspeed={files[1]}: give one file")
+    path, others = files[0], [each for each in overrides if not GIVEN.match(each)]
+    values = values_of(others)
+    data = values.get("parallelism.data", "")
+    rows = translate(read(path), int(data) if data.isdecimal() else None, values)
     refuse(path, rows)
     if log:
         count = sum(row.verdict is Verdict.taken for row in rows)
         log(f"deepspeed: {count} of {len(rows)} keys of {path} are set; {command('import-config')} {path} lists them")
-    return [*(each for each in overrides_of(rows) if not _replaced(each, given)), *others]
+    return [*(each for each in overrides_of(rows) if not _replaced(each, values)), *others]
 
 
 def overrides_of(rows: list[Row]) -> list[str]:
@@ -51,8 +51,8 @@ def refuse(path: str, rows: list[Row]) -> None:
         raise ConfigError(f"deepspeed={path} is refused: {'; '.join(reasons)}")
 
 
-def _replaced(override: str, given: dict[str, str]) -> bool:
+def _replaced(override: str, values: dict[str, str]) -> bool:
     """Return True if the command line replaces `override`: it sets the same key, or chooses a preset for the key's
     group, and not every preset of that group has the key."""
     key = key_of(override)
-    return key in given or (key.partition(".")[0] in given and not key.startswith(COMMON))
+    return key in values or (key.partition(".")[0] in values and not key.startswith(COMMON))

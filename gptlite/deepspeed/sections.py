@@ -21,17 +21,17 @@ def precision(root: Section) -> str:
     If no precision is enabled, DeepSpeed trains in fp32.
     """
     sections = {name: root.section(name) for name in ("fp16", "bf16", "bfloat16", "amp")}
-    found = {name: section for name, section in sections.items() if section}
-    states = {name: section.get("enabled", Kind.flag) for name, section in found.items()}
+    present = {name: section for name, section in sections.items() if section}
+    states = {name: section.get("enabled", Kind.flag) for name, section in present.items()}
     on = [name for name, state in states.items() if state is True]
-    for name, section in found.items():
+    for name, section in present.items():
         if states[name] is False:
             section.no_op("enabled", OFF)
         elif name in on[1:]:
             section.refuse("enabled", f"{on[0]} is enabled too; choose one")
             states[name] = None
     readers = {"fp16": _fp16, "bf16": _bf16, "bfloat16": _bf16, "amp": _amp}
-    taken = "".join(readers[name](section, states[name]) for name, section in found.items())
+    taken = "".join(readers[name](section, states[name]) for name, section in present.items())
     if not on and AUTO not in (*states.values(), *(root.content.get(name) for name in sections)):
         root.take("fp16 or bf16", "neither is on, so DeepSpeed trains in fp32", precision="fp32")
         taken = "fp32"
@@ -205,17 +205,17 @@ def trackers(root: Section) -> None:
                 continue
             on = section.get("enabled", Kind.flag)
             names = {"project": "project", "group": "group", "team": "entity"} if name == "wandb" else {}
-            texts = {each: section.value(each, Kind.text) for each in (*names, "output_path", "job_name")}
+            texts = {key: section.value(key, Kind.text) for key in (*names, "output_path", "job_name")}
             if on is True and not taken:
                 taken = name
                 section.take("enabled", logger=name)
             elif "enabled" in section.content and on != AUTO:
                 section.no_op("enabled", f"logger={taken} is on, and a run has one tracker" if on else OFF)
-            for each, value in texts.items():
-                if value is not None and taken == name and each in names:
-                    section.take(each, **{f"logger__{names[each]}": value})
+            for key, value in texts.items():
+                if value is not None and taken == name and key in names:
+                    section.take(key, **{f"logger__{names[key]}": value})
                 elif value is not None:
-                    section.no_op(each, "files are in run.dir" if each not in names else OFF)
+                    section.no_op(key, "files are in run.dir" if key not in names else OFF)
             section.close()
     if outer:
         outer.close()
@@ -225,13 +225,13 @@ def tensor_parallel(root: Section) -> None:
     """Add the rows of AutoTP and of compilation."""
     if section := root.section("tensor_parallel"):
         inner = section.section("tp")
-        for each, name in ((section, "autotp_size"), (inner, "tp_size")):
-            size = each and each.value(name, Kind.integer)
-            if each and size is not None:
+        for candidate, name in ((section, "autotp_size"), (inner, "tp_size")):
+            size = candidate and candidate.value(name, Kind.integer)
+            if candidate and size is not None:
                 if size > 1:
-                    each.take(name, parallelism__tensor=size)
+                    candidate.take(name, parallelism__tensor=size)
                 else:
-                    each.no_op(name, OFF)
+                    candidate.no_op(name, OFF)
         for name in section.content.keys() - section.known:
             section.known.add(name)
             section.no_op(name, "each model defines its own sharding plan")

@@ -11,11 +11,11 @@ from gptlite.deepspeed.optimizer import default_clipping, optimizer, schedule
 from gptlite.deepspeed.rows import AUTO, OFF, Kind, Row, Section, in_file_order
 
 
-def translate(content: dict[str, Any], ranks: int | None = None, given: Container[str] = ()) -> list[Row]:
+def translate(content: dict[str, Any], ranks: int | None = None, overridden: Container[str] = ()) -> list[Row]:
     """Return a row for each key, in the order of the file. `ranks` is the number of data-parallel ranks, or None if
-    it is unknown; `given` are the keys that the command line sets."""
+    it is unknown; `overridden` are the keys that the command line sets."""
     root = Section(content, "", [])
-    batch(root, ranks, given)
+    batch(root, ranks, overridden)
     root.apply(keys.ROOT)
     compute = sections.precision(root)
     sections.zero(root, ranks, compute)

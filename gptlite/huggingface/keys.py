@@ -51,25 +51,25 @@ class Keys:
     def read(cls, content: Mapping[str, Any], title: str) -> dict[str, Any]:
         """Return the content of a config.json, with default values for missing keys. Raises ConfigError, naming the
         key, for a key that might change the model and is not supported. `title`: the model's name."""
-        found = dict(content)
+        values = dict(content)
         for alias, key in cls.aliases.items():
-            if alias in found:
-                value = found.pop(alias)
-                if found.setdefault(key, value) != value:
-                    both = f"{alias}={shown(value)} and {key}={shown(found[key])}"
+            if alias in values:
+                value = values.pop(alias)
+                if values.setdefault(key, value) != value:
+                    both = f"{alias}={shown(value)} and {key}={shown(values[key])}"
                     raise ConfigError(f"config.json: {both} differ; keep one of them")
         known = {*cls.defaults, *cls.fixed, *cls.aliases, *cls.ignored, *IGNORED}
-        for key, value in found.items():
+        for key, value in values.items():
             # Keys with an underscore are private to transformers' configuration object.
             if key not in known and value is not None and not key.startswith("_"):
                 hint = did_you_mean(key, known)
                 fix = hint or "; remove it if the weights do not depend on it"
                 raise ConfigError(f"config.json: {key}={shown(value)} is not a key of {title}{fix}")
         for key, value in cls.fixed.items():
-            given = found.get(key, value)
+            given = values.get(key, value)
             if given != value and (given or value):  # null, {}, [] and false all turn the key off
                 raise ConfigError(f"config.json: {key}={shown(given)}: only {key}={shown(value)} can be imported")
-        return {**cls.defaults, **found}
+        return {**cls.defaults, **values}
 
 
 def flag(content: Mapping[str, Any], key: str) -> bool:

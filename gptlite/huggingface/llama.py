@@ -224,19 +224,19 @@ def _rope(content: Mapping[str, Any]) -> dict[str, Any]:
     """Return the configuration keys of RoPE, from `rope_theta` and `rope_scaling`, or from `rope_parameters` in files
     of transformers 5, where `rope_scaling` takes precedence."""
     place = "rope_scaling" if content["rope_scaling"] else "rope_parameters"
-    found = content[place] or {}
-    if not isinstance(found, dict):
-        raise ConfigError(f"config.json: {place}={shown(found)} must be an object or null")
-    kind = found.get("rope_type", found.get("type", "default"))
+    rope = content[place] or {}
+    if not isinstance(rope, dict):
+        raise ConfigError(f"config.json: {place}={shown(rope)} must be an object or null")
+    kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", "llama3"):
         raise ConfigError(f'config.json: rope_type={shown(kind)}: only "default" and "llama3" can be imported')
-    found = {**content, **found}
-    if found["partial_rotary_factor"] not in (None, 1):
-        words = shown(found["partial_rotary_factor"])
+    rope = {**content, **rope}
+    if rope["partial_rotary_factor"] not in (None, 1):
+        words = shown(rope["partial_rotary_factor"])
         raise ConfigError(f"config.json: partial_rotary_factor={words}: only partial_rotary_factor=1 can be imported")
     _refuse_other_keys(content[place] or {}, kind, place)
-    base = {"rope_base": number(found, "rope_theta")}
-    return base if kind == "default" else base | _scaled(content, found, place)
+    base = {"rope_base": number(rope, "rope_theta")}
+    return base if kind == "default" else base | _scaled(content, rope, place)
 
 
 def _refuse_other_keys(found: Mapping[str, Any], kind: str, place: str) -> None:
@@ -249,13 +249,13 @@ def _refuse_other_keys(found: Mapping[str, Any], kind: str, place: str) -> None:
             raise ConfigError(f"config.json: {words}{fix}")
 
 
-def _scaled(content: Mapping[str, Any], found: Mapping[str, Any], place: str) -> dict[str, Any]:
+def _scaled(content: Mapping[str, Any], rope: Mapping[str, Any], place: str) -> dict[str, Any]:
     """Return the configuration keys of Llama 3's scaling. Without an original length, it is the whole length."""
     *keys, last = SCALING.values()
     for key in keys:
-        if found.get(key) is None:
+        if rope.get(key) is None:
             raise ConfigError(f'config.json: {place} has no {key}, which rope_type="llama3" needs; add it')
-    factor, low, high = (number(found, key) for key in keys)
+    factor, low, high = (number(rope, key) for key in keys)
     if not factor or not low < high:
         words = f"{place} has factor={factor:g}, low_freq_factor={low:g} and high_freq_factor={high:g}"
         raise ConfigError(f"config.json: {words}; the first must be above 0, and the last above the second")

@@ -61,12 +61,12 @@ class WithExperts(Llama):
     def differences(self, config: GPTConfig) -> list[str]:
         moe = config.moe
         values = OF_LLAMA | {"qk_norm": self.qk_norm, "qk_norm_heads": self.qk_norm_heads}
-        found = unlike(config, values, mlp={MLPKind.swiglu}, moe=True)
+        mismatches = unlike(config, values, mlp={MLPKind.swiglu}, moe=True)
         if not moe.experts:
-            return [*found, "model.moe.experts=0"]
+            return [*mismatches, "model.moe.experts=0"]
         values = {"shared": 0, "score": Score.softmax, "bias_rate": 0.0, **self.of_moe()}
         differ = {key: each for key, value in values.items() if (each := getattr(moe, key)) != value}
-        return [*found, *(f"model.moe.{key}={getattr(value, 'value', value)}" for key, value in differ.items())]
+        return [*mismatches, *(f"model.moe.{key}={getattr(value, 'value', value)}" for key, value in differ.items())]
 
     def of_moe(self) -> dict[str, Any]:
         """Return the values of MoEConfig that all models of the class have."""

@@ -128,8 +128,8 @@ def test_the_batch_arithmetic(train, micro, steps, ranks, expected):
     content = {name: value for name, value in zip(names, (train, micro, steps), strict=True) if value is not None}
     if expected is None:
         assert len(refused(content, ranks=ranks)) == 1
-        assert refused(content, ranks=ranks, given=["data.global_batch_size"]) == []
-        assert (refused(content, ranks=ranks, given=["data.micro_batch_size"]) == []) is (train is not None)
+        assert refused(content, ranks=ranks, overridden=["data.global_batch_size"]) == []
+        assert (refused(content, ranks=ranks, overridden=["data.micro_batch_size"]) == []) is (train is not None)
     else:
         assert overrides(content, ranks=ranks) == [*expected, *WITHOUT_SECTIONS]
 

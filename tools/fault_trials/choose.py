@@ -70,15 +70,15 @@ def batches(fault: Fault, known: CoverageMap, excluded: Collection[str]) -> Iter
     for the first test. If no test runs the statement (it runs at import, in C++ or not at all), whole files are tried:
     those of the mirrored folder, then those that run most of the file's lines.
     """
-    found = reached(fault, known)
-    if not found:
+    tests_by_file = reached(fault, known)
+    if not tests_by_file:
         yield from _packed(_whole(_fallback(fault, known), known), known, excluded)
         return
-    near = [file for file in found if is_near(fault.file, file)]
-    far = [file for file in found if file not in near]
-    queues = [sorted((known.files[file].tests.get(test, 0.0), test) for test in found[file]) for file in far]
+    near = [file for file in tests_by_file if is_near(fault.file, file)]
+    far = [file for file in tests_by_file if file not in near]
+    queues = [sorted((known.files[file].tests.get(test, 0.0), test) for test in tests_by_file[file]) for file in far]
     queues = sorted(zip(queues, far, strict=True))
-    first = [(file, test) for file in sorted(near, key=_cost(known)) for test in found[file]]
+    first = [(file, test) for file in sorted(near, key=_cost(known)) for test in tests_by_file[file]]
     turns = zip_longest(*([(file, test) for _, test in queue] for queue, file in queues))
     first += [each for turn in turns for each in turn if each is not None]
     yield from _packed(first, known, excluded)
@@ -105,11 +105,11 @@ def _fallback(fault: Fault, known: CoverageMap) -> list[str]:
     stem = PurePosixPath(fault.file).stem
 
     def order(file: str) -> tuple[object, ...]:
-        each = known.files[file]
+        test_file = known.files[file]
         if compiled:
             place = next((i for i, name in enumerate(COMPILED) if file.startswith(name)), len(COMPILED))
-            return PurePosixPath(file).stem != f"test_{stem}", place, each.seconds
-        return not is_near(fault.file, file), -each.share(fault.file), each.seconds
+            return PurePosixPath(file).stem != f"test_{stem}", place, test_file.seconds
+        return not is_near(fault.file, file), -test_file.share(fault.file), test_file.seconds
 
     def fits(file: str) -> bool:
         if compiled:

@@ -83,13 +83,13 @@ class CoverageMap:
         """Return the test files without a measurement."""
         return [file for file in files if file not in self.files]
 
-    def add(self, found: TestFile) -> None:
+    def add(self, measurement: TestFile) -> None:
         """Store a measurement."""
-        self.files[found.file] = found
+        self.files[measurement.file] = measurement
         self.folder.mkdir(parents=True, exist_ok=True)
-        path = self.folder / f"{found.file.replace('/', '~')}.json"
+        path = self.folder / f"{measurement.file.replace('/', '~')}.json"
         temporary = path.with_suffix(".tmp")
-        temporary.write_text(json.dumps(found.to_json()), encoding="utf-8")
+        temporary.write_text(json.dumps(measurement.to_json()), encoding="utf-8")
         temporary.replace(path)
 
 
@@ -130,11 +130,11 @@ def _attempt(worker: Worker, file: str, options: tuple[str, ...]) -> tuple[Outco
 
 def test_files(tree: Path, folders: Iterable[str]) -> list[str]:
     """Return the test files below some paths of a tree."""
-    found = []
+    paths = []
     for name in folders:
         path = tree / name
-        found += [path] if path.is_file() else sorted(path.rglob("test_*.py"))
-    return [path.relative_to(tree).as_posix() for path in found]
+        paths += [path] if path.is_file() else sorted(path.rglob("test_*.py"))
+    return [path.relative_to(tree).as_posix() for path in paths]
 
 
 def digest_of(path: Path) -> str:
@@ -174,8 +174,8 @@ def _ranges(numbers: set[int]) -> str:
 
 
 def _numbers(text: str) -> set[int]:
-    found: set[int] = set()
+    numbers: set[int] = set()
     for part in filter(None, text.split(",")):
         first, _, last = part.partition("-")
-        found.update(range(int(first), int(last or first) + 1))
-    return found
+        numbers.update(range(int(first), int(last or first) + 1))
+    return numbers

@@ -71,13 +71,13 @@ def identified(faults: Iterable[Fault], source: bytes) -> list[Fault]:
     """Return the faults of one file with their ids. Equal lines of a function are numbered."""
     seen: Counter[str] = Counter()
     lines = source.decode().splitlines()
-    found = []
+    with_ids = []
     for fault in faults:
         line = lines[fault.line - 1].strip()
         key = "|".join((fault.file, fault.function, fault.operator, line, fault.old, fault.new))
         seen[key] += 1
-        found.append(replace(fault, id=hashlib.sha256(f"{key}|{seen[key]}".encode()).hexdigest()[:16]))
-    return found
+        with_ids.append(replace(fault, id=hashlib.sha256(f"{key}|{seen[key]}".encode()).hexdigest()[:16]))
+    return with_ids
 
 
 def read_sources(root: Path, patterns: Iterable[str]) -> list[str]:

@@ -114,12 +114,12 @@ def _descendants() -> list[int]:
         with contextlib.suppress(OSError):
             parent = path.read_text(errors="replace").rpartition(")")[2].split()[1]
             children.setdefault(int(parent), []).append(int(path.parent.name))
-    found, left = [], [os.getpid()]
+    descendants, left = [], [os.getpid()]
     while left:
         below = children.get(left.pop(), [])
-        found += below
+        descendants += below
         left += below
-    return found
+    return descendants
 
 
 def _processor_seconds() -> float:

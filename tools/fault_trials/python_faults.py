@@ -96,11 +96,11 @@ class _Finder(ast.NodeVisitor):
 
     def _add(self, operator: str, edit: tuple[int, int, str], shown: ast.expr | ast.stmt) -> None:
         span = self._span(shown)
-        for each in reversed(self._around):
-            compound = isinstance(each, ast.stmt) and hasattr(each, "body")
+        for node in reversed(self._around):
+            compound = isinstance(node, ast.stmt) and hasattr(node, "body")
             if compound or span[1] - span[0] >= CONTEXT:
                 break
-            span = self._span(each)
+            span = self._span(node)
         old, new = change(self._source, edit, span)
         line = bisect_right(self._starts, edit[0])
         lines = self._lines if self._functions else None

@@ -61,14 +61,14 @@ def run(options: Options) -> int:
     """Try the faults and append the results to `out`. Raises ConfigError."""
     folder = map_folder(ROOT, options.map, options.tests, options.mark)
     out = Path(options.out)
-    with workers(ROOT, options.jobs, options.tests) as found:
-        left = Queue(*remaining(*chosen(found[0].copy.tree, options), read_records(out)))
+    with workers(ROOT, options.jobs, options.tests) as pool:
+        left = Queue(*remaining(*chosen(pool[0].copy.tree, options), read_records(out)))
         if not left.total:
             log(f"{out} has the results of all faults")
             return 0
-        known = complete_map(folder, found, options.folders, options.mark)
+        known = complete_map(folder, pool, options.folders, options.mark)
         checked = Checked({name for each in known.files.values() for name in each.failed})
-        trials = [Trials(worker, known, checked, options.budget, MARKS[options.mark]) for worker in found]
+        trials = [Trials(worker, known, checked, options.budget, MARKS[options.mark]) for worker in pool]
         out.parent.mkdir(parents=True, exist_ok=True)
         report = Report(out, left.total)
         run_threads([lambda each=each: left.work(each, report.add) for each in trials])

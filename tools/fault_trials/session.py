@@ -37,13 +37,13 @@ def workers(root: Path, jobs: int, tests: str | None) -> Iterator[list[Worker]]:
     if shutil.which("ccache") is None:
         log("ccache is not installed: each fault of a C++ file compiles all kernels; apt-get install ccache")
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the copies are removed
-    folder, found = copies(root, jobs, tests, compiled)
+    folder, checkouts = copies(root, jobs, tests, compiled)
     started: list[Worker] = []
     try:
-        started += [Worker(copy, PRELOADED) for copy in found]
+        started += [Worker(copy, PRELOADED) for copy in checkouts]
         started[0].execute(COMPILE)  # without a compiler or kernels, the tests report it
-        found[0].keep_kernels()
-        for copy in found:
+        checkouts[0].keep_kernels()
+        for copy in checkouts:
             copy.clean()
         yield started
     finally:
@@ -53,12 +53,12 @@ def workers(root: Path, jobs: int, tests: str | None) -> Iterator[list[Worker]]:
         signal.signal(signal.SIGTERM, before)
 
 
-def map_folder(root: Path, given: str | None, tests: str | None, mark: str) -> Path:
-    """Return the folder of the map: `given`, or one for these tests in the cache. Raises ConfigError."""
+def map_folder(root: Path, path: str | None, tests: str | None, mark: str) -> Path:
+    """Return the folder of the map: `path`, or one for these tests in the cache. Raises ConfigError."""
     if mark not in MARKS:
         raise ConfigError(f"mark={mark} is not one of {', '.join(MARKS)}")
-    if given:
-        return Path(given)
+    if path:
+        return Path(path)
     name = "here"
     if tests:
         shown = subprocess.run(["git", "-C", str(root), "rev-parse", tests], capture_output=True, text=True)
@@ -66,9 +66,9 @@ def map_folder(root: Path, given: str | None, tests: str | None, mark: str) -> P
     return root / CACHE / f"map-{name}-{mark}"
 
 
-def complete_map(folder: Path, found: list[Worker], folders: str, mark: str) -> CoverageMap:
+def complete_map(folder: Path, pool: list[Worker], folders: str, mark: str) -> CoverageMap:
     """Return the map of the test files below `folders`, after measuring those that it lacks."""
-    tree = found[0].copy.tree
+    tree = pool[0].copy.tree
     known = CoverageMap(folder)
     known.load(tree)
     files = test_files(tree, [name for name in folders.split(",") if name])
@@ -79,7 +79,7 @@ def complete_map(folder: Path, found: list[Worker], folders: str, mark: str) -> 
         with needed_package("coverage", "the map"):
             import coverage  # noqa: F401
         log(f"map: measuring {len(missing)} of {len(files)} test files into {folder}")
-        _measure(missing, found, known, MARKS[mark])
+        _measure(missing, pool, known, MARKS[mark])
     _warn(known, tree)
     known.files = {file: each for file, each in known.files.items() if file in files}
     for name in sorted({name for each in known.files.values() for name in each.failed}):
@@ -87,7 +87,7 @@ def complete_map(folder: Path, found: list[Worker], folders: str, mark: str) -> 
     return known
 
 
-def _measure(files: list[str], found: list[Worker], known: CoverageMap, options: tuple[str, ...]) -> None:
+def _measure(files: list[str], pool: list[Worker], known: CoverageMap, options: tuple[str, ...]) -> None:
     progress = Progress("map", len(files), log, unit="test files")
     lock = threading.Lock()
 
@@ -97,10 +97,10 @@ def _measure(files: list[str], found: list[Worker], known: CoverageMap, options:
             known.add(measured)
             progress.add(1)
 
-    in_parallel(files, found, done)
+    in_parallel(files, pool, done)
 
 
-def in_parallel(items: Sequence[str], found: list[Worker], work: Callable[[Worker, str], None]) -> None:
+def in_parallel(items: Sequence[str], pool: list[Worker], work: Callable[[Worker, str], None]) -> None:
     """Call work(worker, item) for all items, each worker in one thread. Raises the first error."""
     left: queue.SimpleQueue[str] = queue.SimpleQueue()
     for item in items:
@@ -116,7 +116,7 @@ def in_parallel(items: Sequence[str], found: list[Worker], work: Callable[[Worke
         except BaseException as error:
             errors.append(error)
 
-    run_threads([lambda worker=worker: run(worker) for worker in found])
+    run_threads([lambda worker=worker: run(worker) for worker in pool])
     if errors:
         raise errors[0]
 

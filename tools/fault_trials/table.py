@@ -127,7 +127,7 @@ def markdown(rows: list[Row], shown: list[Row], two: bool) -> Iterable[str]:
 def areas(rows: list[Row], two: bool) -> list[list[str]]:
     """Return the title, a row of counts for each area, and the sums."""
     titles = ["area", "faults", *(["caught before", "caught after", "lost", "with slow"] if two else ["caught"])]
-    found = [titles]
+    lines = [titles]
     for area in [*dict.fromkeys(row.before["area"] for row in rows), "all"]:
         inside = [row for row in rows if area in (row.before["area"], "all")]
         counts = [len(inside), sum(is_caught(row.before) for row in inside)]
@@ -136,8 +136,8 @@ def areas(rows: list[Row], two: bool) -> list[list[str]]:
             slow = [row.slow is not None and is_caught(row.slow) for row in inside]
             either = sum(a or b for a, b in zip(after, slow, strict=True))
             counts += [sum(after), sum(row.lost for row in inside), either]
-        found.append([area, *map(str, counts)])
-    return found
+        lines.append([area, *map(str, counts)])
+    return lines
 
 
 def is_caught(record: Record) -> bool:

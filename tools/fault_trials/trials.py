@@ -119,14 +119,14 @@ class Trials:
 
 def read_records(path: Path) -> list[dict[str, Any]]:
     """Return the records of a results file. An incomplete last line, of a run that was killed, is left out."""
-    found = []
+    records = []
     if path.exists():
         for line in path.read_text(encoding="utf-8").splitlines():
             try:
-                found.append(json.loads(line))
+                records.append(json.loads(line))
             except ValueError:
                 continue
-    return found
+    return records
 
 
 class Queue:

@@ -52,12 +52,12 @@ OURS = (  # class by the first substring that the op's name contains
 )
 
 
-def _of_lists(length: int, each: int, extra: int, lists: int) -> Callable[[Op], int]:
+def _of_lists(length: int, per_chunk: int, extra: int, lists: int) -> Callable[[Op], int]:
     """Return a function that counts the launches of an op on `lists` lists of tensors.
 
-    The op launches `each` kernels per `length` tensors of a list (rounded up), plus `extra` kernels.
+    The op launches `per_chunk` kernels per `length` tensors of a list (rounded up), plus `extra` kernels.
     """
-    return lambda op: extra + each * -(-max(1, len(op.operands) // lists) // length)
+    return lambda op: extra + per_chunk * -(-max(1, len(op.operands) // lists) // length)
 
 
 # Kernel launches per call. Those of our ops follow the launchers in kernels/cuda. Torch's other ops launch once.
@@ -66,8 +66,8 @@ LAUNCHES: dict[str, int | Callable[[Op], int]] = {
     **dict.fromkeys(("gptlite.layer_norm_backward", "gptlite.residual_norm_backward"), 2),
     "gptlite.bias_activation_backward": 2,
     **dict.fromkeys(("gptlite.cross_entropy_", "gptlite.cross_entropy_stats", "gptlite.cross_entropy_gradient_"), 1),
-    "gptlite.norm": _of_lists(128, each=1, extra=1, lists=1),
-    "gptlite.adamw_": _of_lists(64, each=2, extra=0, lists=5),
+    "gptlite.norm": _of_lists(128, per_chunk=1, extra=1, lists=1),
+    "gptlite.adamw_": _of_lists(64, per_chunk=2, extra=0, lists=5),
     "aten._scaled_dot_product_flash_attention": 1,
     "aten._scaled_dot_product_flash_attention_backward": 3,  # dy·y, the gradients, and the rounding of dq
     "aten.embedding_dense_backward": 12,  # roughly: the indices are sorted, then segments are summed

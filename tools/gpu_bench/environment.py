@@ -36,11 +36,11 @@ def prepare(root: Path, arguments: Sequence[str]) -> str:
 
     Returns an error message of one line, or an empty string. `part=wheels` downloads the wheels instead, and exits.
     """
-    given = {key: value for key, _, value in (argument.partition("=") for argument in arguments)}
-    folder = Path(given.get("wheels") or root / "wheels").expanduser()
-    if given.get("part") == "wheels":
+    options = {key: value for key, _, value in (argument.partition("=") for argument in arguments)}
+    folder = Path(options.get("wheels") or root / "wheels").expanduser()
+    if options.get("part") == "wheels":
         sys.exit(fetch(folder))
-    if "wheels" in given and not folder.is_dir():
+    if "wheels" in options and not folder.is_dir():
         return f"wheels={folder} is not a folder; python tools/bench_gpu.py part=wheels wheels={folder} creates it"
     if missing() and folder.is_dir():
         sys.path.append(unpack(folder))  # at the end, so that installed packages take precedence

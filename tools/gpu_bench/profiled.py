@@ -102,14 +102,14 @@ def _shapes(event: Any) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(each) for each in shapes)
 
 
-def group_of(each: Slice, trace: Trace) -> str:
+def group_of(launch: Slice, trace: Trace) -> str:
     """Return the class of a kernel, one of CLASSES."""
-    if each.op in CONCATENATIONS and not each.shapes:
+    if launch.op in CONCATENATIONS and not launch.shapes:
         return "dQKV copy"
-    if each.op:
-        operands = [Operand(list(shape), [1] * len(shape), 2) for shape in each.shapes]
-        return class_of(Op(each.op.replace("::", ".", 1), "", operands, [], False), trace)
-    return next((group for part, group in BY_NAME if part in each.kernel), "other")
+    if launch.op:
+        operands = [Operand(list(shape), [1] * len(shape), 2) for shape in launch.shapes]
+        return class_of(Op(launch.op.replace("::", ".", 1), "", operands, [], False), trace)
+    return next((group for part, group in BY_NAME if part in launch.kernel), "other")
 
 
 def _top(part: Part, slices: list[Slice], trace: Trace, total: float) -> None:

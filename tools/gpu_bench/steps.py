@@ -87,18 +87,18 @@ def run(part: Part, options: Arguments) -> None:
             part.put("not_reached", [str(each) for each in cells[index:]])
             rows.append(row(cell, expected[cell], "not reached in time"))
             break
-        found: dict[str, Any] = {}
-        words = ""
+        result: dict[str, Any] = {}
+        note = ""
         try:
-            found = measured(cell, device, ops)
+            result = measured(cell, device, ops)
         except torch.OutOfMemoryError:  # recorded as a result, to compare with the predicted memory
-            words = "out of memory"
-            found = {"error": words}
+            note = "out of memory"
+            result = {"error": note}
         except Exception as error:
-            words = f"failed: {type(error).__name__}"
-            part.failed(f"{cell}: {type(error).__name__}: {(str(error).strip() or words).splitlines()[0]}")
-        rows.append(row(cell, expected[cell], words, **found))
-        part.put(str(cell), {**found, "predicted": expected[cell]})
+            note = f"failed: {type(error).__name__}"
+            part.failed(f"{cell}: {type(error).__name__}: {(str(error).strip() or note).splitlines()[0]}")
+        rows.append(row(cell, expected[cell], note, **result))
+        part.put(str(cell), {**result, "predicted": expected[cell]})
         if part.failures and "CUDA error" in part.failures[-1]:  # the CUDA context is unusable for further cells
             break
         forget(device)
@@ -179,14 +179,14 @@ def syncs(step: Callable[[], Any], cuda: bool) -> int:
     """Return how often the host waits for the device in a step, counted by torch's warnings."""
     if not cuda:
         return 0
-    with warnings.catch_warnings(record=True) as found:
+    with warnings.catch_warnings(record=True) as caught_warnings:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
         try:
             step()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    return sum("synchroniz" in str(each.message) for each in found)
+    return sum("synchroniz" in str(each.message) for each in caught_warnings)
 
 
 def forget(device: torch.device) -> None:
@@ -207,11 +207,11 @@ def gib(size: float) -> str:
     return f"{size / 2**30:.1f}"
 
 
-def row(cell: Cell, expected: dict[str, float], words: str, **found: Any) -> tuple[str, ...]:
-    """Return a cell's row of the table; `words` gives the reason if it was not measured."""
+def row(cell: Cell, expected: dict[str, float], note: str, **result: Any) -> tuple[str, ...]:
+    """Return a cell's row of the table; `note` gives the reason if it was not measured."""
     what = (cell.size, cell.precision, str(cell.micro_batch), "compiled" if cell.compile else "eager")
-    if words:
-        return (*what, words, ms(expected), *[""] * 5, gib(expected["memory"]))
-    share = "n/a" if found["mfu"] is None else f"{found['mfu']:.1%}"
-    numbers = (f"{found['tokens_per_second']:,.0f}", share, str(found["launches"]), str(found["syncs"]))
-    return (*what, ms(found), ms(expected), *numbers, gib(found["memory"]), gib(expected["memory"]))
+    if note:
+        return (*what, note, ms(expected), *[""] * 5, gib(expected["memory"]))
+    share = "n/a" if result["mfu"] is None else f"{result['mfu']:.1%}"
+    numbers = (f"{result['tokens_per_second']:,.0f}", share, str(result["launches"]), str(result["syncs"]))
+    return (*what, ms(result), ms(expected), *numbers, gib(result["memory"]), gib(expected["memory"]))
