@@ -43,7 +43,7 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Row:
+class BenchRow:
     """Measurement of an op at one size, in one direction: `forward`, `backward`, or `both` in one call."""
 
     op: str
@@ -80,7 +80,7 @@ def check(options: Options) -> None:
     _chosen(options)
 
 
-def rows(options: Options, copy: float | None = None) -> Iterator[Row]:
+def rows(options: Options, copy: float | None = None) -> Iterator[BenchRow]:
     """Yield measured rows. The kernels must be loaded. `copy` is the copy bandwidth in bytes/s; None measures it.
 
     On a GPU each direction is measured separately. If torch.compile or another library fails, its error is printed, and
@@ -116,7 +116,7 @@ def _chosen(options: Options) -> list[Case]:
 
 def rows_of(
     case: Case, size: tuple[int, int], options: Options, copy: float, clock: Clock, apart: bool
-) -> Iterator[Row]:
+) -> Iterator[BenchRow]:
     """Yield a row for each direction of a case. With `apart`, directions are timed separately on rotating buffers."""
     torch.manual_seed(0)
     # Several sets of inputs, so that a set has left the GPU's cache when its turn comes again.
@@ -132,7 +132,7 @@ def rows_of(
         ours = seconds.pop("ours")
         moved = {FORWARD: traffic[0], BACKWARD: traffic[-1], BOTH: sum(traffic)}[direction]
         ratios = {name: each / ours for name, each in seconds.items()}
-        yield Row(case.ops[0], direction, shape, options.dtype, ours, moved, moved / ours / copy, ratios)
+        yield BenchRow(case.ops[0], direction, shape, options.dtype, ours, moved, moved / ours / copy, ratios)
 
 
 def directions(case: Case, apart: bool) -> list[str]:
@@ -216,7 +216,7 @@ def _working(tasks: dict[str, Task], inputs: Inputs) -> dict[str, Task]:
 HEADER = ("op", "size", "direction", "ours ms", "GB/s", "of copy", "eager", "compiled", "others")
 
 
-def cells(row: Row) -> tuple[str, ...]:
+def cells(row: BenchRow) -> tuple[str, ...]:
     """Return the cells of a row under HEADER."""
     ratios = {name: f"{each:.1f}x" for name, each in row.ratios.items()}
     eager, compiled = ratios.pop("eager", "-"), ratios.pop("compiled", "-")

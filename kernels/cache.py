@@ -20,7 +20,7 @@ UNFINISHED = ".build-"  # name prefix of a folder with a compilation in progress
 
 
 @dataclass(frozen=True)
-class Record:
+class LibraryRecord:
     """Metadata of a compiled library, stored in a file beside it."""
 
     sha256: str
@@ -104,16 +104,16 @@ def writable_folder(log: Log) -> Path:
     raise BuildError(f"no writable folder to compile in: {'; '.join(why)}")
 
 
-def lookup(library: Path) -> Record | None:
+def lookup(library: Path) -> LibraryRecord | None:
     """Return the record of a library, or None if a file is missing or the library does not match its hash."""
     try:
-        record = Record(**json.loads(library.with_suffix(".json").read_text(encoding="utf-8")))
+        record = LibraryRecord(**json.loads(library.with_suffix(".json").read_text(encoding="utf-8")))
         return record if record.sha256 == _digest(library) else None
     except (OSError, ValueError, TypeError):
         return None
 
 
-def keep(library: Path, record: Record, compiled: Path) -> Record:
+def keep(library: Path, record: LibraryRecord, compiled: Path) -> LibraryRecord:
     """Store a library in the cache and return its record with the hash. Call it within `locked`. Raises OSError."""
     with replacing(library) as file:
         file.write(compiled.read_bytes())

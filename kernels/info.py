@@ -12,7 +12,7 @@ import torch
 from gptlite.invocation import command
 from gptlite.kernels.cache import known_folders
 from gptlite.kernels.fakes import FAKES
-from gptlite.kernels.library import Loaded, Unavailable, compiled, load
+from gptlite.kernels.library import LoadedLibrary, Unavailable, compiled, load
 from gptlite.kernels.tables import table
 from gptlite.kernels.toolchain import BuildError, Compiler, find_cxx, find_nvcc
 
@@ -42,9 +42,9 @@ def run(options: Options) -> int:
     ]
     cpu = products = path_of(loaded, "cpu")
     cuda = path_of(load("cuda") if library else loaded, "cuda")
-    if isinstance(loaded, Loaded):
+    if isinstance(loaded, LoadedLibrary):
         rows.append(("instruction sets", f"{loaded.isa} used here; compiled for baseline, avx2, avx512"))
-    if not isinstance(loaded, Loaded) or "avx512_bf16" not in loaded.isa:
+    if not isinstance(loaded, LoadedLibrary) or "avx512_bf16" not in loaded.isa:
         products = "reference (no AVX512-BF16)"
     ops = [("op", "cpu", "cuda")]
     for name in FAKES:
@@ -54,11 +54,11 @@ def run(options: Options) -> int:
     return 0
 
 
-def path_of(loaded: Loaded | Unavailable | None, device_type: str) -> str:
+def path_of(loaded: LoadedLibrary | Unavailable | None, device_type: str) -> str:
     """Return the implementation of ops on a device, with the reason. `loaded`: None if nothing is compiled yet."""
     if device_type == "cuda" and not torch.cuda.is_available():
         return "- (no GPU)"
-    if isinstance(loaded, Loaded):
+    if isinstance(loaded, LoadedLibrary):
         return f"fused ({loaded.isa})" if device_type == "cpu" else "fused"
     return f"reference ({loaded.reason})" if loaded else "fused, once compiled"
 

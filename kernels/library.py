@@ -14,7 +14,16 @@ import torch
 from gptlite.cpu import level_limit
 from gptlite.kernels import fakes
 from gptlite.kernels.build import build
-from gptlite.kernels.cache import UNFINISHED, Record, forget, keep, known_folders, locked, lookup, writable_folder
+from gptlite.kernels.cache import (
+    UNFINISHED,
+    LibraryRecord,
+    forget,
+    keep,
+    known_folders,
+    locked,
+    lookup,
+    writable_folder,
+)
 from gptlite.kernels.toolchain import BuildError, Compiler, find_cxx, find_nvcc
 from gptlite.kernels.units import OLDEST_PORTABLE, ROOT, sources
 from gptlite.progress import Log
@@ -23,7 +32,7 @@ STREAM = "aoti_torch_get_current_cuda_stream"
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedLibrary:
     """Loaded library, which implements `torch.ops.gptlite`."""
 
     path: Path
@@ -46,15 +55,15 @@ class Library:
     """Compiled library that is not loaded yet."""
 
     path: Path
-    record: Record
+    record: LibraryRecord
     cached: bool
     why_no_cuda: str
 
 
-_LOADED: list[Loaded | Unavailable] = []  # result of the first call of `load`
+_LOADED: list[LoadedLibrary | Unavailable] = []  # result of the first call of `load`
 
 
-def load(device_type: str, log: Log = print) -> Loaded | Unavailable:
+def load(device_type: str, log: Log = print) -> LoadedLibrary | Unavailable:
     """Load `torch.ops.gptlite` for the tensors of a device. Later calls in a process return the first result.
 
     On a machine with a GPU both CPU and CUDA kernels are compiled, otherwise only the CPU kernels. `log` is called
@@ -67,7 +76,7 @@ def load(device_type: str, log: Log = print) -> Loaded | Unavailable:
     if not _LOADED:
         _LOADED.append(_load(log))
     (loaded,) = _LOADED
-    if device_type == "cuda" and isinstance(loaded, Loaded):
+    if device_type == "cuda" and isinstance(loaded, LoadedLibrary):
         if not loaded.cuda:
             return Unavailable(loaded.why_no_cuda)
         if not knows_stream(loaded.path):
@@ -80,7 +89,7 @@ def knows_stream(path: Path) -> bool:
     return bool(ctypes.CDLL(str(path)).gptlite_cuda_knows_stream())
 
 
-def _load(log: Log) -> Loaded | Unavailable:
+def _load(log: Log) -> LoadedLibrary | Unavailable:
     try:
         library = prepare(torch.cuda.is_available(), log)
         try:
@@ -95,7 +104,7 @@ def _load(log: Log) -> Loaded | Unavailable:
     except (BuildError, OSError) as error:
         return Unavailable(str(error))
     record = library.record
-    return Loaded(library.path, record.cuda, isa, record.seconds, library.cached, library.why_no_cuda)
+    return LoadedLibrary(library.path, record.cuda, isa, record.seconds, library.cached, library.why_no_cuda)
 
 
 def _limited(library: ctypes.CDLL) -> str:
@@ -204,7 +213,7 @@ def _find(patterns: Iterable[str], cuda: bool = False, why_no_cuda: str = "") ->
     return None
 
 
-def _usable(library: Path) -> Record | None:
+def _usable(library: Path) -> LibraryRecord | None:
     """Return the record of a library that matches its hash and declares all ops, else None.
 
     A library is not loaded for this: torch cannot unload it, and then refuses another one with the same ops.
@@ -215,7 +224,7 @@ def _usable(library: Path) -> Record | None:
     return None
 
 
-def _compile(library: Path, tools: _Tools, log: Log) -> Record:
+def _compile(library: Path, tools: _Tools, log: Log) -> LibraryRecord:
     cxx, nvcc, arch = tools.cxx, tools.nvcc, tools.archs[0]
     what = f"CPU and CUDA kernels{f' for sm_{arch}' if arch else ''}" if nvcc else "CPU kernels"
     log(f"kernels: compiling the {what}, once for this machine, into {library.parent}; this can take a minute")
@@ -225,7 +234,7 @@ def _compile(library: Path, tools: _Tools, log: Log) -> Record:
         why_no_cuda = build(compiled, cxx, nvcc, log, arch)
         seconds = round(time.monotonic() - start, 1)
         cuda = nvcc is not None and not why_no_cuda
-        record = keep(library, Record("", cuda, why_no_cuda, str(cxx), str(nvcc or ""), seconds), compiled)
+        record = keep(library, LibraryRecord("", cuda, why_no_cuda, str(cxx), str(nvcc or ""), seconds), compiled)
     log(f"kernels: compiled in {seconds:.0f} s")
     return record
 

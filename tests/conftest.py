@@ -14,7 +14,7 @@ from closing import closing, machine, seeds
 from distributed.cells.run import Ranks
 
 from gptlite.config import Config, compose, load
-from gptlite.kernels.library import Loaded, prepare
+from gptlite.kernels.library import LoadedLibrary, prepare
 from gptlite.kernels.library import load as load_kernels
 from gptlite.kernels.toolchain import BuildError
 from gptlite.pretrain import pretrain
@@ -43,7 +43,7 @@ def one_thread() -> Iterator[None]:
 def kernels() -> None:
     """torch.ops.gptlite, on a CPU."""
     library = load_kernels("cpu")
-    assert isinstance(library, Loaded), library.reason
+    assert isinstance(library, LoadedLibrary), library.reason
 
 
 @pytest.fixture

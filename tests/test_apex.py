@@ -15,8 +15,8 @@ from gptlite.config.checks import check_device
 from gptlite.errors import ConfigError
 from gptlite.models import layers
 from gptlite.ops import apex
-from gptlite.ops.config import LayerNorm, OpsConfig
-from gptlite.ops.layer_norm import Norm, layer_norm, residual_norm
+from gptlite.ops.config import LayerNormKernel, OpsConfig
+from gptlite.ops.layer_norm import NormParameters, layer_norm, residual_norm
 from gptlite.ops.select import select_ops
 from gptlite.optimizer.build import build_optimizer
 from gptlite.optimizer.config import AdamWConfig, OptimizerConfig
@@ -228,7 +228,7 @@ def test_its_layer_norm_is_called_for_norms_alone_and_after_residuals(install: I
     x, y, weight, bias = torch.randn(2, 3, 4), torch.randn(2, 3, 4), torch.randn(4), torch.randn(4)
     assert torch.equal(layer_norm(x, weight, bias, 1e-5, apex=True), layer_norm(x, weight, bias, 1e-5))
     norm = layers.LayerNorm(4, 1e-5, bias=True, fused=False, apex=True)
-    expected = residual_norm(x, y, Norm(norm.weight, norm.bias, 1e-5))
+    expected = residual_norm(x, y, NormParameters(norm.weight, norm.bias, 1e-5))
     assert all(map(torch.equal, norm.after_residual(x, y, 0.0, None), expected))
     assert sys.modules["apex.normalization.fused_layer_norm"].calls == [(4,), (4,)]
 
@@ -236,7 +236,7 @@ def test_its_layer_norm_is_called_for_norms_alone_and_after_residuals(install: I
 def test_on_a_gpu_it_is_the_models_layer_norm(install: Install, monkeypatch: pytest.MonkeyPatch):
     """Told of a GPU; the modules' calls are seen on the CPU."""
     install("complete")
-    ops = select_ops(OpsConfig(layer_norm=LayerNorm.apex), torch.device("cuda"))
+    ops = select_ops(OpsConfig(layer_norm=LayerNormKernel.apex), torch.device("cuda"))
     assert (ops.apex_norm, ops.layer_norm) == (True, False)
     assert "layer_norm apex (asked for)" in ops.reasons
 

@@ -7,7 +7,7 @@ import io
 import pytest
 
 from gptlite.cpu import LEVELS, LIMITS, cpu_flags, cpu_level, cpu_name, level_limit
-from gptlite.kernels.library import Loaded, _limited, load
+from gptlite.kernels.library import LoadedLibrary, _limited, load
 
 CPUINFO = (
     "processor\t: 0\nmodel name\t: AMD EPYC 9R14\n"
@@ -67,7 +67,7 @@ def test_no_cpuinfo_assumes_nothing(monkeypatch):
 
 def test_our_kernels_use_what_torch_and_onednn_may_use(kernels, monkeypatch):
     loaded = load("cpu")
-    assert isinstance(loaded, Loaded)
+    assert isinstance(loaded, LoadedLibrary)
     library = ctypes.CDLL(str(loaded.path))
     try:
         for name in LIMITS:

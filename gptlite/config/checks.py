@@ -18,7 +18,7 @@ from gptlite.metrics.sinks import check as check_logger
 from gptlite.models.registry import spec_of
 from gptlite.models.spec import ModelSpec
 from gptlite.ops import apex
-from gptlite.ops.config import LayerNorm
+from gptlite.ops.config import LayerNormKernel
 from gptlite.optimizer.registry import elementwise_optimizers, optimizer_name
 from gptlite.parallelism.config import ActivationCheckpointing, Offload
 from gptlite.parallelism.layout import (
@@ -319,7 +319,7 @@ def _spike(config: Config) -> None:
 
 
 def _ops(config: Config) -> None:
-    if config.ops.layer_norm is not LayerNorm.apex:
+    if config.ops.layer_norm is not LayerNormKernel.apex:
         return
     if reason := apex.why_not(apex.LAYER_NORM):
         raise ConfigError(f"ops.layer_norm=apex: {reason}, or use ops.layer_norm=auto")

@@ -27,7 +27,7 @@ _LOOKED_AT = 1 << 20  # tokens, an even number
 
 
 @dataclass(frozen=True)
-class Batch:
+class DocumentBatch:
     """Whole documents: concatenated tokens, int32[N], and each document's length with its EOD token, int64[D]."""
 
     tokens: np.ndarray
@@ -35,7 +35,7 @@ class Batch:
 
 
 @dataclass
-class Found:
+class Corrections:
     """Counts of the corrections made during an import, for its report."""
 
     empty: int = 0  # documents without tokens, which were left out
@@ -111,8 +111,13 @@ def open_llmc(path: Path) -> np.ndarray:
 
 
 def cut_at_ends(
-    files: Sequence[tuple[Path, np.ndarray]], eod: int, vocab_size: int, before: bool, counts: Found, progress: Progress
-) -> Iterator[Batch]:
+    files: Sequence[tuple[Path, np.ndarray]],
+    eod: int,
+    vocab_size: int,
+    before: bool,
+    counts: Corrections,
+    progress: Progress,
+) -> Iterator[DocumentBatch]:
     """Yield the documents of consecutive files, cut after each `eod`.
 
     With `before`, documents begin with `eod`: the first `eod` is dropped and one is added at the very end. Otherwise an
@@ -132,17 +137,17 @@ def cut_at_ends(
             if ends.size:
                 # Up to the last end in this block; the rest belongs to a document that continues in the next block.
                 whole = np.concatenate([*pending, ids[: ends[-1]]])
-                yield Batch(whole, np.diff(ends + (whole.size - ends[-1]), prepend=0))
+                yield DocumentBatch(whole, np.diff(ends + (whole.size - ends[-1]), prepend=0))
                 pending = []
             pending.append(ids[ends[-1] :] if ends.size else ids)
     if rest := sum(part.size for part in pending):
         counts.unended += not before
-        yield Batch(np.concatenate([*pending, np.array([eod], dtype=np.int32)]), np.array([rest + 1]))
+        yield DocumentBatch(np.concatenate([*pending, np.array([eod], dtype=np.int32)]), np.array([rest + 1]))
 
 
 def megatron_documents(
-    dataset: IndexedDataset, eod: int, vocab_size: int, counts: Found, progress: Progress
-) -> Iterator[Batch]:
+    dataset: IndexedDataset, eod: int, vocab_size: int, counts: Corrections, progress: Progress
+) -> Iterator[DocumentBatch]:
     """Yield a Megatron dataset's documents, each with its sequences joined, as `cut_at_stops` does. Raises ConfigError
     for a sequence that is not text."""
     if dataset.modes is not None and dataset.modes.any():
@@ -161,8 +166,8 @@ def megatron_documents(
 
 
 def datatrove_documents(
-    path: Path, tokens: np.ndarray, ends: np.ndarray, eod: int, vocab_size: int, counts: Found, progress: Progress
-) -> Iterator[Batch]:
+    path: Path, tokens: np.ndarray, ends: np.ndarray, eod: int, vocab_size: int, counts: Corrections, progress: Progress
+) -> Iterator[DocumentBatch]:
     """Yield the documents of a .ds file that end at `ends`, as `cut_at_stops` does."""
     stops = (ends[start : start + _DOCUMENTS] for start in range(0, len(ends), _DOCUMENTS))
     return cut_at_stops(path, tokens, stops, eod, vocab_size, counts, progress)
@@ -174,9 +179,9 @@ def cut_at_stops(
     stops: Iterable[np.ndarray],
     eod: int,
     vocab_size: int,
-    counts: Found,
+    counts: Corrections,
     progress: Progress,
-) -> Iterator[Batch]:
+) -> Iterator[DocumentBatch]:
     """Yield the documents of `tokens`, which end at `stops`, int64[D] at a time. Empty ones are left out and counted.
 
     A document that does not end with `eod` gets one and is counted. Raises ConfigError for a token outside the
@@ -196,7 +201,7 @@ def cut_at_stops(
         unended = ids[ends - 1] != eod
         counts.unended += int(unended.sum())
         # np.insert takes positions in `ids` before any insertion
-        yield Batch(np.insert(ids, ends[unended], eod), lengths + unended)
+        yield DocumentBatch(np.insert(ids, ends[unended], eod), lengths + unended)
 
 
 def checked(ids: np.ndarray, path: Path, start: int, vocab_size: int) -> np.ndarray:

@@ -33,7 +33,7 @@ class RecipeArguments:
 
 
 @dataclass(frozen=True)
-class Source:
+class SourceFile:
     """Source file with its SHA-256: a wheel of the package `requirement`, or the file at `url`."""
 
     corpus: str

@@ -26,8 +26,8 @@ import numpy as np
 from gptlite.data.corpus import TOKENIZER, TRAIN, VALIDATION, document_hash, is_held_out, split_writers
 from gptlite.data.foreign import (
     RAW,
-    Batch,
-    Found,
+    Corrections,
+    DocumentBatch,
     cut_at_ends,
     datatrove_documents,
     megatron_documents,
@@ -46,7 +46,7 @@ from gptlite.tokenizers.find import find_tokenizer
 
 FORMATS = ("nanogpt", "llmc", "datatrove", "megatron")
 _ENDINGS = {"megatron": ".idx", "datatrove": ".ds"}
-Documents = Callable[[Found], Iterator[Batch]]
+Documents = Callable[[Corrections], Iterator[DocumentBatch]]
 
 
 @dataclass
@@ -126,7 +126,7 @@ def _documents(files: list[Path], format: str, dtype: str | None, tokenizer: Tok
         datasets = [IndexedDataset(as_prefix(file)) for file in files]
         total = sum(dataset.tokens.nbytes for dataset in datasets)
 
-        def of_megatron(found: Found) -> Iterator[Batch]:
+        def of_megatron(found: Corrections) -> Iterator[DocumentBatch]:
             progress = Progress("importing", total, log)
             for dataset in datasets:
                 yield from megatron_documents(dataset, eod, size, found, progress)
@@ -136,7 +136,7 @@ def _documents(files: list[Path], format: str, dtype: str | None, tokenizer: Tok
         indexed = [(file, *open_datatrove(file)) for file in files]
         total = sum(tokens.nbytes for _, tokens, _ in indexed)
 
-        def of_datatrove(found: Found) -> Iterator[Batch]:
+        def of_datatrove(found: Corrections) -> Iterator[DocumentBatch]:
             progress = Progress("importing", total, log)
             for file, tokens, ends in indexed:
                 yield from datatrove_documents(file, tokens, ends, eod, size, found, progress)
@@ -163,8 +163,8 @@ def _refuse_other(file: Path) -> None:
 
 def _write(
     folder: Path, tokenizer: Tokenizer, train: Documents, validation: Documents | None, fraction: float
-) -> Found:
-    counts, token_bytes = Found(), tokenizer.token_bytes()
+) -> Corrections:
+    counts, token_bytes = Corrections(), tokenizer.token_bytes()
 
     def add(writer: IndexedWriter, tokens: np.ndarray, lengths: np.ndarray) -> None:
         writer.write_documents(tokens, lengths, int(token_bytes[tokens].sum()))
@@ -190,7 +190,7 @@ def _write(
     return counts
 
 
-def held_out(batch: Batch, fraction: float) -> np.ndarray:
+def held_out(batch: DocumentBatch, fraction: float) -> np.ndarray:
     """Return a mask of the documents to hold out, about `fraction` of all: bool[D]. Equal documents share a split."""
     data, stops = memoryview(batch.tokens.astype("<i4").tobytes()), 4 * np.cumsum(batch.lengths)
     starts = stops - 4 * batch.lengths

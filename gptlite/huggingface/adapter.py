@@ -37,7 +37,7 @@ class Weight:
 
 
 @dataclass(frozen=True)
-class Piece:
+class ConvertedTensor:
     """A transformers tensor that is made from files in another format: its name, shape and dtype, and a function that
     returns it."""
 
@@ -82,7 +82,7 @@ class Adapter(Generic[C]):
 
     def from_meta(
         self, params: Mapping[str, Any], shards: Sequence[Mapping[str, Tensor]]
-    ) -> tuple[dict[str, Any], list[Piece]] | None:
+    ) -> tuple[dict[str, Any], list[ConvertedTensor]] | None:
         """Convert a model in Meta's format: its params.json, and the tensors of each consolidated.NN.pth. Return the
         content of config.json and the tensors; None if this model has no Meta format. Raises ConfigError, naming the
         key or tensor, if the files are of an unsupported model."""

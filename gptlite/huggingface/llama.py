@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from gptlite.documents import shown
 from gptlite.errors import ConfigError, did_you_mean
-from gptlite.huggingface.adapter import Adapter, Piece, Weight
+from gptlite.huggingface.adapter import Adapter, ConvertedTensor, Weight
 from gptlite.huggingface.gpt2 import rows, unlike
 from gptlite.huggingface.keys import Keys, flag, number, whole
 from gptlite.models.gpt.config import GPTConfig, MLPKind, Norm, Position
@@ -98,7 +98,7 @@ class Llama(Adapter[GPTConfig], Keys):
 
     def from_meta(
         self, params: Mapping[str, Any], shards: Sequence[Mapping[str, Tensor]]
-    ) -> tuple[dict[str, Any], list[Piece]] | None:
+    ) -> tuple[dict[str, Any], list[ConvertedTensor]] | None:
         from gptlite.huggingface.meta_llama import from_meta
 
         return from_meta(params, shards)

@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from gptlite.errors import ConfigError, did_you_mean
-from gptlite.huggingface.adapter import Piece
+from gptlite.huggingface.adapter import ConvertedTensor
 from gptlite.huggingface.keys import number, whole
 
 if TYPE_CHECKING:
@@ -43,7 +43,9 @@ KEYS = (
 )
 
 
-def from_meta(params: Mapping[str, Any], shards: Sequence[Mapping[str, Tensor]]) -> tuple[dict[str, Any], list[Piece]]:
+def from_meta(
+    params: Mapping[str, Any], shards: Sequence[Mapping[str, Tensor]]
+) -> tuple[dict[str, Any], list[ConvertedTensor]]:
     """Return the content of Hugging Face's config.json, and the tensors. Raises ConfigError, naming the key or tensor,
     if the model is not a Llama."""
     for key in params:
@@ -72,7 +74,7 @@ def from_meta(params: Mapping[str, Any], shards: Sequence[Mapping[str, Tensor]])
         shape = list(parts[0].shape)
         if dim is not None:
             shape[dim] = sum(part.shape[dim] for part in parts)
-        pieces.append(Piece(theirs, tuple(shape), parts[0].dtype, partial(_whole, parts, dim, turned)))
+        pieces.append(ConvertedTensor(theirs, tuple(shape), parts[0].dtype, partial(_whole, parts, dim, turned)))
     rows = next(piece.shape[0] for piece in pieces if piece.name == "model.embed_tokens.weight")
     return _config(params, heads, kv_heads, rows, tied), pieces
 

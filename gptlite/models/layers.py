@@ -12,7 +12,7 @@ from gptlite.ops.config import CrossEntropy
 from gptlite.ops.cross_entropy import NOTHING_KNOWN, LossGradient, LossTerms, linear_cross_entropy, soft_capped
 from gptlite.ops.dropout import DropoutKey, dropout
 from gptlite.ops.fp8 import fp8_linear
-from gptlite.ops.layer_norm import Norm, layer_norm, residual_norm, rms_norm
+from gptlite.ops.layer_norm import NormParameters, layer_norm, residual_norm, rms_norm
 from gptlite.ops.linear import cast, linear
 from gptlite.ops.weight_copies import as_dtype
 
@@ -106,7 +106,7 @@ class LayerNorm(nn.LayerNorm):
         if self.fp32 or self.apex:  # the fused op supports one dtype, and Apex's norm has no residual addition
             h = residual + dropout(x if x_bias is None else x + x_bias, p, key, self.fused)
             return self(h), h
-        return residual_norm(x, residual, Norm(*self._gain(x.dtype), self.eps), p, key, self.fused, x_bias)
+        return residual_norm(x, residual, NormParameters(*self._gain(x.dtype), self.eps), p, key, self.fused, x_bias)
 
     def _gain(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
         return as_dtype(self.weight, dtype), cast(self.bias, dtype)
@@ -138,7 +138,7 @@ class RMSNorm(nn.Module):
         if self.fp32:  # the fused op supports one dtype
             h = residual + dropout(x if x_bias is None else x + x_bias, p, key, self.fused)
             return self(h), h
-        norm = Norm(self._gain(x.dtype), None, self.eps, rms=True)
+        norm = NormParameters(self._gain(x.dtype), None, self.eps, rms=True)
         return residual_norm(x, residual, norm, p, key, self.fused, x_bias)
 
     def _gain(self, dtype: torch.dtype) -> Tensor | None:

@@ -37,7 +37,7 @@ class StepBytes:
 
 
 @dataclass(frozen=True)
-class Sample:
+class StateSnapshot:
     """Snapshot of the model state: `held` is `{category of StateBytes: {address: bytes}}`.
 
     `allocated` is the total number of bytes allocated on a GPU.
@@ -69,7 +69,7 @@ class MemoryWatch:
         self, parts: Sequence[nn.Module], optimizer: Optimizer, device: torch.device, micro_batches: int
     ) -> None:
         self.parts, self.optimizer, self.device, self.micro_batches = parts, optimizer, device, micro_batches
-        self.samples: list[Sample] = []
+        self.samples: list[StateSnapshot] = []
         self.phases, self._base = Phases(device), 0
         self._allocations: list[Allocation] = []
         self._open = ExitStack()
@@ -99,7 +99,7 @@ class MemoryWatch:
     def sample(self) -> None:
         """Take a snapshot of the model state."""
         allocated = torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
-        self.samples.append(Sample(time.time_ns(), held(self.parts, self.optimizer), allocated))
+        self.samples.append(StateSnapshot(time.time_ns(), held(self.parts, self.optimizer), allocated))
 
     def found(self) -> StepBytes:
         """Return the memory of the step. Raises ValueError if no step was run."""
@@ -158,7 +158,7 @@ def state_tensors(parts: Iterable[nn.Module], optimizer: Optimizer) -> dict[str,
     return {"parameters": parameters, "gradients": gradients, "optimizer": state_of(optimizer)}
 
 
-def most_beside(allocations: Iterable[Allocation], samples: Sequence[Sample]) -> int:
+def most_beside(allocations: Iterable[Allocation], samples: Sequence[StateSnapshot]) -> int:
     """Return the peak bytes of the allocations that are not model state in any sample.
 
     Allocations that are never freed are left out, as no activation outlives its step. If a collective's thread releases

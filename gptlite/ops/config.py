@@ -61,7 +61,7 @@ class Implementation(Enum):
     reference = "reference"
 
 
-class LayerNorm(Enum):
+class LayerNormKernel(Enum):
     """Implementation of layer norm. `apex` is NVIDIA Apex's kernel; the others are as in Implementation."""
 
     auto = "auto"
@@ -102,7 +102,7 @@ class OpsConfig:
 
     implementation: Implementation = Implementation.auto
     attention: Attention = Attention.auto
-    layer_norm: LayerNorm = LayerNorm.auto  # layer norm and RMS norm, alone or after a residual addition
+    layer_norm: LayerNormKernel = LayerNormKernel.auto  # layer norm and RMS norm, alone or after a residual addition
     activation: Implementation = Implementation.auto  # bias and activation of the MLP
     rope: Implementation = Implementation.auto  # rotary position embeddings, and norms of queries and keys
     dropout: Implementation = Implementation.auto

@@ -33,7 +33,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float, fused: bool = False) 
     return F.rms_norm(x, x.shape[-1:], weight, eps)
 
 
-class Norm(NamedTuple):
+class NormParameters(NamedTuple):
     """Parameters of a norm: weight and bias [D], or None. `rms`: RMS norm instead of layer norm; it has no bias, and
     may have no weight."""
 
@@ -46,7 +46,7 @@ class Norm(NamedTuple):
 def residual_norm(
     x: Tensor,
     residual: Tensor,
-    norm: Norm,
+    norm: NormParameters,
     p: float = 0.0,
     key: DropoutKey | None = None,
     fused: bool = False,

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from gptlite.errors import ConfigError
-from gptlite.kernels.library import Loaded, Unavailable, load
+from gptlite.kernels.library import LoadedLibrary, Unavailable, load
 from gptlite.ops import apex
-from gptlite.ops.config import Attention, CrossEntropy, Implementation, LayerNorm, OpsConfig
+from gptlite.ops.config import Attention, CrossEntropy, Implementation, LayerNormKernel, OpsConfig
 
 BF16_PRODUCTS = "avx512_bf16"  # CPU feature; CPUs with AMX have it too
 MASKED = (Attention.sdpa, Attention.fused_softmax, Attention.matmul)  # support document masks
@@ -69,7 +69,9 @@ def select_ops(
     return choose_ops(config, device, library, documents)
 
 
-def choose_ops(config: OpsConfig, device: torch.device, library: Loaded | Unavailable, documents: bool = False) -> Ops:
+def choose_ops(
+    config: OpsConfig, device: torch.device, library: LoadedLibrary | Unavailable, documents: bool = False
+) -> Ops:
     """Return the ops for a device and these kernels. The device need not be on this machine. Raises ConfigError if a
     requested path cannot run."""
     here = _Selection(config, device, library, documents)
@@ -114,7 +116,7 @@ class _Selection:
 
     config: OpsConfig
     device: torch.device
-    library: Loaded | Unavailable
+    library: LoadedLibrary | Unavailable
     documents: bool
     chosen: dict[str, str] = field(default_factory=dict)
 
@@ -138,11 +140,11 @@ class _Selection:
         """Return True if kernels can run. Raises ConfigError if they cannot although `key` requests them (`wanted`)."""
         if wanted and isinstance(self.library, Unavailable):
             raise ConfigError(f"{key}: {self.library.reason}; fix that, or use {key.partition('=')[0]}=auto")
-        return isinstance(self.library, Loaded)
+        return isinstance(self.library, LoadedLibrary)
 
     def kernels(self, asked: bool = False) -> str:
         """Return a description of the kernels that run."""
-        assert isinstance(self.library, Loaded)
+        assert isinstance(self.library, LoadedLibrary)
         words = "CUDA kernels" if self.library.cuda else f"{self.library.isa} kernels"
         return f"asked for, {words}" if asked else words
 
@@ -153,7 +155,7 @@ class _Selection:
 
     def apex_norm(self) -> bool:
         """Return True if layer norm is Apex's. Raises ConfigError if it is requested but cannot run."""
-        if self.config.layer_norm is not LayerNorm.apex:
+        if self.config.layer_norm is not LayerNormKernel.apex:
             return False
         if self.device.type != "cuda":
             raise ConfigError(
@@ -180,7 +182,7 @@ class _Selection:
         """Return the path on devices other than GPUs: fused on a CPU whose kernels use bf16 instructions."""
         if not self.available("ops.linear=fused", asked):
             return self.say("linear", "reference", self.reason())
-        assert isinstance(self.library, Loaded)
+        assert isinstance(self.library, LoadedLibrary)
         if self.device.type == "cpu" and BF16_PRODUCTS in self.library.isa:
             return self.say("linear", "fused", self.kernels(asked))
         on_cpu = self.device.type == "cpu"

@@ -46,7 +46,7 @@ class OffloadFailed(RunEnded):
 
 
 @dataclass(frozen=True)
-class Piece:
+class ParameterPiece:
     """Elements `start` to `stop` of a parameter in group number `group`, at offset `place` in a chunk."""
 
     group: int
@@ -59,7 +59,7 @@ class Piece:
 class StreamedStep(PiecewiseStep, InFiles):
     """Step of an optimizer whose state is in a file."""
 
-    stream: Stream
+    stream: StateStream
 
     def settle(self) -> None:
         """Bring the memory-mapped state up to date. Changes made to it before the next step take effect."""
@@ -103,7 +103,7 @@ def stream_state(optimizer: Optimizer, folder: Path, buffer_bytes: int) -> Optim
     """
     if not moments_of(optimizer):
         return optimizer
-    optimizer.stream = Stream(optimizer, folder, buffer_bytes)  # type: ignore[attr-defined]
+    optimizer.stream = StateStream(optimizer, folder, buffer_bytes)  # type: ignore[attr-defined]
     StreamedStep.put_on(optimizer)
     return optimizer
 
@@ -121,7 +121,7 @@ def _state_of_two(optimizer: Optimizer) -> dict[str, Tensor]:
     return found
 
 
-class Stream:
+class StateStream:
     """State file, its two buffers, and the location of each parameter in the chunks."""
 
     def __init__(self, optimizer: Optimizer, folder: Path, buffer_bytes: int) -> None:
@@ -192,7 +192,11 @@ class Stream:
         return count % 2 if len(self._chunks) > 1 else 0
 
     def _step(
-        self, chunk: Sequence[Piece], rows: list[Tensor], numbers: dict[Tensor, Numbers], options: dict[str, Any]
+        self,
+        chunk: Sequence[ParameterPiece],
+        rows: list[Tensor],
+        numbers: dict[Tensor, Numbers],
+        options: dict[str, Any],
     ) -> None:
         """Step a chunk, whose moments are in the buffer `rows`. Store the other state after the step in `numbers`."""
         groups: list[dict[str, Any]] = [group | {"params": []} for group in self._groups]
@@ -243,7 +247,7 @@ class Stream:
             self.file.write(self._parts(count))
 
 
-def _chunks(places: list[tuple[int, Tensor, int]], total: int, most: int) -> tuple[list[list[Piece]], int]:
+def _chunks(places: list[tuple[int, Tensor, int]], total: int, most: int) -> tuple[list[list[ParameterPiece]], int]:
     """Cut the state of the parameters into consecutive chunks of equal size, in whole pages and at least one page.
 
     A chunk has at most `most` elements (unless a page has more) and at most about half of `total`. State of at most one
@@ -251,13 +255,13 @@ def _chunks(places: list[tuple[int, Tensor, int]], total: int, most: int) -> tup
     """
     # At most half of all elements, so that both buffers are used.
     size = max(1, min(most // UNIT, -(-total // (2 * UNIT)))) * UNIT
-    chunks: list[list[Piece]] = [[] for _ in range(max(1, -(-total // size)))]
+    chunks: list[list[ParameterPiece]] = [[] for _ in range(max(1, -(-total // size)))]
     for group, parameter, place in places:
         length = local_tensor(parameter).numel()
         first = min(place // size, len(chunks) - 1)  # an empty parameter, which also counts steps, may be at the end
         for index in range(first, max(first + 1, -(-(place + length) // size))):
             start, stop = max(0, index * size - place), min(length, (index + 1) * size - place)
-            chunks[index].append(Piece(group, parameter, start, stop, max(0, place - index * size)))
+            chunks[index].append(ParameterPiece(group, parameter, start, stop, max(0, place - index * size)))
     return chunks, size
 
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from gptlite.optimizer.base import BuildContext, OwnOptimizer, local_gradients, local_parameters, step_count
 from gptlite.optimizer.clip import square_norms
 from gptlite.optimizers.configs import AdafactorConfig
-from gptlite.parallelism.boxes import Cut, cuts, local_box, local_tensor
+from gptlite.parallelism.boxes import ShardedDim, cuts, local_box, local_tensor
 from gptlite.parallelism.collectives import sum_over_cuts
 
 
@@ -29,7 +29,7 @@ class _Work:
     group: dict[str, Any]
     state: dict[str, Tensor]
     step: int
-    cuts: list[Cut]
+    cuts: list[ShardedDim]
     gradient: Tensor
 
     @property
@@ -42,7 +42,7 @@ class _Work:
         """beta2 of this step: 1 - t^-decay, which needs no bias correction."""
         return 1.0 - self.step ** -self.group["decay"]
 
-    def along(self, dim: int) -> list[Cut]:
+    def along(self, dim: int) -> list[ShardedDim]:
         """Return the shardings of one dim, counted from the last, which is -1."""
         return [cut for cut in self.cuts if cut.dim == self.parameter.ndim + dim]
 

@@ -21,7 +21,7 @@ SMALLEST = 2**14  # bytes: smaller tensors, such as row statistics, are not wort
 
 
 @dataclass
-class Moved:
+class OffloadedTensor:
     """Tensor offloaded to host memory."""
 
     host: Tensor
@@ -57,7 +57,7 @@ class Saved:
     """Tensors saved by a block's forward pass. `before` holds those of the previous block of the part."""
 
     before: Saved | None
-    tensors: list[Moved] = field(default_factory=list)
+    tensors: list[OffloadedTensor] = field(default_factory=list)
     fetched: bool = False
 
 
@@ -85,16 +85,16 @@ class ActivationOffload:
 
         block.forward = offloaded
 
-    def _pack(self, saved: Saved, kept: set[int], tensor: Tensor) -> Tensor | Moved:
+    def _pack(self, saved: Saved, kept: set[int], tensor: Tensor) -> Tensor | OffloadedTensor:
         if tensor.nbytes < SMALLEST or tensor.untyped_storage().data_ptr() in kept:
             return tensor.detach()  # saving a node's own output would create a reference cycle
         moved = self._to_host(tensor)
         saved.tensors.append(moved)
         return moved
 
-    def _to_host(self, tensor: Tensor) -> Moved:
+    def _to_host(self, tensor: Tensor) -> OffloadedTensor:
         if tensor.device.type != "cuda":
-            return Moved(tensor.detach().clone(), tensor.device)
+            return OffloadedTensor(tensor.detach().clone(), tensor.device)
         stream = self._stream = self._stream or torch.cuda.Stream(tensor.device)
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)  # asynchronous copies need pinned memory
         stream.wait_stream(torch.cuda.current_stream(tensor.device))  # the values must be computed before the copy
@@ -102,10 +102,10 @@ class ActivationOffload:
             host.copy_(tensor.detach(), non_blocking=True)
             event = stream.record_event()
         tensor.record_stream(stream)  # the allocator must not reuse the memory before the copy has read it
-        return Moved(host, tensor.device, event=event)
+        return OffloadedTensor(host, tensor.device, event=event)
 
-    def _unpacker(self, saved: Saved) -> Callable[[Tensor | Moved], Tensor]:
-        def unpack(packed: Tensor | Moved) -> Tensor:
+    def _unpacker(self, saved: Saved) -> Callable[[Tensor | OffloadedTensor], Tensor]:
+        def unpack(packed: Tensor | OffloadedTensor) -> Tensor:
             if isinstance(packed, Tensor):
                 return packed
             if self._stream is not None:

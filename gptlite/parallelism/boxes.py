@@ -12,7 +12,7 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 @dataclass(frozen=True)
-class Cut:
+class ShardedDim:
     """Sharding of one tensor dimension over one mesh axis, split as by torch.chunk. `size` is the number of ranks along
     the axis, and `rank` is this rank's index. `dim` is -1 for an axis whose ranks hold copies."""
 
@@ -38,7 +38,7 @@ class Cut:
         return [min(longest, max(0, length - rank * longest)) for rank in range(self.size)]
 
 
-def cuts(tensor: Tensor) -> list[Cut]:
+def cuts(tensor: Tensor) -> list[ShardedDim]:
     """Return the shardings of a tensor over more than one rank, in the order in which they apply. The list is empty for
     a plain tensor.
 
@@ -48,13 +48,13 @@ def cuts(tensor: Tensor) -> list[Cut]:
     return [cut for _, cut in sorted(_axes(tensor), key=lambda pair: pair[0]) if cut.dim >= 0]
 
 
-def copies(tensor: Tensor) -> list[Cut]:
+def copies(tensor: Tensor) -> list[ShardedDim]:
     """Return the axes along which several ranks hold the same elements of a tensor. The list is empty for a plain
     tensor."""
     return [cut for _, cut in _axes(tensor) if cut.dim < 0]
 
 
-def _axes(tensor: Tensor) -> list[tuple[bool, Cut]]:
+def _axes(tensor: Tensor) -> list[tuple[bool, ShardedDim]]:
     """Return those axes of a tensor's mesh that have more than one rank, each paired with True if its placement applies
     last."""
     if not isinstance(tensor, DTensor):
@@ -64,7 +64,10 @@ def _axes(tensor: Tensor) -> list[tuple[bool, Cut]]:
         raise ValueError("this rank is not in the tensor's mesh, so it holds no shard")
     names = mesh.mesh_dim_names or [str(axis) for axis in range(mesh.ndim)]
     return [
-        (hasattr(placement, "split_factor"), Cut(names[i], getattr(placement, "dim", -1), mesh.size(i), at, mesh))
+        (
+            hasattr(placement, "split_factor"),
+            ShardedDim(names[i], getattr(placement, "dim", -1), mesh.size(i), at, mesh),
+        )
         for i, (placement, at) in enumerate(zip(tensor.placements, coordinate, strict=True))
         if mesh.size(i) > 1
     ]

@@ -8,7 +8,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from gptlite.parallelism.boxes import Cut
+from gptlite.parallelism.boxes import ShardedDim
 from gptlite.parallelism.mesh import Mesh
 from gptlite.parallelism.messages import decode, encode
 from gptlite.torch_private.distributed import all_gather_single
@@ -30,7 +30,7 @@ def all_reduce(tensor: Tensor, mesh: Mesh, axes: Sequence[str] | None = None, op
     return tensor
 
 
-def sum_over_cuts(tensors: Sequence[Tensor], cuts: Sequence[Sequence[Cut]]) -> list[Tensor]:
+def sum_over_cuts(tensors: Sequence[Tensor], cuts: Sequence[Sequence[ShardedDim]]) -> list[Tensor]:
     """Sum each tensor over the ranks along the mesh axes in its `cuts`. All tensors must have the same dtype, since the
     tensors summed along an axis are exchanged together.
 
@@ -38,7 +38,7 @@ def sum_over_cuts(tensors: Sequence[Tensor], cuts: Sequence[Sequence[Cut]]) -> l
     first and the last pipeline stage get equal sums, although each is summed together with different parameters.
     """
     sums = list(tensors)
-    by_axis: dict[str, tuple[Cut, list[int]]] = {}
+    by_axis: dict[str, tuple[ShardedDim, list[int]]] = {}
     for index, each in enumerate(cuts):
         for cut in each:
             by_axis.setdefault(cut.axis, (cut, []))[1].append(index)

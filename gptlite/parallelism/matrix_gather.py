@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gptlite.parallelism.boxes import Cut, copies, cuts, local_tensor
+from gptlite.parallelism.boxes import ShardedDim, copies, cuts, local_tensor
 
 BATCH = 2**24  # elements that a rank changes in a round: 64 MiB in fp32
 
 Change = Callable[[dict[int, Tensor]], Mapping[int, Tensor]]  # from {index: tensor} to new values of the same shapes
-Level = tuple[Cut, tuple[int, ...]]  # a sharding, and the shape of the tensor before it is sharded
+Level = tuple[ShardedDim, tuple[int, ...]]  # a sharding, and the shape of the tensor before it is sharded
 
 
 def change_whole(tensors: Sequence[Tensor], change: Change) -> None:
@@ -41,7 +41,7 @@ def change_whole(tensors: Sequence[Tensor], change: Change) -> None:
             del places[:several]
 
 
-def _held_along(tensor: Tensor) -> list[Cut]:
+def _held_along(tensor: Tensor) -> list[ShardedDim]:
     """Return the axes along which ranks hold copies or shards of a tensor."""
     return [*copies(tensor), *cuts(tensor)]
 

@@ -37,7 +37,7 @@ class Distances:
 
 
 @dataclass(frozen=True)
-class Limits:
+class Tolerances:
     """Largest distances that are accepted. `rms`: values are compared by the root mean square, not the maximum, and
     without elements whose gradient is only rounding error.
 
@@ -49,15 +49,15 @@ class Limits:
     gradient: Callable[[str], float]
     value: Callable[[str], float]
     rms: bool = False
-    first: Limits | None = None
+    first: Tolerances | None = None
 
-    def at(self, step: int) -> Limits:
+    def at(self, step: int) -> Tolerances:
         """Return the limits of a step, counted from 1."""
         return self.first if self.first is not None and step == 1 else self
 
 
 @dataclass(frozen=True)
-class Difference:
+class TensorDifference:
     """Distance beyond its limit. `what` is loss, gradient norm, gradient, value or buffer. If the ranks' copies of a
     gradient differ, it is `copy of the gradient`; if they report different losses, `reported loss`."""
 
@@ -82,15 +82,15 @@ class StepComparison:
     loss: tuple[float, float]  # of the reference, and of the other run
     grad_norm: tuple[float, float]
     distances: Distances
-    differences: list[Difference]
+    differences: list[TensorDifference]
 
 
-def fp32_limits() -> Limits:
+def fp32_limits() -> Tolerances:
     """Return limits for fp32 runs that differ only in the order of summation."""
-    return Limits(1e-5, 1e-5, lambda _: 1e-4, lambda _: 0.1)
+    return Tolerances(1e-5, 1e-5, lambda _: 1e-4, lambda _: 0.1)
 
 
-def half_limits(apart: Sequence[Distances], epsilon: float) -> Limits:
+def half_limits(apart: Sequence[Distances], epsilon: float) -> Tolerances:
     """Return limits for a 16-bit run, derived from `apart`: the distances (rms) of a single 16-bit process from an fp32
     process, one per step.
 
@@ -107,12 +107,12 @@ def half_limits(apart: Sequence[Distances], epsilon: float) -> Limits:
     return replace(_around(apart, 4.0, epsilon), first=_around(apart[:1], 2.0, epsilon))
 
 
-def _around(apart: Sequence[Distances], factor: float, epsilon: float) -> Limits:
+def _around(apart: Sequence[Distances], factor: float, epsilon: float) -> Tolerances:
     """Return limits from the largest distances in `apart`: `factor` times those of gradients, twice those of others."""
     gradients = {name: factor * max(each.gradients[name] for each in apart) for name in apart[0].gradients}
     values = {name: 2 * max(each.values[name] for each in apart) for name in apart[0].values}
     middle = median(gradients.values())
-    return Limits(
+    return Tolerances(
         max(epsilon / 256, 2 * max(each.loss for each in apart)),
         max(epsilon / 4, 2 * max(each.grad_norm for each in apart)),
         lambda name: max(middle, gradients.get(name, 0.0)),
@@ -122,7 +122,7 @@ def _around(apart: Sequence[Distances], factor: float, epsilon: float) -> Limits
 
 
 def distances(step: StepRecord, reference: StepRecord, rms: bool = False) -> Distances:
-    """Return the distances of a step from the same step of the reference; `rms` as in Limits."""
+    """Return the distances of a step from the same step of the reference; `rms` as in Tolerances."""
     if rms:
         values = _each(_root_mean_square, step.values, reference.values, reference.gradients)
     else:
@@ -135,7 +135,7 @@ def distances(step: StepRecord, reference: StepRecord, rms: bool = False) -> Dis
     )
 
 
-def compare(step: StepRecord, reference: StepRecord, limits: Limits) -> StepComparison:
+def compare(step: StepRecord, reference: StepRecord, limits: Tolerances) -> StepComparison:
     """Compare every tensor and scalar of a step with the reference's."""
     limits = limits.at(step.step)
     found = distances(step, reference, limits.rms)
@@ -143,12 +143,16 @@ def compare(step: StepRecord, reference: StepRecord, limits: Limits) -> StepComp
     return StepComparison(step.step, losses, norms, found, list(_judged(step, reference, found, limits)))
 
 
-def _judged(step: StepRecord, reference: StepRecord, errors: Distances, limits: Limits) -> Iterator[Difference]:
-    def tensors(what: str, kind: str, limit: Callable[[str], float]) -> Iterator[Difference]:
+def _judged(
+    step: StepRecord, reference: StepRecord, errors: Distances, limits: Tolerances
+) -> Iterator[TensorDifference]:
+    def tensors(what: str, kind: str, limit: Callable[[str], float]) -> Iterator[TensorDifference]:
         ours, theirs = getattr(step, kind), getattr(reference, kind)
         for name, error in getattr(errors, kind).items():
             if not error <= limit(name):  # also true for NaN
-                yield Difference(step.step, what, name, error, limit(name), _where(ours.get(name), theirs.get(name)))
+                yield TensorDifference(
+                    step.step, what, name, error, limit(name), _where(ours.get(name), theirs.get(name))
+                )
 
     yield from tensors("gradient", "gradients", limits.gradient)
     for what, error, limit in (
@@ -156,17 +160,17 @@ def _judged(step: StepRecord, reference: StepRecord, errors: Distances, limits: 
         ("gradient norm", errors.grad_norm, limits.grad_norm),
     ):
         if not error <= limit:
-            yield Difference(step.step, what, "", error, limit)
+            yield TensorDifference(step.step, what, "", error, limit)
     yield from tensors("value", "values", limits.value)
     if not limits.rms:  # in 16-bit precision, rounding may route a token to another expert, and so change its load
         for name, error in _each(_relative_norm, step.buffers, reference.buffers).items():
             if not error <= BUFFERS:
                 where = _where(step.buffers.get(name), reference.buffers.get(name))
-                yield Difference(step.step, "buffer", name, error, BUFFERS, where)
+                yield TensorDifference(step.step, "buffer", name, error, BUFFERS, where)
     yield from _copies(step)
 
 
-def _copies(step: StepRecord) -> Iterator[Difference]:
+def _copies(step: StepRecord) -> Iterator[TensorDifference]:
     """Yield differences between the copies of a tensor on several ranks. Copies must be bit-identical, or they would
     drift apart."""
     kinds = (("gradient", step.gradients), ("value", step.values), ("buffer", step.buffers))
@@ -174,11 +178,13 @@ def _copies(step: StepRecord) -> Iterator[Difference]:
         for name, whole in wholes.items():
             for each in whole.disagreements:
                 ranks = f"ranks {each.ranks[0]} and {each.ranks[1]} differ in {_rows(each.box, whole.value)}"
-                yield Difference(step.step, what, name, each.error, 0.0, ranks)
+                yield TensorDifference(step.step, what, name, each.error, 0.0, ranks)
     for rank, report in enumerate(step.reports):
         for what, value, first in zip(("loss", "gradient norm", "rate"), report, step.reports[0], strict=True):
             if value != first:
-                yield Difference(step.step, f"reported {what}", "", abs(value - first), 0.0, f"rank {rank} and rank 0")
+                yield TensorDifference(
+                    step.step, f"reported {what}", "", abs(value - first), 0.0, f"rank {rank} and rank 0"
+                )
 
 
 def _where(whole: Whole | None, reference: Whole | None) -> str:

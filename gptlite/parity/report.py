@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from gptlite.parity.compare import Limits, StepComparison
+from gptlite.parity.compare import StepComparison, Tolerances
 
 HEADER = (
     f"{'step':>4}  {'loss':>9} {'on layout':>9} {'apart':>7}  {'grad norm':>9} {'on layout':>9} {'apart':>7}  "
@@ -28,7 +28,7 @@ def worst(errors: dict[str, float]) -> str:
     return f"{errors[name]:.1e} {name}"
 
 
-def verdict(comparisons: Sequence[StepComparison], limits: Limits) -> tuple[bool, str]:
+def verdict(comparisons: Sequence[StepComparison], limits: Tolerances) -> tuple[bool, str]:
     """Return True if the runs agree within the limits, together with a message."""
     tensors = len(comparisons[0].distances.gradients)
     differences = next((each.differences for each in comparisons if each.differences), [])
@@ -43,7 +43,7 @@ def verdict(comparisons: Sequence[StepComparison], limits: Limits) -> tuple[bool
     return False, "\n".join([*lines, *(str(each) for each in others[:3] if each is not differences[0])])
 
 
-def described(comparisons: Sequence[StepComparison], limits: Limits) -> str:
+def described(comparisons: Sequence[StepComparison], limits: Tolerances) -> str:
     """Describe the largest distances over all steps, each with a limit. For losses and gradient norms, it is the limit
     of the steps after the first; for tensors, the limit of the step with the largest distance."""
     distances = [each.distances for each in comparisons]

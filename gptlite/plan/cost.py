@@ -22,7 +22,7 @@ from gptlite.parallelism.layout import CONTEXT, splits_backward
 from gptlite.plan.hardware import Device, Links, device_of, ranks_on_node, waiting_for_cores
 from gptlite.plan.memory import most
 from gptlite.plan.optimizers import products, update_bytes
-from gptlite.plan.parameters import Alike, Cut, cut, inventory, num_blocks, runs, stages
+from gptlite.plan.parameters import Alike, PipelinePartition, cut, inventory, num_blocks, runs, stages
 from gptlite.plan.profile import plain_profile
 from gptlite.plan.segments import Op, Segment
 from gptlite.plan.timeline import pipeline_seconds
@@ -175,7 +175,7 @@ class Costs:
             memory_rank=rank,
         )
 
-    def ranks(self, work: Workload, pipeline: Cut) -> dict[Alike, _Rank]:
+    def ranks(self, work: Workload, pipeline: PipelinePartition) -> dict[Alike, _Rank]:
         """Return the cost of one pipeline rank of each kind."""
         fp8, work = work.fp8, replace(work, fp8=False)  # the profile is that of 16 bits; see Device.block_seconds
         config, layout = work.parallelism, work.layout
@@ -343,7 +343,7 @@ def model_seconds(work: Workload, device: Device, links: Links) -> Parts:
     return parts
 
 
-def _stages(ranks: dict[Alike, _Rank], pipeline: Cut) -> tuple[list[float], list[float]]:
+def _stages(ranks: dict[Alike, _Rank], pipeline: PipelinePartition) -> tuple[list[float], list[float]]:
     """Return the seconds of a micro-batch's forward and of its backward pass in each stage: the rank's seconds, divided
     among its stages by `shares`."""
     forward, backward = [0.0] * len(pipeline.layers), [0.0] * len(pipeline.layers)

@@ -156,7 +156,7 @@ def waiting_for_cores(cluster: ClusterConfig, world: int) -> float:
 
 
 @dataclass(frozen=True)
-class Group:
+class AxisPlacement:
     """Placement of one axis' ranks: their number, the number on each node, and the number of nodes."""
 
     ranks: int
@@ -171,12 +171,12 @@ class Links:
     cluster: ClusterConfig
     layout: Layout
 
-    def group(self, axis: str) -> Group:
+    def group(self, axis: str) -> AxisPlacement:
         """Return the placement on nodes of the ranks along an axis, or of all ranks for WORLD."""
         layout, node = self.layout, ranks_on_node(self.cluster, self.layout.world_size)
         ranks, stride = (layout.world_size, 1) if axis == WORLD else (layout.size(axis), layout.stride(axis))
         inside = min(ranks, max(1, node // stride))
-        return Group(ranks, inside, -(-ranks // inside))
+        return AxisPlacement(ranks, inside, -(-ranks // inside))
 
     def seconds(self, transfer: Transfer) -> float:
         """Return the seconds of all collectives of a transfer in sequence; 0 for a receive, as the send is timed."""
@@ -184,7 +184,7 @@ class Links:
             return 0.0
         return transfer.count * self.once(transfer.kind, transfer.payload, self.group(transfer.axis))
 
-    def once(self, kind: str, payload: float, group: Group) -> float:
+    def once(self, kind: str, payload: float, group: AxisPlacement) -> float:
         """Return the seconds of one collective, or of one message to the group's next rank, of `payload` bytes."""
         inside, between = self.cluster.intra, self.cluster.inter
         crowded = 1 + between.congestion * math.log2(group.nodes)

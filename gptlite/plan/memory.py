@@ -19,7 +19,7 @@ from gptlite.parallelism.config import Offload
 from gptlite.parallelism.layout import rule, splits_backward
 from gptlite.plan.cache import cached
 from gptlite.plan.optimizers import Shard, state_bytes
-from gptlite.plan.parameters import Stage, copies, cut, expert_shards, gathered_elements, shared, stages
+from gptlite.plan.parameters import StageParameters, copies, cut, expert_shards, gathered_elements, shared, stages
 from gptlite.plan.profile import halves_of, profile_key, profile_of
 from gptlite.plan.segments import Segment
 from gptlite.plan.traffic import buffers_bytes, message_bytes, sums_copies_often
@@ -32,7 +32,7 @@ Passes = dict[tuple[str, bool, bool], tuple[int, int]]  # result of `passes_of`
 def most(work: Workload) -> tuple[int, RankBytes]:
     """Return the pipeline rank that needs the most memory, and its bytes.
 
-    With a V-shaped schedule, all ranks are estimated. Otherwise, only the first rank of each kind (see Cut) is, because
+    With a V-shaped schedule, all ranks are estimated. Otherwise, only the first rank of each kind (see PipelinePartition) is, because
     it has the most micro-batches in flight.
     """
     v_shape = rule(work.parallelism).v_shape
@@ -58,7 +58,7 @@ def estimate(work: Workload, pp_rank: int, tp_rank: int = 0) -> RankBytes:
     return RankBytes(parameters, gradients, optimizer, activations, host)
 
 
-def _walked(work: Workload, held: list[Stage], pp_rank: int, tp_rank: int) -> tuple[int, int, int]:
+def _walked(work: Workload, held: list[StageParameters], pp_rank: int, tp_rank: int) -> tuple[int, int, int]:
     """Return the bytes of parameters and of gradients when their sum peaks, and the peak of all other memory. The sum
     peaks at the start of a backward pass or at the update."""
     numbers = {stage.number for stage in held}
@@ -86,7 +86,7 @@ class ModelState:
     """Bytes of a stage's model state other than parameter shards and optimizer state: `gathered` parameters, and the
     accumulated gradients, `reduced` before the last micro-batch and `done` after it."""
 
-    def __init__(self, work: Workload, stage: Stage) -> None:
+    def __init__(self, work: Workload, stage: StageParameters) -> None:
         shards, zero = work.layout.size("dp_shard"), work.parallelism.zero
         size = MASTER * stage.sharded(shards)
         blocks = 0 if zero == 3 else sum(count * stage.bucket([kind], shards) for kind, count in stage.runs)
@@ -112,7 +112,7 @@ class ModelState:
         return self.gathered * gathers, self.gathered * frees, summed
 
 
-def _optimizer(work: Workload, held: list[Stage]) -> int:
+def _optimizer(work: Workload, held: list[StageParameters]) -> int:
     """Return the bytes of the optimizer state. If the state is on disk, return those of its buffers and step counts."""
     if work.parallelism.offload is Offload.nvme:
         parameters = [parameter for stage in held for parameter in stage.parameters()]
@@ -169,7 +169,7 @@ def _freed_messages(kind: str, before: int, after: int, kept: bool) -> tuple[int
             return after, before * kept - before
 
 
-def _buffers(work: Workload, held: list[Stage]) -> int:
+def _buffers(work: Workload, held: list[StageParameters]) -> int:
     """Return the bytes of a pipeline's receive buffers, one tensor per micro-batch, and of the step's inputs and
     targets. 0 without a pipeline."""
     ranks, count = work.layout.size("pp"), work.micro_batches
@@ -201,7 +201,7 @@ def repeated(tape: list[int], times: int) -> list[int]:
     return [*tape, sum(tape) * (times - 2), *tape] if times > 1 else tape * times
 
 
-def _key(work: Workload, stage: Stage, tp_rank: int) -> tuple[object, ...]:
+def _key(work: Workload, stage: StageParameters, tp_rank: int) -> tuple[object, ...]:
     """Return the fields that `passes_of` depends on: those of the profile, the stage, and FSDP2."""
     config, shards = work.parallelism, work.layout.size("dp_shard")
     fsdp = shards, config.zero, config.bucket_layers, config.offload is Offload.none, work.half_sums
@@ -209,7 +209,7 @@ def _key(work: Workload, stage: Stage, tp_rank: int) -> tuple[object, ...]:
 
 
 @cached(_key)
-def passes_of(work: Workload, stage: Stage, tp_rank: int) -> Passes:
+def passes_of(work: Workload, stage: StageParameters, tp_rank: int) -> Passes:
     """Return, for each pass of a stage, its peak above the level before it and its change of the level. Keys are the
     kind, `first` and `last` of `walk.Turn`."""
     memory = _Stage(work, stage, tp_rank)
@@ -267,7 +267,7 @@ class _Stage:
     gradients until it reduces them; otherwise each gradient is added to the accumulated gradient and freed.
     """
 
-    def __init__(self, work: Workload, stage: Stage, tp_rank: int) -> None:
+    def __init__(self, work: Workload, stage: StageParameters, tp_rank: int) -> None:
         config, shards, sharded = work.parallelism, work.layout.size("dp_shard"), work.sharded
         self.work, self.stage, self.profile = work, stage, profile_of(work, tp_rank)
         self.split = splits_backward(config)

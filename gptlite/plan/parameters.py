@@ -75,7 +75,7 @@ class Parameter(NamedTuple):
         return expert_shards(shards, self.among) * self.shard(shards) if self.shape else 0
 
 
-class Group(NamedTuple):
+class GatherGroup(NamedTuple):
     """Equal groups of parameters, each of which FSDP2 gathers and reduces together. Fields: elements of a group's
     shard, number of equal groups, True if they are in blocks, and the `among` of the parameters."""
 
@@ -103,7 +103,7 @@ class Inventory:
 
 
 @dataclass(frozen=True)
-class Stage:
+class StageParameters:
     """One part of the model: its blocks, and its parameters outside them.
 
     `kinds` has the parameters of each kind of block of the model. FSDP2 gathers and reduces `others` together, and
@@ -150,7 +150,7 @@ class Stage:
         held = (self.kinds[kind] if experts else shared(self.kinds[kind], False) for kind in kinds)
         return sum(gathered_elements(each, shards) for each in held)
 
-    def groups(self, bucket_layers: int, shards: int) -> list[Group]:
+    def groups(self, bucket_layers: int, shards: int) -> list[GatherGroup]:
         """Return FSDP2's groups: distributed experts of each block, parameters outside blocks, buckets of blocks."""
 
         def elements(kinds: Iterable[int], experts: bool) -> int:
@@ -160,9 +160,11 @@ class Stage:
             return shard_elements(tuple(each for each in parameters if each.shape), shards)
 
         among = max((each.among for kind in self.kinds for each in kind), default=1)
-        experts = [Group(elements([kind], True), count, True, among) for kind, count in self.runs] if among > 1 else []
-        others = Group(sharded(self.others), 1, False)
-        buckets = [Group(elements(kinds, False), number, True) for kinds, number in self.buckets(bucket_layers)]
+        experts = (
+            [GatherGroup(elements([kind], True), count, True, among) for kind, count in self.runs] if among > 1 else []
+        )
+        others = GatherGroup(sharded(self.others), 1, False)
+        buckets = [GatherGroup(elements(kinds, False), number, True) for kinds, number in self.buckets(bucket_layers)]
         return [each for each in [*experts, others, *buckets] if each.elements]
 
     @property
@@ -181,7 +183,7 @@ class Stage:
         return shard_elements(self.others, shards) + blocks
 
 
-def stages(work: Workload, pp_rank: int, tp_rank: int = 0) -> list[Stage]:
+def stages(work: Workload, pp_rank: int, tp_rank: int = 0) -> list[StageParameters]:
     """Return the stages of a pipeline rank, first to last."""
     config, total = work.parallelism, num_stages(work.parallelism)
     layers = cut(work).layers
@@ -191,7 +193,7 @@ def stages(work: Workload, pp_rank: int, tp_rank: int = 0) -> list[Stage]:
         first, last = number == 0, number == total - 1
         others = held.others.get((first, last), ())
         mine = runs(work.model, layers[number])
-        rank_stages.append(Stage(number, mine, held.kinds, others, first, last, _loads(mine, held)))
+        rank_stages.append(StageParameters(number, mine, held.kinds, others, first, last, _loads(mine, held)))
     return rank_stages
 
 
@@ -204,7 +206,7 @@ def _loads(blocks: Runs, held: Inventory) -> int:
     return sum(count * held.loads[kind] for kind, count in blocks)
 
 
-def copies(held: list[Stage]) -> list[Parameter]:
+def copies(held: list[StageParameters]) -> list[Parameter]:
     """Return the tied parameters of a rank's stages of which another rank has a copy."""
     ends = [stage for stage in held if stage.first or stage.last]
     # A rank with both ends of the model, or with neither, shares no tied parameter with another.
@@ -299,7 +301,9 @@ def with_blocks(model: Any, blocks: int) -> Any:
 def num_parameters(model: ModelConfig, expert: int = 1) -> int:
     """Return the number of parameters of a model. If `expert` is above 1, 1 / `expert` of its experts are counted."""
     held = inventory(model, 1, 0, expert)
-    return Stage(0, runs(model, range(num_blocks(model))), held.kinds, held.others[True, True], True, True).sharded(1)
+    return StageParameters(
+        0, runs(model, range(num_blocks(model))), held.kinds, held.others[True, True], True, True
+    ).sharded(1)
 
 
 def num_blocks(model: ModelConfig) -> int:
@@ -308,7 +312,7 @@ def num_blocks(model: ModelConfig) -> int:
 
 
 @dataclass(frozen=True)
-class Cut:
+class PipelinePartition:
     """Partition of a model over a pipeline: the layers of each stage, the stages of each rank, the kind of each rank,
     and the first rank of each kind. Ranks of a kind have equal blocks and the same ends, so they do the same work."""
 
@@ -319,7 +323,7 @@ class Cut:
 
 
 @cached(lambda work: (*same_model(work.model), *pipeline_key(work.parallelism)))
-def cut(work: Workload) -> Cut:
+def cut(work: Workload) -> PipelinePartition:
     """Return the partition of a workload's model over its pipeline."""
     config, spec = work.parallelism, spec_of(work.model)
     costs = spec.flops(work.model, spec.max_length(work.model) or 1) or (1, 0)  # as in Model.stage_blocks
@@ -327,7 +331,7 @@ def cut(work: Workload) -> Cut:
     held = tuple(tuple(stages_of_rank(config, rank)) for rank in range(config.pipeline))
     blocks = [runs(work.model, each) for each in layers]
     kinds = tuple((tuple(blocks[stage] for stage in mine), 0 in mine, len(layers) - 1 in mine) for mine in held)
-    return Cut(layers, held, kinds, {kind: kinds.index(kind) for kind in kinds})
+    return PipelinePartition(layers, held, kinds, {kind: kinds.index(kind) for kind in kinds})
 
 
 def expert_shards(shards: int, among: int) -> int:

@@ -26,7 +26,7 @@ from gptlite.plan.cache import Same, cached
 from gptlite.plan.capacity import GIB, rank_memory
 from gptlite.plan.hardware import ranks_on_node
 from gptlite.plan.local import this_machine
-from gptlite.plan.search import WANTED, Candidate, Found, Space, search
+from gptlite.plan.search import WANTED, Candidate, SearchResult, Space, search
 from gptlite.plan.workload import Sample, Workload
 from gptlite.precision import SCALED, Policy, Precision, Reduce
 from gptlite.progress import Log
@@ -48,7 +48,7 @@ class Plan:
 
     config: Config
     cluster: ClusterConfig
-    found: Found
+    found: SearchResult
     assumed: str = ""
 
     @property
@@ -66,7 +66,7 @@ def make_plan(config: Config, world: int | None = None, log: Log = print, wanted
     """
     sized, assumed = with_planned_vocabulary(config, log)
     cluster = this_machine(config.cluster, log, explicit=given_keys(config, "cluster"))
-    result, refusal = Found(), None
+    result, refusal = SearchResult(), None
     for world_size in [world] if world is not None else cluster_worlds(cluster, config):
         here = limited(cluster, config, world_size)
         space = replace(space_of(sized, here, fixed_keys(config)), wanted=wanted)
@@ -276,7 +276,7 @@ def vocabulary_of(model: ModelConfig) -> int | None:
     return spec_of(model).vocab_size(model)
 
 
-def too_small(config: Config, cluster: ClusterConfig, result: Found) -> str:
+def too_small(config: Config, cluster: ClusterConfig, result: SearchResult) -> str:
     """Return the error message if no layout of a model fits, with the missing memory and a fix."""
     assert result.smallest is not None
     memory, work = result.smallest

@@ -29,9 +29,9 @@ from gptlite.parallelism.boxes import local_tensor
 from gptlite.parallelism.config import Offload, ParallelismConfig
 from gptlite.parallelism.layout import Layout, splits_backward
 from gptlite.plan.parameters import BLOCKS, num_blocks, repeats, with_blocks
-from gptlite.plan.segments import ADDED, GRADIENT, PARTS, PLAIN, UPSTREAM, Event, Halves, Op, Profile, Segment
+from gptlite.plan.segments import ADDED, GRADIENT, PARTS, PLAIN, UPSTREAM, Halves, MemoryEvent, Op, Profile, Segment
 from gptlite.plan.simulate import CPU, as_on, assume_loads, mesh_of, ops_of, policy_of, zero_batch
-from gptlite.plan.watch import Change, Watch
+from gptlite.plan.watch import Change, OpRecorder
 from gptlite.plan.workload import Transfer, Workload, block_input
 from gptlite.precision import Policy
 from gptlite.torch_private.recording import FakeTensorMode
@@ -51,7 +51,7 @@ class _Part:
     work: Workload
     model: Model
     module: nn.Module
-    watch: Watch
+    watch: OpRecorder
     marks: dict[str, int] = field(default_factory=dict)
     gradients: set[int] = field(default_factory=set)
     entered: set[int] = field(default_factory=set)
@@ -89,7 +89,7 @@ class _Part:
         given = self.entered if entered else self.upstream
         changes = (each for each in log if isinstance(each, Change) and each.number not in self.unseen)
         return Segment(
-            tuple(Event(float(change.size), self._role(change, given)) for change in changes),
+            tuple(MemoryEvent(float(change.size), self._role(change, given)) for change in changes),
             tuple(each for each in log if isinstance(each, Op)),
             tuple(each for each in log if isinstance(each, Transfer)),
         )
@@ -232,7 +232,7 @@ def _recorded(work: Workload, tp_rank: int, blocks: int) -> Iterator[_Part]:
         with _tensors(model, module, work.device) as device:
             for parameter in () if work.sharded else module.parameters():
                 parameter.grad_dtype = torch.float32
-            watch = Watch(mesh, work.device, work.layout.world_size, device.type)
+            watch = OpRecorder(mesh, work.device, work.layout.world_size, device.type)
             watch.leave_out(*map(local_tensor, [*module.parameters(), *module.buffers()]))
             part = _Part(work, model, module, watch)
             for parameter in module.parameters():

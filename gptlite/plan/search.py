@@ -78,7 +78,7 @@ class Candidate:
 
 
 @dataclass
-class Found:
+class SearchResult:
     """Result of a search. `ranked`: the layouts that fit, fastest first (see `Space.wanted`). `pruned`: number of
     layouts left out, by kind of reason. `examples`: one message per kind of reason.
 
@@ -99,10 +99,10 @@ class Found:
         self.pruned[kind] += 1
         self.examples.setdefault(kind, example)
 
-    def merged(self, other: Found) -> Found:
+    def merged(self, other: SearchResult) -> SearchResult:
         """Return the combined results of two searches."""
         smallest = [found for found in (self.smallest, other.smallest) if found]
-        return Found(
+        return SearchResult(
             ranked=sorted(self.ranked + other.ranked, key=_speed),
             pruned=self.pruned + other.pruned,
             examples=other.examples | self.examples,
@@ -126,7 +126,7 @@ def _no_collection() -> Iterator[None]:
 
 
 @_no_collection()
-def search(space: Space, cluster: ClusterConfig, world: int, log: Log = lambda line: None) -> Found:
+def search(space: Space, cluster: ClusterConfig, world: int, log: Log = lambda line: None) -> SearchResult:
     """Return the fastest layouts on `world` ranks that fit, ordered by predicted speed (`Space.wanted` limits their
     number).
 
@@ -152,9 +152,9 @@ def search(space: Space, cluster: ClusterConfig, world: int, log: Log = lambda l
     return result
 
 
-def _searched(space: Space, cluster: ClusterConfig, world: int, log: Log) -> Found:
+def _searched(space: Space, cluster: ClusterConfig, world: int, log: Log) -> SearchResult:
     """Search once, with the offload of `space`. Layouts are timed first, as their exact memory takes longer."""
-    result, timed, costs = Found(), list[Candidate](), Costs(cluster)
+    result, timed, costs = SearchResult(), list[Candidate](), Costs(cluster)
     least, thriftiest = math.inf, list[Workload]()
     for work, reason in workloads(space, cluster, world, log):
         result.tried += 1
@@ -183,7 +183,9 @@ def _searched(space: Space, cluster: ClusterConfig, world: int, log: Log) -> Fou
     return result
 
 
-def _keep_fitting(result: Found, timed: list[Candidate], cluster: ClusterConfig, world: int, wanted: int) -> None:
+def _keep_fitting(
+    result: SearchResult, timed: list[Candidate], cluster: ClusterConfig, world: int, wanted: int
+) -> None:
     """Add the fastest layouts that fit to `result`: all that are equal to the fastest within ERROR, then the fastest of
     each further kind until there are `wanted` kinds. `timed` is sorted by speed."""
     kinds, equal = set[tuple[int, ...]](), math.inf
@@ -242,17 +244,17 @@ def _thrift(work: Workload) -> tuple[int, ...]:
     return work.micro_batch_size, modes.index(mode) if mode in modes else len(modes), -work.parallelism.zero
 
 
-def equal_seconds(found: Found) -> float:
+def equal_seconds(found: SearchResult) -> float:
     """Return the longest step time that counts as equal to the fastest, within the prediction's error."""
     return found.ranked[0].prediction.step_seconds * (1 + ERROR)
 
 
-def equals(found: Found) -> list[Candidate]:
+def equals(found: SearchResult) -> list[Candidate]:
     """Return the candidates whose steps are no longer than `equal_seconds`."""
     return [each for each in found.ranked if each.prediction.step_seconds <= equal_seconds(found)]
 
 
-def distinct(found: Found, count: int) -> list[Candidate]:
+def distinct(found: SearchResult, count: int) -> list[Candidate]:
     """Return the fastest candidate of each kind (combination of degrees and ZeRO stage), at most `count`."""
     seen: dict[tuple[int, ...], Candidate] = {}
     for each in found.ranked:

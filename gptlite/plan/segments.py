@@ -20,7 +20,7 @@ SIZES = (2, 4)  # recorded micro-batch sizes, in sequences; not 1, for which som
 PARTS = 2  # number of blocks of a part whose split backward pass is recorded
 
 
-class Event(NamedTuple):
+class MemoryEvent(NamedTuple):
     """Bytes allocated, or freed if negative.
 
     role: `gradient` for the allocation of a parameter's gradient, `added` for its release after accumulation into
@@ -49,7 +49,7 @@ class Op(NamedTuple):
 class Segment:
     """Memory events, ops and collectives between two points of a pass, in order."""
 
-    events: tuple[Event, ...] = ()
+    events: tuple[MemoryEvent, ...] = ()
     ops: tuple[Op, ...] = ()
     sent: tuple[Transfer, ...] = ()
 
@@ -141,7 +141,7 @@ def _between(one: Any, two: Any, share: float) -> Any:
         return one + (two - one) * share
     if isinstance(one, tuple):
         found = [_between(a, b, share) for a, b in zip(one, two, strict=True)]
-        return type(one)(*found) if isinstance(one, Event | Op | Transfer) else tuple(found)
+        return type(one)(*found) if isinstance(one, MemoryEvent | Op | Transfer) else tuple(found)
     if isinstance(one, Profile | Halves | Segment):
         return type(one)(*(_between(getattr(one, each.name), getattr(two, each.name), share) for each in fields(one)))
     if one != two:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from gptlite.data.batches import BatchSchedule
 from gptlite.data.loader import Batch, Loader
 from gptlite.data.samples import SampleBatch
-from gptlite.kernels.library import Loaded, load
+from gptlite.kernels.library import LoadedLibrary, load
 from gptlite.models.experts import Experts
 from gptlite.models.model import Model
 from gptlite.models.parallelize import build_passes, materialize
@@ -43,7 +43,7 @@ from gptlite.parallelism.point_to_point import PairwiseAllGather, PairwiseReduce
 from gptlite.parallelism.stage_runner import StageRunner
 from gptlite.parallelism.zero import sharded_modules
 from gptlite.plan.segments import Op
-from gptlite.plan.watch import Change, Watch
+from gptlite.plan.watch import Change, OpRecorder
 from gptlite.plan.workload import RankBytes, Transfer, Workload
 from gptlite.precision import Policy, Precision, Reduce
 from gptlite.torch_private.recording import FakeTensorMode
@@ -142,7 +142,7 @@ def peak(log: Sequence[Change | Op | Transfer], begin: int, samples: Sequence[St
     return {**max(sums, key=lambda sample: sum(sample.values())), "activations": max(beside)}
 
 
-class StepWatch(Watch):
+class StepWatch(OpRecorder):
     """A watch of one step. The log before index `begin` is that of the setup. `samples`: bytes of each storage of model
     state, by category, at the start of each backward pass and of the update, when gradients of earlier micro-batches
     exist and parameters are gathered."""
@@ -222,7 +222,7 @@ def _at_backward(call: Callable[[], None]) -> Callable[[nn.Module, Any, Tensor],
 class _Pairwise:
     """A collective of FSDP2 that is implemented by pairwise messages, recorded as the collective."""
 
-    def __init__(self, collective: PairwiseAllGather | PairwiseReduceScatter, kind: str, watch: Watch) -> None:
+    def __init__(self, collective: PairwiseAllGather | PairwiseReduceScatter, kind: str, watch: OpRecorder) -> None:
         self.allocate, self._call, self._kind, self._watch = collective.allocate, collective, kind, watch
 
     def __call__(self, **given: Any) -> None:
@@ -272,7 +272,7 @@ def _build(work: Workload, mesh: Mesh, model: Model, parts: list[nn.Module], loa
     return step, TrainState(model, runner, optimizer, Schedule(ConstantConfig(), 1), loader, {})
 
 
-def _loader(work: Workload, micro_batches: int, watch: Watch) -> Loader:
+def _loader(work: Workload, micro_batches: int, watch: OpRecorder) -> Loader:
     """Return a stand-in for the loader, with only the attributes that a step uses. In a run on a CPU a separate thread
     creates the batches, so their memory is not counted."""
     tensors = (*zero_batch(work), torch.zeros(work.micro_batch_size, dtype=torch.int64))
@@ -310,7 +310,7 @@ def ops_of(work: Workload) -> Ops:
     wanted = work.device == "cuda" or attention is not Attention.matmul
     if not wanted:
         return Ops(attention, CrossEntropy.reference)
-    if not isinstance(load("cpu", lambda _: None), Loaded):
+    if not isinstance(load("cpu", lambda _: None), LoadedLibrary):
         return Ops(attention)
     table, gpu = work.device == "cpu", work.device == "cuda"
     plain = dict.fromkeys(PLAIN, True)

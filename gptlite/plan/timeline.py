@@ -21,7 +21,7 @@ Turn = tuple[str, int]  # kind, stage
 Pass = tuple[str, int, int]  # kind, stage, micro-batch
 
 
-class Event(NamedTuple):
+class TimedPass(NamedTuple):
     """One pass of a rank. `start` and `end` are in seconds from the beginning of the step."""
 
     rank: int
@@ -36,7 +36,7 @@ class Event(NamedTuple):
 class Timeline:
     """Passes of a step, grouped by rank and in the execution order of each rank."""
 
-    events: list[Event]
+    events: list[TimedPass]
     ranks: int
 
     @cached_property
@@ -44,7 +44,7 @@ class Timeline:
         """Time at which the last rank finishes."""
         return max(event.end for event in self.events)
 
-    def of_rank(self, rank: int) -> list[Event]:
+    def of_rank(self, rank: int) -> list[TimedPass]:
         """Return the passes of one rank."""
         return [event for event in self.events if event.rank == rank]
 
@@ -175,13 +175,13 @@ def _v(ranks: int, rank: int, micro_batches: int) -> list[Turn]:
     return turns + [("W", up)] * rank + [("W", down)] * rank
 
 
-def _run(orders: list[list[Pass]], seconds: dict[str, list[float]], hops: list[float]) -> list[Event]:
+def _run(orders: list[list[Pass]], seconds: dict[str, list[float]], hops: list[float]) -> list[TimedPass]:
     """Simulate the ranks, which start each pass as soon as the previous one has ended and its input has arrived.
 
     `seconds`: duration of each kind of pass in each stage. `hops`: seconds of a message from each stage to the next.
     """
     ends: dict[Pass, float] = {}  # an I pass is stored as B: the previous stage waits for either
-    events: list[list[Event]] = [[] for _ in orders]
+    events: list[list[TimedPass]] = [[] for _ in orders]
     clocks, queues = [0.0] * len(orders), [deque(passes) for passes in orders]
     sweep = list(range(len(orders)))
     while any(queues):
@@ -199,7 +199,7 @@ def _run(orders: list[list[Pass]], seconds: dict[str, list[float]], hops: list[f
                 clocks[rank] = end = start + seconds[kind][stage]
                 if kind != "W":
                     ends["F" if kind == "F" else "B", stage, number] = end
-                events[rank].append(Event(rank, stage, number, kind, start, end))
+                events[rank].append(TimedPass(rank, stage, number, kind, start, end))
                 queues[rank].popleft()
         sweep.reverse()  # inputs of forward passes come from lower ranks, those of backward passes from higher ones
     return list(chain.from_iterable(events))

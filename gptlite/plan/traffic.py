@@ -17,7 +17,7 @@ from gptlite.models.registry import spec_of
 from gptlite.parallelism.axes import DATA_AXES, EXPERT_DATA_AXES
 from gptlite.parallelism.config import Offload
 from gptlite.parallelism.layout import Layout, num_stages, splits_backward, stages_of_rank
-from gptlite.plan.parameters import Parameter, Stage, all_loads, copies, cut, stages
+from gptlite.plan.parameters import Parameter, StageParameters, all_loads, copies, cut, stages
 from gptlite.plan.profile import halves_of, profile_of
 from gptlite.plan.walk import gathers
 from gptlite.plan.workload import MASTER, Transfer, Workload, block_input, frees_messages
@@ -67,7 +67,7 @@ def sums_copies_often(work: Workload) -> bool:
     return splits_backward(work.parallelism) and frees_messages()
 
 
-def _outside(work: Workload, held: list[Stage], pp_rank: int, times: int) -> Iterator[Transfer]:
+def _outside(work: Workload, held: list[StageParameters], pp_rank: int, times: int) -> Iterator[Transfer]:
     """Yield the transfers outside the layers, with gradients reduced `times` times."""
     for stage in held:
         yield from _data(work, stage, pp_rank, times)
@@ -88,7 +88,7 @@ def _outside(work: Workload, held: list[Stage], pp_rank: int, times: int) -> Ite
     yield Transfer("world", "all_reduce", work.layout.world_size, settled, 1, "step")
 
 
-def _passes(work: Workload, stage: Stage, tp_rank: int) -> Iterator[Transfer]:
+def _passes(work: Workload, stage: StageParameters, tp_rank: int) -> Iterator[Transfer]:
     """Yield the transfers inside the layers of a stage, over all micro-batches of a step."""
     if work.layout.size("tp", "dp_replicate", "dp_shard") == 1:  # the folded axes span these ranks
         return
@@ -113,7 +113,7 @@ def among(layout: Layout, sent: Transfer) -> list[Transfer]:
     return [sent._replace(axis=axis, ranks=layout.size(axis)) for axis in DATA_AXES if layout.size(axis) > 1]
 
 
-def _data(work: Workload, stage: Stage, pp_rank: int, reduced: int) -> Iterator[Transfer]:
+def _data(work: Workload, stage: StageParameters, pp_rank: int, reduced: int) -> Iterator[Transfer]:
     """Yield FSDP2's transfers along the data axes for each group of parameters. `reduced`: number of times that each
     gradient is reduced."""
     if work.layout.fsdp_size == 1:
@@ -152,7 +152,7 @@ def gathered(work: Workload, pp_rank: int, stage: int, block: bool) -> dict[str,
     return {phase: counts[mine.index(stage), block, phase] for phase in ("forward", "backward")}
 
 
-def _pipeline(work: Workload, stage: Stage, pp_rank: int) -> Iterator[Transfer]:
+def _pipeline(work: Workload, stage: StageParameters, pp_rank: int) -> Iterator[Transfer]:
     """Yield a stage's messages: the activation of each micro-batch to the next stage, and its gradient back."""
     config, mine = work.parallelism, stages_of_rank(work.parallelism, pp_rank)
     for neighbour, (forward, backward) in ((stage.number + 1, ("send", "recv")), (stage.number - 1, ("recv", "send"))):
@@ -172,7 +172,7 @@ def message_bytes(work: Workload, stage: int) -> int:
 
 
 @dataclass(frozen=True)
-class Moved:
+class OffloadBytes:
     """Bytes that offload moves on one rank in a step: shards copied to the device, gradients copied to the host, and
     optimizer state read from and written to disk."""
 
@@ -182,14 +182,14 @@ class Moved:
     written: int = 0
 
 
-def moved(work: Workload, pp_rank: int, tp_rank: int = 0) -> Moved:
+def moved(work: Workload, pp_rank: int, tp_rank: int = 0) -> OffloadBytes:
     """Return the bytes that offload moves in a step, for the first data rank, whose shards are the longest.
 
     Each gather copies the shards to the device in the dtype in which they are stored. Each reduction over all data
     ranks copies the gradients to the host in fp32.
     """
     if work.parallelism.offload is Offload.none:
-        return Moved()
+        return OffloadBytes()
     shards, copies = work.layout.size("dp_shard"), work.layout.size("dp_replicate")
     to_device = to_host = 0
     for stage in stages(work, pp_rank, tp_rank):
@@ -198,7 +198,7 @@ def moved(work: Workload, pp_rank: int, tp_rank: int = 0) -> Moved:
             to_device += work.stored * elements * number * times
             to_host += MASTER * elements * number * (reductions(work) if copies == 1 else 1)
     file = file_bytes(work, pp_rank, tp_rank)
-    return Moved(to_device, to_host, file, file)
+    return OffloadBytes(to_device, to_host, file, file)
 
 
 def file_bytes(work: Workload, pp_rank: int, tp_rank: int = 0) -> int:

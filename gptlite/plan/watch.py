@@ -85,7 +85,7 @@ class Change(NamedTuple):
     size: int
 
 
-class Watch(TorchDispatchMode):
+class OpRecorder(TorchDispatchMode):
     """A dispatch mode that records this rank's memory changes, ops and transfers in `log`, in order.
 
     `phase`: phase that recorded transfers get: forward, backward or step. `world`: if True, transfers are attributed to

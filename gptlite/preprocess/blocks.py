@@ -12,7 +12,7 @@ from gptlite.data.cuts import WINDOW, context_before, last_cut
 from gptlite.errors import ConfigError
 from gptlite.preprocess.inputs import STDIN, Source
 from gptlite.preprocess.parquet import parquet_pieces
-from gptlite.preprocess.pieces import Piece, Place
+from gptlite.preprocess.pieces import InputPlace, Piece
 from gptlite.preprocess.streams import DamagedInput, Stream
 from gptlite.tokenizers.base import Tokenizer
 
@@ -22,11 +22,11 @@ BLANK_LINES = "blank"  # separator=blank
 
 
 @dataclass
-class Block:
+class InputBlock:
     """Pieces, the place `after` them, and the bytes `read` so far from all sources, counted before decompression."""
 
     pieces: list[Piece] = field(default_factory=list)
-    after: Place = field(default_factory=Place)
+    after: InputPlace = field(default_factory=InputPlace)
     read: int = 0
 
     @property
@@ -51,35 +51,39 @@ class Cutting:
     max_record_bytes: int = 128 << 20
 
 
-def read_blocks(sources: list[Source], cutting: Cutting, start: Place, tokenizer: Tokenizer) -> Iterator[Block]:
+def read_blocks(
+    sources: list[Source], cutting: Cutting, start: InputPlace, tokenizer: Tokenizer
+) -> Iterator[InputBlock]:
     """Yield all blocks from `start` on. The parts of a long document have the same tokens as the whole document.
 
     Raises ConfigError for an unreadable file, or changed standard input.
     """
     before = sum(source.size for source in sources[: start.source])
-    block = Block()
+    block = InputBlock()
     for number in range(start.source, len(sources)):
         source = sources[number]
-        place = start if number == start.source else Place(number)
+        place = start if number == start.source else InputPlace(number)
         for piece, after, read in _pieces(source, place, cutting, tokenizer):
             alone = piece.more or not piece.first
             if alone and block.pieces:
                 yield block
-                block = Block()
+                block = InputBlock()
             block.pieces.append(piece)
             block.after, block.read = after, before + read
             if alone or block.size >= BLOCK // 2:
                 yield block
-                block = Block()
+                block = InputBlock()
         before += source.size
-        block.after, block.read = Place(number + 1), before
+        block.after, block.read = InputPlace(number + 1), before
         if len(block.pieces) >= 4096:  # bounds a block of many small files
             yield block
-            block = Block()
+            block = InputBlock()
     yield block
 
 
-def _pieces(source: Source, place: Place, cutting: Cutting, tokenizer: Tokenizer) -> Iterator[tuple[Piece, Place, int]]:
+def _pieces(
+    source: Source, place: InputPlace, cutting: Cutting, tokenizer: Tokenizer
+) -> Iterator[tuple[Piece, InputPlace, int]]:
     """Yield pieces of a source, each with the place after it and the bytes read. A last piece reports any damage."""
     at = place
     try:
@@ -96,13 +100,13 @@ def _pieces(source: Source, place: Place, cutting: Cutting, tokenizer: Tokenizer
         raise ConfigError(f"input: {source.path} cannot be read ({error.strerror or error})") from error
     except DamagedInput as error:
         piece = Piece(place.source, at.line, b"", damage=str(error))
-        yield piece, Place(place.source + 1), source.size
+        yield piece, InputPlace(place.source + 1), source.size
 
 
 class _Records:
     """Reader of records that are ended by a separator: lines of JSON, or documents of text."""
 
-    def __init__(self, source: Source, place: Place, cutting: Cutting):
+    def __init__(self, source: Source, place: InputPlace, cutting: Cutting):
         self._number, self._offset, self._line = place.source, place.offset, place.line
         self._longest = cutting.max_record_bytes
         if source.format == "jsonl":
@@ -116,7 +120,7 @@ class _Records:
         if self._hash is not None:
             self._hear_again(place)
 
-    def pieces(self) -> Iterator[tuple[Piece, Place, int]]:
+    def pieces(self) -> Iterator[tuple[Piece, InputPlace, int]]:
         """Yield each piece with the place after it and the bytes read so far."""
         data = bytearray()
         while True:
@@ -169,10 +173,10 @@ class _Records:
             self._hash.update(data[:size])
         del data[:size]
 
-    def _place(self) -> Place:
-        return Place(self._number, self._offset, self._line, self._hash.hexdigest() if self._hash else "")
+    def _place(self) -> InputPlace:
+        return InputPlace(self._number, self._offset, self._line, self._hash.hexdigest() if self._hash else "")
 
-    def _hear_again(self, place: Place) -> None:
+    def _hear_again(self, place: InputPlace) -> None:
         """Read standard input up to `place` again. Raises ConfigError if the interrupted run read other data."""
         assert self._hash is not None
         left = place.offset
@@ -185,7 +189,9 @@ class _Records:
             )
 
 
-def _document(source: Source, place: Place, longest: int, tokenizer: Tokenizer) -> Iterator[tuple[Piece, Place, int]]:
+def _document(
+    source: Source, place: InputPlace, longest: int, tokenizer: Tokenizer
+) -> Iterator[tuple[Piece, InputPlace, int]]:
     """Yield a text file that is one document. A long one is divided into parts, where this does not change tokens."""
     stream, digest, line = Stream(source.path), document_hash(), 1
     data, first, start, context, size = bytearray(), True, 0, "", _PART
@@ -203,7 +209,7 @@ def _document(source: Source, place: Place, longest: int, tokenizer: Tokenizer) 
         digest.update(data[:stop])
         whole = {"whole": True, "first": first, "more": more, "digest": digest.digest(), "context": context}
         piece = Piece(place.source, line, bytes(data[:stop]), start=start, **whole)
-        yield piece, Place(place.source + 1), stream.raw_position
+        yield piece, InputPlace(place.source + 1), stream.raw_position
         if not more:
             break
         line += data.count(b"\n", 0, stop)

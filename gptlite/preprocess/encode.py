@@ -12,7 +12,7 @@ import numpy as np
 from gptlite.data.corpus import document_hash, is_held_out
 from gptlite.data.cuts import encode_after
 from gptlite.data.indexed import token_dtype
-from gptlite.preprocess.blocks import BLANK_LINES, Block, Cutting
+from gptlite.preprocess.blocks import BLANK_LINES, Cutting, InputBlock
 from gptlite.preprocess.pieces import Piece
 from gptlite.tokenizers.base import load_tokenizer
 
@@ -37,7 +37,7 @@ class Bad:
     reason: str
 
 
-def documents(block: Block, formats: list[str], cutting: Cutting) -> Iterator[tuple[Piece, Document | Bad]]:
+def documents(block: InputBlock, formats: list[str], cutting: Cutting) -> Iterator[tuple[Piece, Document | Bad]]:
     """Yield each document or bad record with its piece, in order. Empty documents are included, blank lines are not.
 
     `formats` are the formats of all sources, in their order.
@@ -158,7 +158,7 @@ class Encoder:
         self._dtype = token_dtype(self._tokenizer.vocab_size)  # in which `Output` reads the parts
         self._eod = np.array([self._tokenizer.eod], dtype=np.int32)
 
-    def __call__(self, block: Block) -> Encoded:
+    def __call__(self, block: InputBlock) -> Encoded:
         """Encode all non-empty documents of a block."""
         parts: tuple[list[np.ndarray], ...] = ([], [])
         text_bytes, empty = [0, 0], 0

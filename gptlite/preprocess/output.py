@@ -23,7 +23,7 @@ from gptlite.errors import ConfigError
 from gptlite.files import sync_folder, write_whole
 from gptlite.preprocess.encode import Bad, Split
 from gptlite.preprocess.inputs import Source
-from gptlite.preprocess.pieces import Place
+from gptlite.preprocess.pieces import InputPlace
 from gptlite.progress import Log, Progress
 from gptlite.tokenizers.base import Tokenizer
 
@@ -44,7 +44,7 @@ class Counts:
 
 @dataclass
 class _State:
-    after: Place
+    after: InputPlace
     counts: Counts
     splits: Annotated[list[Meta], Between(2, 2)]
     skipped: Count
@@ -55,7 +55,7 @@ class Output:
 
     def __init__(self, partial: Path, tokenizer: Tokenizer, stack: ExitStack, log: Log):
         self._state = partial / STATE
-        self.place, self.counts = Place(), Counts()
+        self.place, self.counts = InputPlace(), Counts()
         self._writers = stack.enter_context(split_writers(partial / WHOLE, tokenizer, work=partial))
         self._skipped = stack.enter_context((partial / WHOLE / SKIPPED).open("ab"))
         # Tokens of a long document, kept until its hash is known at its end: the hash selects the split.
@@ -79,7 +79,7 @@ class Output:
         self._skipped.seek(state.skipped)
         self._skipped.truncate()
 
-    def save(self, place: Place) -> None:
+    def save(self, place: InputPlace) -> None:
         """Sync everything to disk. After a kill, preprocessing resumes at `place`."""
         splits = [asdict(writer.save()) for writer in self._writers]
         self._skipped.flush()

@@ -5,13 +5,13 @@ from typing import Any
 
 from gptlite.errors import needed_package
 from gptlite.preprocess.inputs import Source
-from gptlite.preprocess.pieces import Piece, Place
+from gptlite.preprocess.pieces import InputPlace, Piece
 from gptlite.preprocess.streams import DamagedInput
 
 _ROWS = 256  # rows in a piece
 
 
-def parquet_pieces(source: Source, place: Place, column: str) -> Iterator[tuple[Piece, Place, int]]:
+def parquet_pieces(source: Source, place: InputPlace, column: str) -> Iterator[tuple[Piece, InputPlace, int]]:
     """Yield pieces of up to 256 rows from row `place.offset` on, each with the place after it and the bytes read.
 
     Raises DamagedInput for a file that is not Parquet or has no column `column` of strings.
@@ -34,7 +34,7 @@ def parquet_pieces(source: Source, place: Place, column: str) -> Iterator[tuple[
                         continue
                     rows = batch.column(0).cast(pyarrow.large_binary()).to_pylist()
                     read = source.size * row // max(file.metadata.num_rows, 1)
-                    yield Piece(place.source, start + 1, rows), Place(place.source, row, row + 1), read
+                    yield Piece(place.source, start + 1, rows), InputPlace(place.source, row, row + 1), read
     except (pyarrow.ArrowException, OSError) as error:
         raise DamagedInput(f"it cannot be read as Parquet: {str(error).splitlines()[0]}") from error
 

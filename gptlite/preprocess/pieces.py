@@ -6,7 +6,7 @@ from gptlite.documents import Count
 
 
 @dataclass(frozen=True)
-class Place:
+class InputPlace:
     """Position in the input: index of the source, `offset` in decompressed bytes (rows for Parquet), line from 1.
 
     `digest` is the hash of standard input up to here. A resumed run compares it to detect different input.

@@ -12,13 +12,13 @@ from gptlite.data.corpus import TOKENIZER, TRAIN, VALIDATION
 from gptlite.data.indexed import IndexedDataset
 from gptlite.errors import ConfigError, did_you_mean
 from gptlite.files import sync_folder, sync_tree, try_lock, write_synced, write_whole
-from gptlite.preprocess.blocks import Block, read_blocks
+from gptlite.preprocess.blocks import InputBlock, read_blocks
 from gptlite.preprocess.encode import Bad, Encoded, Encoder
 from gptlite.preprocess.inputs import STDIN
 from gptlite.preprocess.output import SKIPPED, STATE, WHOLE, Counts, Output
-from gptlite.preprocess.pieces import Piece, Place
+from gptlite.preprocess.pieces import InputPlace, Piece
 from gptlite.preprocess.pool import Pool
-from gptlite.preprocess.settings import FILE, Settings, difference, read_settings
+from gptlite.preprocess.settings import FILE, PreprocessSettings, difference, read_settings
 from gptlite.progress import Log, Progress, format_count
 from gptlite.tokenizers.base import Tokenizer
 
@@ -27,7 +27,7 @@ _SHOWN = 10  # bad records that are logged; all are in skipped.jsonl
 
 
 @dataclass(frozen=True)
-class Result:
+class PreprocessResult:
     """Totals of the prepared folder, totals (`new`) and seconds of this call, and number of documents per split."""
 
     counts: Counts
@@ -37,8 +37,15 @@ class Result:
 
 
 def preprocess(
-    settings: Settings, tokenizer: Tokenizer, output: Path, *, workers: int, on_error: str, overwrite: bool, log: Log
-) -> Result:
+    settings: PreprocessSettings,
+    tokenizer: Tokenizer,
+    output: Path,
+    *,
+    workers: int,
+    on_error: str,
+    overwrite: bool,
+    log: Log,
+) -> PreprocessResult:
     """Make the prepared folder `output`, or resume one that was begun with the same settings.
 
     The bytes of the output depend only on `settings` and `tokenizer`, not on `workers` or interruptions. Work in
@@ -59,7 +66,7 @@ def preprocess(
         if read_settings(partial / FILE) == settings.as_json():  # an earlier call was killed after renaming the output
             shutil.rmtree(partial)
         log(f"{output} is already finished; give overwrite=true to make it again")
-        return Result(counts, Counts(), 0.0, _split(output))
+        return PreprocessResult(counts, Counts(), 0.0, _split(output))
     partial.mkdir(parents=True, exist_ok=True)
     with _locked(partial):
         _begin(settings, tokenizer, partial, overwrite)
@@ -71,7 +78,7 @@ def preprocess(
                 seen = f"bad records: {counts.skipped}, empty documents: {counts.empty}"
                 raise ConfigError(f"input has no document with text ({seen}); nothing is written")
         _finish(settings, counts, partial, output)
-        return Result(counts, job.new, job.seconds, _split(output))
+        return PreprocessResult(counts, job.new, job.seconds, _split(output))
 
 
 def _split(output: Path) -> tuple[int, int]:
@@ -83,7 +90,7 @@ def _split(output: Path) -> tuple[int, int]:
 class _Job:
     """Remaining work for an output: reading, tokenizing and writing from the last saved place to the end."""
 
-    def __init__(self, settings: Settings, tokenizer: Tokenizer, output: Output, on_error: str, log: Log):
+    def __init__(self, settings: PreprocessSettings, tokenizer: Tokenizer, output: Output, on_error: str, log: Log):
         self._settings, self.output, self._on_error, self._log = settings, output, on_error, log
         self._tokenizer = tokenizer
         self._before, self._started = astuple(output.counts), time.monotonic()
@@ -121,9 +128,9 @@ class _Job:
                 if unsaved >= SAVED_BYTES and not (block.part and block.part.more):
                     self.output.save(block.after)
                     unsaved = 0
-        self.output.save(Place(len(sizes)))
+        self.output.save(InputPlace(len(sizes)))
 
-    def _write(self, block: Block, encoded: Encoded) -> None:
+    def _write(self, block: InputBlock, encoded: Encoded) -> None:
         if block.part is not None:
             self._write_part(block.part, encoded)
             return
@@ -157,7 +164,7 @@ class _Job:
             self._log(f"skipped {what}" + ("; further bad records are not shown" if self._shown == _SHOWN else ""))
 
 
-def _refuse_own(settings: Settings, made: tuple[Path, Path]) -> None:
+def _refuse_own(settings: PreprocessSettings, made: tuple[Path, Path]) -> None:
     """Raise ConfigError if a source is inside the output."""
     for source in settings.sources:
         for folder in made:
@@ -167,7 +174,7 @@ def _refuse_own(settings: Settings, made: tuple[Path, Path]) -> None:
                 )
 
 
-def _finished(settings: Settings, output: Path, overwrite: bool) -> Counts | None:
+def _finished(settings: PreprocessSettings, output: Path, overwrite: bool) -> Counts | None:
     """Return the counts of an `output` finished with these settings; None if it must be made.
 
     Raises ConfigError if it exists and may not be replaced.
@@ -188,7 +195,7 @@ def _finished(settings: Settings, output: Path, overwrite: bool) -> Counts | Non
     return Counts(**made["counts"])
 
 
-def _begin(settings: Settings, tokenizer: Tokenizer, partial: Path, overwrite: bool) -> None:
+def _begin(settings: PreprocessSettings, tokenizer: Tokenizer, partial: Path, overwrite: bool) -> None:
     """Write the settings into a new partial folder. Raises ConfigError if the existing one has other settings."""
     new, old = settings.as_json(), read_settings(partial / FILE)
     differs = difference(old, new) if old is not None else ""
@@ -203,7 +210,7 @@ def _begin(settings: Settings, tokenizer: Tokenizer, partial: Path, overwrite: b
         write_whole(partial / FILE, json.dumps(new, indent=2, ensure_ascii=False) + "\n")
 
 
-def _finish(settings: Settings, counts: Counts, partial: Path, output: Path) -> None:
+def _finish(settings: PreprocessSettings, counts: Counts, partial: Path, output: Path) -> None:
     """Write the settings and counts into the output, and rename it to its final name. Replaces an older output."""
     _refuse_changed(settings)
     whole = partial / WHOLE
@@ -224,7 +231,7 @@ def _finish(settings: Settings, counts: Counts, partial: Path, output: Path) -> 
     shutil.rmtree(trash)
 
 
-def _refuse_changed(settings: Settings) -> None:
+def _refuse_changed(settings: PreprocessSettings) -> None:
     for source in settings.sources:
         if source.path != STDIN:
             status = Path(source.path).stat()

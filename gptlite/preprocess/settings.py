@@ -14,7 +14,7 @@ _VERSION = 1  # of the output format; preprocessing begun by another version can
 
 
 @dataclass(frozen=True)
-class Settings:
+class PreprocessSettings:
     """Sources, rules for cutting them into documents, fingerprint of the tokenizer, and the held-out fraction."""
 
     sources: list[Source]
@@ -45,7 +45,7 @@ class _Saved(TypedDict):
     input: list[_Input]
 
 
-def make_settings(arguments: Any) -> Settings:
+def make_settings(arguments: Any) -> PreprocessSettings:
     """Return the settings of a command line, with `tokenizer` left empty. Raises ConfigError if a value is invalid.
 
     `arguments` has the keys input, format, field, separator, max_record_bytes and validation_fraction.
@@ -64,7 +64,7 @@ def make_settings(arguments: Any) -> Settings:
             literal = literal.replace(escape, character)
     if arguments.separator and not any(source.format == "text" for source in sources):
         raise ConfigError(f"separator={arguments.separator} is for text, and input={arguments.input} has no text files")
-    return Settings(
+    return PreprocessSettings(
         sources, Cutting(arguments.field, literal, arguments.max_record_bytes), "", arguments.validation_fraction
     )
 

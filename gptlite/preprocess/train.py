@@ -8,8 +8,8 @@ from gptlite.errors import ConfigError, did_you_mean
 from gptlite.preprocess.blocks import read_blocks
 from gptlite.preprocess.encode import Bad, documents
 from gptlite.preprocess.inputs import COMPRESSED
-from gptlite.preprocess.pieces import Place
-from gptlite.preprocess.settings import Settings
+from gptlite.preprocess.pieces import InputPlace
+from gptlite.preprocess.settings import PreprocessSettings
 from gptlite.progress import Log, Progress
 from gptlite.tokenizers.base import ByteTokenizer, CharTokenizer, Tokenizer
 from gptlite.tokenizers.sentence_piece import train_sentencepiece
@@ -18,7 +18,7 @@ KINDS = ("sentencepiece", "char")
 _EXPANDS = 4  # assumed ratio of text to compressed bytes
 
 
-def train_tokenizer(settings: Settings, kind: str, vocab_size: int, sample_mb: int, log: Log) -> Tokenizer:
+def train_tokenizer(settings: PreprocessSettings, kind: str, vocab_size: int, sample_mb: int, log: Log) -> Tokenizer:
     """Train a tokenizer on the training split that preprocessing makes with the same settings.
 
     Bad records are left out. SentencePiece is trained on at most about `sample_mb` megabytes: evenly spread blocks of a
@@ -47,12 +47,12 @@ def train_tokenizer(settings: Settings, kind: str, vocab_size: int, sample_mb: i
     return train_sentencepiece(chain([first], lines), vocab_size, log, key="vocab_size")
 
 
-def _texts(settings: Settings, every: int, held_out: float, log: Log) -> Iterator[str]:
+def _texts(settings: PreprocessSettings, every: int, held_out: float, log: Log) -> Iterator[str]:
     """Yield the documents of every `every`-th block, without the `held_out` fraction. Bad records are logged."""
     formats = [source.format for source in settings.sources]
     progress = Progress("reading", sum(source.size for source in settings.sources), log)
     before, bad = 0, list[Bad]()
-    for number, block in enumerate(read_blocks(settings.sources, settings.cutting, Place(), ByteTokenizer())):
+    for number, block in enumerate(read_blocks(settings.sources, settings.cutting, InputPlace(), ByteTokenizer())):
         progress.add(block.read - before)
         before = block.read
         if number % every:

@@ -26,7 +26,7 @@ VERSION = 1
 LONGEST_OWNER = 200  # characters
 
 
-class Prediction(TypedDict, total=False):
+class PredictionFields(TypedDict, total=False):
     """Fields of the planner's Prediction that a comparison shows."""
 
     step_seconds: float | None
@@ -55,7 +55,7 @@ class Record:
     layout: str = ""
     wall_seconds: float | None = None
     result: Values = field(default_factory=Values)
-    predicted: Prediction | None = None
+    predicted: PredictionFields | None = None
     digest: str = ""
 
     @property

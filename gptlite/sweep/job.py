@@ -29,7 +29,7 @@ from gptlite.parallelism.layout import Layout
 from gptlite.progress import counted, format_duration
 from gptlite.sweep.begin import HERE
 from gptlite.sweep.cells import alone, prepare, this_cell
-from gptlite.sweep.folder import FAILED, INTERRUPTED, OK, OUT_OF_MEMORY, PRUNED, Prediction, Record, SweepFolder
+from gptlite.sweep.folder import FAILED, INTERRUPTED, OK, OUT_OF_MEMORY, PRUNED, PredictionFields, Record, SweepFolder
 from gptlite.sweep.report import publish
 from gptlite.trainer.result import read_result
 
@@ -138,7 +138,7 @@ def with_status(record: Record, status: str, reason: str) -> Record:
     return record
 
 
-def predicted(config: Config, layout: Layout) -> Prediction | None:
+def predicted(config: Config, layout: Layout) -> PredictionFields | None:
     """Return the fields of the planner's Prediction for a run on `cluster`; None if no plan can be made.
 
     The entry `assumed` names a guessed vocabulary size, and a cluster that has not been measured.
@@ -159,7 +159,7 @@ def predicted(config: Config, layout: Layout) -> Prediction | None:
         return None
     if assumed:
         hints.append(f"assumed a vocabulary of {vocabulary_of(sized.model)}: {assumed}")
-    return checked(prediction | {"assumed": "; ".join(hints)}, Prediction)
+    return checked(prediction | {"assumed": "; ".join(hints)}, PredictionFields)
 
 
 @contextmanager

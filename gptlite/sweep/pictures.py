@@ -36,7 +36,7 @@ BLUE, PALE, GREY, ORANGE = TIME["compute"], "#a9c3e3", "#c3c8d0", TIME["communic
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#23272e")
 
 
-class Picture(NamedTuple):
+class SweepPicture(NamedTuple):
     """PNG file in the sweep's folder, with its title and caption in sweep.html."""
 
     file: str
@@ -46,7 +46,7 @@ class Picture(NamedTuple):
 
 def draw_all(
     folder: Path, comparison: Comparison, attempting: Callable[[str], AbstractContextManager[None]]
-) -> list[Picture]:
+) -> list[SweepPicture]:
     """Draw all charts that have data into `folder`. `attempting` is a context for each chart, in case one fails."""
     import matplotlib
     from matplotlib.figure import Figure
@@ -66,7 +66,7 @@ def draw_all(
                 if caption := draw(figure, comparison, folder):
                     with replacing(folder / file) as out:
                         figure.savefig(out, format="png")
-                    pictures.append(Picture(file, title, caption))
+                    pictures.append(SweepPicture(file, title, caption))
         ran = [row for row in comparison.rows if row["pipeline"] and row["compute_seconds"]]
         # One timeline per schedule, from the first cell that has it.
         schedules = {schedule_words(row["pipeline"]): row for row in reversed(ran)}
@@ -80,7 +80,7 @@ def draw_all(
                         "Computed, not recorded. Passes are proportional to their FLOPs, scaled to the compute time"
                     )
                     words = f"measured in {row['name']}; messages take no time."
-                    pictures.append(Picture(file, title, f"{derived} {words}"))
+                    pictures.append(SweepPicture(file, title, f"{derived} {words}"))
     return pictures
 
 

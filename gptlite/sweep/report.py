@@ -17,7 +17,7 @@ from gptlite.errors import printable
 from gptlite.files import write_whole
 from gptlite.sweep.compare import Comparison, Row, compare
 from gptlite.sweep.folder import FAILED, OK, OUT_OF_MEMORY, Record, SweepFolder
-from gptlite.sweep.pictures import Picture, draw_all, run_folder
+from gptlite.sweep.pictures import SweepPicture, draw_all, run_folder
 from gptlite.sweep.table import command, csv_text, shown, table
 
 COLORS = {OK: "ok", FAILED: "bad", OUT_OF_MEMORY: "bad"}
@@ -45,7 +45,7 @@ def publish(
         comparison = compare(records, expected := folder.header.get("cells"))
         if final or (printed and len(records) != expected):  # after the last cell the final table follows
             print(f"\n{table(comparison, final=final, bold=sys.stdout.isatty())}", flush=True)
-        pictures: list[Picture] = []
+        pictures: list[SweepPicture] = []
         with attempting("sweep.csv"):
             write_whole(folder.path / "sweep.csv", csv_text(comparison))
         with attempting("pictures"):
@@ -55,14 +55,14 @@ def publish(
     return records
 
 
-def page(folder: Path, comparison: Comparison, pictures: Sequence[Picture], final: bool) -> str:
+def page(folder: Path, comparison: Comparison, pictures: Sequence[SweepPicture], final: bool) -> str:
     """Return sweep.html, rendered from report.html. Names and reasons may contain any text and are escaped."""
     from jinja2 import Environment, PackageLoader
 
     def link(row: Row) -> str:
         return quote(os.path.relpath(run_folder(row, folder), folder.absolute())) + "/"
 
-    def encoded(picture: Picture) -> str:
+    def encoded(picture: SweepPicture) -> str:
         return base64.b64encode((folder / picture.file).read_bytes()).decode("ascii")
 
     def visible(value: object) -> object:

@@ -13,7 +13,7 @@ from gptlite.documents import Count, Size, read_json
 RESULT, CURVES = "result.json", "curves.png"  # in the run folder
 
 
-class Pipeline(TypedDict):
+class PipelineTimeline(TypedDict):
     """Data for a timeline of a pipeline, see `trainer.summary`."""
 
     ranks: Size
@@ -46,7 +46,7 @@ class Values(TypedDict, total=False):
     memory_peak_bytes: float | None
     memory_ranks: list[dict[str, float | None]] | None
     comm_seconds: dict[str, float | None] | None
-    pipeline: Pipeline | None
+    pipeline: PipelineTimeline | None
 
 
 def read_result(folder: Path) -> Values:

@@ -51,7 +51,7 @@ def take_model_tensors(model: Model, parts: Sequence[nn.Module], tensors: dict[s
 
 
 @dataclass(frozen=True)
-class Progress:
+class TrainingProgress:
     """Training progress: completed optimizer steps, and the samples and tokens that they consumed."""
 
     step: int
@@ -101,12 +101,12 @@ class TrainState:
         return [f"{count:,} weights are rounded to bf16 (precision.master_weights=false)"] if count else []
 
     @property
-    def progress(self) -> Progress:
+    def progress(self) -> TrainingProgress:
         """`step`, `consumed_samples` and `tokens` as one value."""
-        return Progress(self.step, self.consumed_samples, self.tokens)
+        return TrainingProgress(self.step, self.consumed_samples, self.tokens)
 
     @progress.setter
-    def progress(self, progress: Progress) -> None:
+    def progress(self, progress: TrainingProgress) -> None:
         self.step, self.consumed_samples, self.tokens = progress.step, progress.consumed, progress.tokens
 
     @property

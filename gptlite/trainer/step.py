@@ -27,7 +27,7 @@ from gptlite.parallelism.tensor import is_cut, of_experts
 from gptlite.trainer.decisions import Decisions
 from gptlite.trainer.loads import Loads
 from gptlite.trainer.signals import Stopping
-from gptlite.trainer.state import Progress, TrainState
+from gptlite.trainer.state import TrainingProgress, TrainState
 from gptlite.trainer.totals import StepTotals
 
 
@@ -187,7 +187,7 @@ class Step:
         samples = schedule.size(before.consumed)
         # With context parallelism, a rank holds only a slice of each sequence.
         tokens = samples * length * self.mesh.size(CONTEXT)
-        after = Progress(before.step + 1, schedule.after(before.consumed), before.tokens + tokens)
+        after = TrainingProgress(before.step + 1, schedule.after(before.consumed), before.tokens + tokens)
         return _Plan(before, after, samples, self.peak_lr * state.schedule.factor(state.schedule_step))
 
     def _update(
@@ -244,8 +244,8 @@ class Step:
 class _Plan:
     """Values of a step that the host knows without reading from the device."""
 
-    before: Progress
-    after: Progress
+    before: TrainingProgress
+    after: TrainingProgress
     samples: int
     lr: float
 

@@ -14,7 +14,7 @@ from gptlite.data.cuts import encoded, last_cut
 from gptlite.preprocess import blocks
 from gptlite.preprocess.encode import Encoder
 from gptlite.preprocess.inputs import find_sources
-from gptlite.preprocess.pieces import Place
+from gptlite.preprocess.pieces import InputPlace
 from gptlite.tokenizers.base import ByteTokenizer, Tokenizer
 from gptlite.tokenizers.find import find_tokenizer
 from gptlite.tokenizers.rank_tables import GPT2, LLAMA_3, O200K
@@ -103,7 +103,7 @@ def test_a_long_document_has_the_tokens_of_the_whole(tokenizer: Tokenizer, tmp_p
     cutting = blocks.Cutting()
     encode = Encoder(tmp_path / "tokenizer", ["text"], cutting, 0.0)
     sources = find_sources(str(tmp_path / "long.txt"), "auto")
-    parts = [encode(each).part for each in blocks.read_blocks(sources, cutting, Place(), tokenizer) if each.part]
+    parts = [encode(each).part for each in blocks.read_blocks(sources, cutting, InputPlace(), tokenizer) if each.part]
     assert len(parts) >= 3
     assert np.array_equal(np.concatenate([part.tokens for part in parts]), tokenizer.encode_array(text))
     assert sum(part.text_bytes for part in parts) == len(text.encode())
@@ -128,7 +128,7 @@ def test_a_document_that_cannot_be_cut_within_its_limit_is_left_out_by_name(monk
     monkeypatch.setattr(blocks, "_PART", 6000)
     (tmp_path / "long.txt").write_text(text_of(9000))
     sources = find_sources(str(tmp_path / "long.txt"), "auto")
-    found = list(blocks.read_blocks(sources, blocks.Cutting(max_record_bytes=20000), Place(), _Whole()))
+    found = list(blocks.read_blocks(sources, blocks.Cutting(max_record_bytes=20000), InputPlace(), _Whole()))
     assert [piece.damage for block in found for piece in block.pieces] == [
         "it cannot be cut within max_record_bytes=20000 without a change of its tokens"
     ]

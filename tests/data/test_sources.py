@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from gptlite.data import sources
-from gptlite.data.sources import Source
+from gptlite.data.sources import SourceFile
 from gptlite.errors import ConfigError
 
-SOURCE = Source("shakespeare", "plays.whl", "0" * 64, "2 MB", requirement="plays==1.0")
+SOURCE = SourceFile("shakespeare", "plays.whl", "0" * 64, "2 MB", requirement="plays==1.0")
 
 
 @pytest.fixture

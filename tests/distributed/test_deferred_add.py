@@ -11,7 +11,7 @@ from marking import marked
 
 from distributed.cells.bugs import CONTEXT, PIPELINE, SEQUENCE, SHARDED, SPLIT, TENSOR, ZERO
 from distributed.cells.compare import Pool, Result, run_cell
-from gptlite.models.gpt.model import Stream
+from gptlite.models.gpt.model import ResidualStream
 from gptlite.ops import select
 from gptlite.ops.select import Ops
 
@@ -24,16 +24,16 @@ CELLS = [
 
 def run_deferred(*arguments: Any) -> Result | None:
     """run_cell, on every rank, with that choice made for the CPU."""
-    choose, normed, seen = select.choose_ops, Stream.normed, []
+    choose, normed, seen = select.choose_ops, ResidualStream.normed, []
 
     def chosen(*args: Any, **options: Any) -> Ops:
         return replace(choose(*args, **options), deferred_add=True)
 
-    def noted(stream: Stream, *args: Any) -> Any:
+    def noted(stream: ResidualStream, *args: Any) -> Any:
         seen.append(stream.bias)
         return normed(stream, *args)
 
-    with patch.object(select, "choose_ops", chosen), patch.object(Stream, "normed", noted):
+    with patch.object(select, "choose_ops", chosen), patch.object(ResidualStream, "normed", noted):
         result = run_cell(*arguments)
     assert seen, "no block has left a sum"
     return result

@@ -14,7 +14,7 @@ from gptlite.launch import room
 from gptlite.launch.host_memory import GIB
 from gptlite.launch.launcher import check_here
 from gptlite.monitor.memory_phases import AFTER, phase_peaks
-from gptlite.monitor.memory_watch import MemoryWatch, Sample, most_beside
+from gptlite.monitor.memory_watch import MemoryWatch, StateSnapshot, most_beside
 from gptlite.ops.select import select_ops
 from gptlite.parallelism.mesh import build_mesh
 from gptlite.parity.record import build
@@ -227,8 +227,10 @@ def test_what_samples_have_is_left_out():
         (14, left, 9000),
     ]
     assert most_beside(allocations[:9], []) == 64 + 1000 + 10
-    assert most_beside(allocations[:9], [Sample(8, {"parameters": {kept: 64}, "gradients": {reused: 500}})]) == 1010
-    assert most_beside(allocations[:9], [Sample(20, {"parameters": {kept: 64}})]) == 64 + 1000 + 10
+    assert (
+        most_beside(allocations[:9], [StateSnapshot(8, {"parameters": {kept: 64}, "gradients": {reused: 500}})]) == 1010
+    )
+    assert most_beside(allocations[:9], [StateSnapshot(20, {"parameters": {kept: 64}})]) == 64 + 1000 + 10
     assert most_beside(allocations, []) == 3000
 
 

@@ -12,7 +12,7 @@ from fuzz.reader import TEXT, Reader, quiet, reader
 from hypothesis import strategies as st
 from token_folders import documents, write_folder
 
-from gptlite.data.foreign import Found, datatrove_documents, open_datatrove
+from gptlite.data.foreign import Corrections, datatrove_documents, open_datatrove
 from gptlite.data.indexed import IndexedDataset
 from gptlite.data.vocabulary import _of_folder
 from gptlite.data_tool.verify import verify
@@ -134,7 +134,7 @@ def datatrove(folder: Path) -> Reader:
         path.with_name("a.ds.index").write_bytes(content)
         tokens, ends = open_datatrove(path)
         progress = Progress("importing", tokens.nbytes, quiet)
-        for batch in datatrove_documents(path, tokens, ends, 19, 20, Found(), progress):
+        for batch in datatrove_documents(path, tokens, ends, 19, 20, Corrections(), progress):
             assert batch.lengths.sum() == len(batch.tokens)
 
     return Reader(octets(np.array([3, 3, 11, 20], dtype="<u8").tobytes()), read)

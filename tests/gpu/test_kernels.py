@@ -15,7 +15,7 @@ from kernels.options import Adam, Dropout, Loss, State
 from torch import Tensor
 
 from gptlite.kernels.activation import ACTIVATIONS
-from gptlite.kernels.library import Loaded, load
+from gptlite.kernels.library import LoadedLibrary, load
 from gpu.device import DEVICE, ON_A_CPU_SLOW
 from kernels import (
     test_adamw,
@@ -193,7 +193,7 @@ def _dropout(dropout: Dropout | None) -> tuple:
 @pytest.fixture
 def backend() -> TorchOps:
     loaded = load(DEVICE.type)
-    assert isinstance(loaded, Loaded), loaded.reason
+    assert isinstance(loaded, LoadedLibrary), loaded.reason
     return TorchOps()
 
 

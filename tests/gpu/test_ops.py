@@ -14,7 +14,7 @@ from gptlite.kernels.cases import CASES
 from gptlite.kernels.check import TOLERANCES, measure
 from gptlite.kernels.fakes import FAKES
 from gptlite.kernels.info import CPU_ONLY
-from gptlite.kernels.library import Loaded, load
+from gptlite.kernels.library import LoadedLibrary, load
 from gpu.device import DEVICE, ON_A_CPU_SLOW
 from kernels.cases import same_bits
 
@@ -27,7 +27,7 @@ DTYPES = [pytest.param(torch.float32, marks=ON_A_CPU_SLOW), torch.bfloat16]  # o
 @pytest.fixture(autouse=True, scope="module")
 def kernels() -> None:
     loaded = load(DEVICE.type)
-    assert isinstance(loaded, Loaded), loaded.reason
+    assert isinstance(loaded, LoadedLibrary), loaded.reason
 
 
 def there(value: Any) -> Any:

@@ -13,7 +13,7 @@ from dispatched import Watching
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from gptlite.kernels.library import Loaded, load
+from gptlite.kernels.library import LoadedLibrary, load
 from gptlite.models.gpt.config import GPTConfig
 from gptlite.models.gpt.model import GPT
 from gptlite.models.init import init_weights
@@ -98,7 +98,7 @@ class Result:
 @pytest.fixture(autouse=True, scope="module")
 def kernels() -> None:
     loaded = load(DEVICE.type)
-    assert isinstance(loaded, Loaded), loaded.reason
+    assert isinstance(loaded, LoadedLibrary), loaded.reason
 
 
 def make(config: GPTConfig, ops: Ops, dtype: torch.dtype, device: torch.device) -> GPT:

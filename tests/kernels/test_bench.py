@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from gptlite.kernels import bench, timing
-from gptlite.kernels.bench import BACKWARD, BOTH, FORWARD, Options, Row, directions, kernel_task, torch_task
+from gptlite.kernels.bench import BACKWARD, BOTH, FORWARD, BenchRow, Options, directions, kernel_task, torch_task
 from gptlite.kernels.case import Case, size_of
 from gptlite.kernels.cases import CASES
 from gptlite.kernels.check import TOLERANCES, largest_error
@@ -34,7 +34,7 @@ class Said:
         return self.told[name] * len(done)
 
 
-def rows_of(name: str, apart: bool, size: tuple[int, int] = (8, 16), **options: Any) -> tuple[list[Row], Said]:
+def rows_of(name: str, apart: bool, size: tuple[int, int] = (8, 16), **options: Any) -> tuple[list[BenchRow], Said]:
     """Of a CPU, which times as a GPU does if told to."""
     clock = Said({"ours": 2e-3, "eager": 5e-3})
     given = Options(compile=False, repeats=1, ops=name, **options)
@@ -45,7 +45,7 @@ def rows_of(name: str, apart: bool, size: tuple[int, int] = (8, 16), **options: 
 def test_a_row_of_both_directions() -> None:
     (row,), clock = rows_of("layer_norm", apart=False)
     count = 5 * 3 * 8 * 16 * 2  # passes, the shape, bytes of bf16
-    assert row == Row("layer_norm", BOTH, (3, 8, 16), "bfloat16", 2e-3, count, count / 2e-3 / 1e6, {"eager": 2.5})
+    assert row == BenchRow("layer_norm", BOTH, (3, 8, 16), "bfloat16", 2e-3, count, count / 2e-3 / 1e6, {"eager": 2.5})
     assert clock.calls == {"ours": 1, "eager": 1}  # one set of buffers, as a training step has them
 
 

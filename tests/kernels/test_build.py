@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from gptlite.kernels import build, cache, fakes, library, units
-from gptlite.kernels.library import Loaded, Unavailable, load, prepare
+from gptlite.kernels.library import LoadedLibrary, Unavailable, load, prepare
 from gptlite.kernels.toolchain import BuildError, find_cxx
 
 CXX = shutil.which("c++") or shutil.which("g++")
@@ -92,14 +92,14 @@ def forked(call: Callable[[], Any], processes: int = 1) -> list[Any]:
     return results
 
 
-def loaded_in_a_process(processes: int = 1) -> list[tuple[Loaded | Unavailable, list[str]]]:
+def loaded_in_a_process(processes: int = 1) -> list[tuple[LoadedLibrary | Unavailable, list[str]]]:
     """What `load` returns and says in fresh processes; whether torch then has the op."""
 
-    def call() -> tuple[Loaded | Unavailable, list[str]]:
+    def call() -> tuple[LoadedLibrary | Unavailable, list[str]]:
         library._LOADED.clear()
         lines: list[str] = []
         found = load("cpu", lines.append)
-        if isinstance(found, Loaded):
+        if isinstance(found, LoadedLibrary):
             import torch
 
             assert torch.ops.gptlite_tiny.twice.default
@@ -130,16 +130,16 @@ def test_it_is_compiled_once_and_found_the_next_time(tmp_path: Path) -> None:
     assert len(lines) == 2  # that it begins, that it is done
     assert {path.name for path in first.path.parent.iterdir()} == {".lock", first.path.name, f"{first.path.stem}.json"}
     ((found, said),) = loaded_in_a_process()
-    assert isinstance(found, Loaded)
+    assert isinstance(found, LoadedLibrary)
     assert (found.isa, found.cached, found.cuda, said) == ("tiny", True, False, [])
 
 
 @compiles
 def test_ten_processes_that_start_cold_compile_once(tmp_path: Path) -> None:
     results = loaded_in_a_process(processes=10)
-    assert all(isinstance(found, Loaded) for found, _ in results), results
+    assert all(isinstance(found, LoadedLibrary) for found, _ in results), results
     assert compilations(tmp_path) == UNITS
-    assert sum(not found.cached for found, _ in results if isinstance(found, Loaded)) == 1
+    assert sum(not found.cached for found, _ in results if isinstance(found, LoadedLibrary)) == 1
     assert {line for _, lines in results for line in lines if "waiting" in line} <= {
         "kernels: another process is compiling the kernels; waiting for it"
     }
@@ -268,7 +268,7 @@ def test_a_damaged_library_is_compiled_again(tmp_path: Path, damage: str) -> Non
         case "no library":
             path.unlink()
     ((found, lines),) = loaded_in_a_process()
-    assert isinstance(found, Loaded)
+    assert isinstance(found, LoadedLibrary)
     assert not found.cached
     assert compilations(tmp_path) == 2 * UNITS
     assert (f"kernels: {path} is damaged; compiling it again" in lines) == (damage != "no library")
@@ -281,7 +281,7 @@ def test_a_library_that_is_whole_but_does_not_load_is_compiled_again(tmp_path: P
     record = replace(made.record, sha256=hashlib.sha256(b"of another world").hexdigest())
     made.path.with_suffix(".json").write_text(json.dumps(record.__dict__))
     ((found, lines),) = loaded_in_a_process()
-    assert isinstance(found, Loaded)
+    assert isinstance(found, LoadedLibrary)
     assert "does not load" in lines[0]
     assert compilations(tmp_path) == 2 * UNITS
 
@@ -289,7 +289,7 @@ def test_a_library_that_is_whole_but_does_not_load_is_compiled_again(tmp_path: P
 def test_a_library_without_our_ops_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fakes, "FAKES", {"twice": None, "thrice": None})
     path = cache.home_folder(make=True) / "library.so"
-    made = cache.Record("", False, "", "c++", "", 1.0)
+    made = cache.LibraryRecord("", False, "", "c++", "", 1.0)
     for content, usable in ((b"\0twice(Tensor x)\0", False), (b"\0twice(Tensor x)\0thrice(Tensor x)", True)):
         record = replace(made, sha256=hashlib.sha256(content).hexdigest())
         path.write_bytes(content)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from gptlite.kernels import build, library
-from gptlite.kernels.library import Loaded, Unavailable, gpu_arch, load, prepare
+from gptlite.kernels.library import LoadedLibrary, Unavailable, gpu_arch, load, prepare
 from gptlite.kernels.toolchain import BuildError, find_nvcc
 from gptlite.kernels.units import ROOT
 from kernels.test_build import CXX, command, compiles, forked, quiet, sources
@@ -194,7 +194,7 @@ def test_a_torch_that_does_not_tell_its_stream_is_an_error_and_no_crash(sources:
 
 
 def test_kernels_that_are_not_told_the_stream_are_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded = Loaded(Path("library.so"), True, "avx2", 1.0, True, "")
+    loaded = LoadedLibrary(Path("library.so"), True, "avx2", 1.0, True, "")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(library, "_LOADED", [loaded])
     monkeypatch.setattr(library, "knows_stream", lambda path: False)

@@ -12,7 +12,7 @@ from dispatched import Watching
 from models.conftest import planned, policy
 from torch import Tensor
 
-from gptlite.kernels.library import Loaded, load
+from gptlite.kernels.library import LoadedLibrary, load
 from gptlite.models.gpt.config import GPTConfig
 from gptlite.models.gpt.model import GPT
 from gptlite.ops.config import PRODUCTS, Attention, CrossEntropy, Products
@@ -77,7 +77,7 @@ def flash(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False, **_: Any) ->
 
 def traced(monkeypatch: pytest.MonkeyPatch, precision: Precision, **model: Any) -> list[tuple[str, list[Tensor]]]:
     """The products of two micro-batches of a training step, and one of evaluation."""
-    assert isinstance(load("cpu"), Loaded)
+    assert isinstance(load("cpu"), LoadedLibrary)
     monkeypatch.setattr(F, "scaled_dot_product_attention", flash)
     shape = {"num_layers": 2, "num_heads": 4, "d_model": WIDTH, "vocab_size": VOCAB, "sequence_length": 128}
     ops = Ops(Attention.sdpa, CrossEntropy.fused, layer_norm=True, activation=True, dropout=True, linear=True)
@@ -109,7 +109,7 @@ def test_every_operand_is_aligned(monkeypatch: pytest.MonkeyPatch, precision: Pr
 @pytest.mark.parametrize("rank", [0, 4])
 def test_shares_of_the_table_are_aligned(rank: int) -> None:
     """Of five ranks, which hold 10,061 rows each but for the last."""
-    assert isinstance(load("cpu"), Loaded)
+    assert isinstance(load("cpu"), LoadedLibrary)
     longest = -(-50304 // 5)
     rows = min(longest, 50304 - rank * longest)
     hidden, weight = (torch.empty(each, WIDTH, device="meta", requires_grad=True) for each in (TOKENS, rows))

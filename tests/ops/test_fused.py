@@ -17,7 +17,7 @@ from gptlite.ops.config import Attention, CrossEntropy
 from gptlite.ops.cross_entropy import LossTerms, VocabShard, linear_cross_entropy
 from gptlite.ops.dropout import DropoutKey, dropout
 from gptlite.ops.inputs import IGNORE
-from gptlite.ops.layer_norm import Norm, layer_norm, residual_norm, rms_norm
+from gptlite.ops.layer_norm import NormParameters, layer_norm, residual_norm, rms_norm
 from gptlite.ops.rope import frequencies, rope, rotary
 from gptlite.ops.softmax import causal_softmax, masked_softmax
 
@@ -48,46 +48,46 @@ OPS: dict[str, tuple[Op, list[Tensor]]] = {
     "layer_norm": (lambda f, x, w, b: layer_norm(x, w, b, 1e-5, f), draw((B, S, D), (D,), (D,))),
     "layer_norm without bias": (lambda f, x, w: layer_norm(x, w, None, 1e-5, f), draw((B, S, D), (D,))),
     "residual_norm": (
-        lambda f, x, r, w, b: residual_norm(x, r, Norm(w, b, 1e-5), 0.0, None, f),
+        lambda f, x, r, w, b: residual_norm(x, r, NormParameters(w, b, 1e-5), 0.0, None, f),
         draw((B, S, D), (B, S, D), (D,), (D,)),
     ),
     "residual_norm with dropout": (
-        lambda f, x, r, w: residual_norm(x, r, Norm(w, None, 1e-5), 0.3, KEY, f),
+        lambda f, x, r, w: residual_norm(x, r, NormParameters(w, None, 1e-5), 0.3, KEY, f),
         draw((B, S, D), (B, S, D), (D,)),
     ),
     "residual_norm with dropout of two runs of positions": (
-        lambda f, x, r, w: residual_norm(x, r, Norm(w, None, 1e-5), 0.3, APART, f),
+        lambda f, x, r, w: residual_norm(x, r, NormParameters(w, None, 1e-5), 0.3, APART, f),
         draw((B, S + 1, D), (B, S + 1, D), (D,)),
     ),
     "residual_norm with a bias": (
-        lambda f, x, r, w, b, c: residual_norm(x, r, Norm(w, b, 1e-5), 0.3, KEY, f, x_bias=c),
+        lambda f, x, r, w, b, c: residual_norm(x, r, NormParameters(w, b, 1e-5), 0.3, KEY, f, x_bias=c),
         draw((B, S, D), (B, S, D), (D,), (D,), (D,)),
     ),
     "residual_norm with a bias and dropout of two runs of positions": (
-        lambda f, x, r, w, b, c: residual_norm(x, r, Norm(w, b, 1e-5), 0.3, APART, f, x_bias=c),
+        lambda f, x, r, w, b, c: residual_norm(x, r, NormParameters(w, b, 1e-5), 0.3, APART, f, x_bias=c),
         draw((B, S + 1, D), (B, S + 1, D), (D,), (D,), (D,)),
     ),
     "residual_norm whose sum nothing reads": (
-        lambda f, x, r, w, b: residual_norm(x, r, Norm(w, None, 1e-5), 0.0, None, f, x_bias=b)[0],
+        lambda f, x, r, w, b: residual_norm(x, r, NormParameters(w, None, 1e-5), 0.0, None, f, x_bias=b)[0],
         draw((B, S, D), (B, S, D), (D,), (D,)),
     ),
     "rms_norm": (lambda f, x, w: rms_norm(x, w, 1e-5, f), draw((B, S, D), (D,))),
     "rms_norm without weight": (lambda f, x: rms_norm(x, None, 1e-5, f), draw((B, S, D))),
     "rms_norm of a view": (lambda f, x, w: rms_norm(x[:, :, 1:3], w, 1e-5, f), draw((B, S, 4, D), (D,))),
     "residual rms_norm": (
-        lambda f, x, r, w: residual_norm(x, r, Norm(w, None, 1e-5, rms=True), 0.0, None, f),
+        lambda f, x, r, w: residual_norm(x, r, NormParameters(w, None, 1e-5, rms=True), 0.0, None, f),
         draw((B, S, D), (B, S, D), (D,)),
     ),
     "residual rms_norm with a bias and dropout": (
-        lambda f, x, r, w, b: residual_norm(x, r, Norm(w, None, 1e-5, rms=True), 0.3, KEY, f, x_bias=b),
+        lambda f, x, r, w, b: residual_norm(x, r, NormParameters(w, None, 1e-5, rms=True), 0.3, KEY, f, x_bias=b),
         draw((B, S, D), (B, S, D), (D,), (D,)),
     ),
     "residual rms_norm without weight and with a bias": (
-        lambda f, x, r, b: residual_norm(x, r, Norm(None, None, 1e-5, rms=True), 0.0, None, f, x_bias=b),
+        lambda f, x, r, b: residual_norm(x, r, NormParameters(None, None, 1e-5, rms=True), 0.0, None, f, x_bias=b),
         draw((B, S, D), (B, S, D), (D,)),
     ),
     "residual rms_norm whose sum nothing reads": (
-        lambda f, x, r, w: residual_norm(x, r, Norm(w, None, 1e-5, rms=True), 0.0, None, f)[0],
+        lambda f, x, r, w: residual_norm(x, r, NormParameters(w, None, 1e-5, rms=True), 0.0, None, f)[0],
         draw((B, S, D), (B, S, D), (D,)),
     ),
     "dropout of two runs of positions": (lambda f, x: dropout(x, 0.3, APART, f), draw((B, S + 1, D))),

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from gptlite.errors import ConfigError
-from gptlite.kernels.library import Loaded, Unavailable
+from gptlite.kernels.library import LoadedLibrary, Unavailable
 from gptlite.ops import select
-from gptlite.ops.config import Attention, CrossEntropy, Implementation, LayerNorm, OpsConfig
+from gptlite.ops.config import Attention, CrossEntropy, Implementation, LayerNormKernel, OpsConfig
 from gptlite.ops.select import PLAIN, Ops, select_ops
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -17,7 +17,7 @@ OF_A_GPU = ("fused_scores", "deferred_add", "varlen", "weight_copies")
 
 
 def with_isa(monkeypatch, isa):
-    found = Loaded(path=None, cuda=False, isa=isa, seconds=1.0, cached=True, why_no_cuda="")
+    found = LoadedLibrary(path=None, cuda=False, isa=isa, seconds=1.0, cached=True, why_no_cuda="")
     monkeypatch.setattr(select, "load", lambda device, log: replace(found, cuda=device == "cuda"))
 
 
@@ -64,7 +64,7 @@ def test_the_reference_loads_nothing(monkeypatch):
 
 @pytest.mark.parametrize("key", PLAIN)
 def test_one_op_may_differ_from_the_rest(with_kernels, key):
-    kind = LayerNorm if key == "layer_norm" else Implementation
+    kind = LayerNormKernel if key == "layer_norm" else Implementation
     ops = select_ops(replace(REFERENCE, **{key: kind.fused}), CPU)
     assert [name for name in PLAIN if getattr(ops, name)] == [key]
     ops = select_ops(replace(OpsConfig(), **{key: kind.reference}), CPU)
@@ -73,7 +73,7 @@ def test_one_op_may_differ_from_the_rest(with_kernels, key):
 
 @pytest.mark.parametrize("key", [*PLAIN, "linear", "cross_entropy", "attention"])
 def test_a_kernel_asked_for_by_name_that_cannot_run_is_refused(without_kernels, key):
-    kinds = {"cross_entropy": CrossEntropy, "attention": Attention, "layer_norm": LayerNorm}
+    kinds = {"cross_entropy": CrossEntropy, "attention": Attention, "layer_norm": LayerNormKernel}
     kind = kinds.get(key, Implementation)
     with pytest.raises(ConfigError, match=rf"^ops\.{key}=fused: no C\+\+ compiler on PATH; .*ops\.{key}=auto$"):
         select_ops(replace(OpsConfig(), **{key: kind.fused}), CPU)
@@ -146,7 +146,7 @@ def test_dropout_of_attention_takes_the_kernels_on_a_gpu(with_kernels):
 
 def test_a_gpus_layer_norm_adds_what_is_left_to_it(with_kernels):
     assert select_ops(OpsConfig(), CUDA).deferred_add
-    assert not select_ops(OpsConfig(layer_norm=LayerNorm.reference), CUDA).deferred_add
+    assert not select_ops(OpsConfig(layer_norm=LayerNormKernel.reference), CUDA).deferred_add
     assert not select_ops(OpsConfig(), CPU).deferred_add
 
 

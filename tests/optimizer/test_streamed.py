@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from gptlite.optimizer.state import optimizer_state
-from gptlite.optimizer.streamed import OffloadFailed, Stream, stream_state
+from gptlite.optimizer.streamed import OffloadFailed, StateStream, stream_state
 from gptlite.optimizers.lion import Lion
 from gptlite.parallelism.config import Offload, ParallelismConfig
 from gptlite.parallelism.memory import state_of, storage_sizes
@@ -102,7 +102,7 @@ def test_two_buffers_are_all_that_is_in_memory(tmp_path: Path):
     held = sum(storage_sizes(state_of(optimizer)).values())
     numbers = 4 * len(SHAPES)
     assert held - numbers <= 2 * 6 * ALIGN
-    stream: Stream = optimizer.stream  # type: ignore[attr-defined]
+    stream: StateStream = optimizer.stream  # type: ignore[attr-defined]
     assert stream.file.size == 2 * 21 * ALIGN
 
 

@@ -15,7 +15,7 @@ from gptlite.optimizer.config import AdamWConfig, MuonConfig, SGDConfig
 from gptlite.parallelism.config import ActivationCheckpointing, Offload, ParallelismConfig
 from gptlite.parallelism.layout import SCHEDULES, Layout, num_stages, resolve, schedule_refuses, stages_of_rank
 from gptlite.plan.cost import COPY_OPS, OPS, cost_per_billion_tokens, model_seconds, predict
-from gptlite.plan.hardware import Device, Group, Links, device_of, rank_share, waiting_for_cores
+from gptlite.plan.hardware import AxisPlacement, Device, Links, device_of, rank_share, waiting_for_cores
 from gptlite.plan.memory import most
 from gptlite.plan.parameters import stages
 from gptlite.plan.profile import plain_profile
@@ -180,13 +180,13 @@ def links(sizes, cluster=REAL):
 
 def test_ranks_lie_on_nodes_with_the_tensor_axis_innermost():
     its = links((2, 4, 2, 4))  # 64 ranks on 8 nodes of 8
-    assert its.group("tp") == Group(4, 4, 1)
-    assert its.group("dp_shard") == Group(2, 2, 1)
-    assert its.group("dp_replicate") == Group(4, 1, 4)
-    assert its.group("pp") == Group(2, 1, 2)
-    assert its.group("world") == Group(64, 8, 8)
-    assert links((1, 1, 32, 2)).group("dp_shard") == Group(32, 4, 8)
-    assert links((1, 1, 2, 16)).group("tp") == Group(16, 8, 2)
+    assert its.group("tp") == AxisPlacement(4, 4, 1)
+    assert its.group("dp_shard") == AxisPlacement(2, 2, 1)
+    assert its.group("dp_replicate") == AxisPlacement(4, 1, 4)
+    assert its.group("pp") == AxisPlacement(2, 1, 2)
+    assert its.group("world") == AxisPlacement(64, 8, 8)
+    assert links((1, 1, 32, 2)).group("dp_shard") == AxisPlacement(32, 4, 8)
+    assert links((1, 1, 2, 16)).group("tp") == AxisPlacement(16, 8, 2)
 
 
 def test_a_ring_takes_its_bytes_over_the_slowest_link():

@@ -9,7 +9,7 @@ from gptlite.models.gpt.config import GPTConfig
 from gptlite.parallelism.axes import WORLD
 from gptlite.parallelism.config import ActivationCheckpointing
 from gptlite.plan.cost import predict
-from gptlite.plan.hardware import Group, Links, device_of
+from gptlite.plan.hardware import AxisPlacement, Links, device_of
 from gptlite.plan.profile import plain_profile
 from gptlite.plan.search import UNKNOWN
 from gptlite.plan.segments import ATTENTION, MATMUL, MOVE, Op
@@ -99,7 +99,7 @@ def test_separate_ops_move_more_bytes_and_products_do_not():
 def test_congestion_grows_with_the_nodes_of_a_group():
     slow = replace(REAL, inter=LinkConfig(gb_per_second=20, latency=0.0, congestion=0.25))
     for axis_nodes, times in ((1, 1.0), (2, 1.25), (4, 1.5), (64, 2.5)):
-        group = Group(8 * axis_nodes, 8, axis_nodes)
+        group = AxisPlacement(8 * axis_nodes, 8, axis_nodes)
         for kind in ("all_gather", "send"):
             crowded, free = (
                 Links(each, work(8).layout).once(kind, 1e12, group)

@@ -10,7 +10,7 @@ from run_files import snapshot
 from gptlite.commands.preprocess import Arguments
 from gptlite.data.indexed import IndexedDataset
 from gptlite.data_tool.verify import verify
-from gptlite.preprocess.run import Result, preprocess
+from gptlite.preprocess.run import PreprocessResult, preprocess
 from gptlite.preprocess.settings import make_settings
 from gptlite.tokenizers.base import load_tokenizer
 from gptlite.tokenizers.find import find_tokenizer
@@ -28,7 +28,7 @@ def as_jsonl(texts: list[str]) -> bytes:
     return "".join(json.dumps({"text": text, "id": n}) + "\n" for n, text in enumerate(texts)).encode()
 
 
-def prepare(input: object, output: Path, tokenizer: str = "byte", **options) -> Result:
+def prepare(input: object, output: Path, tokenizer: str = "byte", **options) -> PreprocessResult:
     """`preprocess` with the tool's defaults."""
     given = {"validation_fraction": 0.2, "on_error": "error", "overwrite": False, "workers": 0} | options
     log, found = given.pop("log", lambda _: None), find_tokenizer(tokenizer)

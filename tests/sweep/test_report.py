@@ -274,7 +274,7 @@ def named(temporary: str) -> str:
     return Path(temporary).name.removeprefix(".tmp-").rpartition("-")[0]
 
 
-def drawn(folder: Path, records: list[Record]) -> list[pictures.Picture]:
+def drawn(folder: Path, records: list[Record]) -> list[pictures.SweepPicture]:
     return pictures.draw_all(folder, compare(records), lambda _: contextlib.nullcontext())
 
 

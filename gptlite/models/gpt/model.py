@@ -50,7 +50,7 @@ def _norm(config: GPTConfig, ops: Ops) -> LayerNorm | RMSNorm:
     return LayerNorm(config.d_model, config.norm_eps, **options)
 
 
-class Stream(NamedTuple):
+class ResidualStream(NamedTuple):
     """Residual stream x [B, S, d] with a pending addition, dropout(added + bias). The next norm adds and normalizes in
     one pass over memory."""
 
@@ -93,21 +93,21 @@ class Block(nn.Module):
 
     def forward(
         self,
-        x: Tensor | Stream,
+        x: Tensor | ResidualStream,
         sample_ids: Tensor | None = None,
         sites: Tensor | None = None,
         cache: LayerCache | None = None,
         mask: Tensor | Spans | None = None,
         rotary: Angles | None = None,
         first: Tensor | None = None,
-    ) -> Tensor | Stream | tuple[Tensor | Stream, Tensor]:
+    ) -> Tensor | ResidualStream | tuple[Tensor | ResidualStream, Tensor]:
         """Return the block's output. If later blocks take this block's attention values as `first`, return the values
         as well.
 
         Dropout needs the batch's `sample_ids` [B] and `sites` [3], the numbers of the block's dropout sites. `mask`,
         `rotary` and `first` are arguments of CausalSelfAttention.forward.
         """
-        normed, x = x.normed(self.attn_norm, self.dropout) if isinstance(x, Stream) else (self.attn_norm(x), x)
+        normed, x = x.normed(self.attn_norm, self.dropout) if isinstance(x, ResidualStream) else (self.attn_norm(x), x)
         start, gap = positions(self.tensor_axis, self.context, x.shape[1])
         attention_key = self._key(0, sample_ids, sites, 0)  # attention always gets whole sequences
         residual_key, mlp_key = (self._key(i, sample_ids, sites, start, gap) for i in (1, 2))
@@ -122,7 +122,7 @@ class Block(nn.Module):
         else:
             bias = self.mlp.local_bias(x.dtype)
             # Clone the bias: ZeRO frees a block's parameters after its forward pass.
-            out = Stream(x, added, None if bias is None else bias.clone(), mlp_key)
+            out = ResidualStream(x, added, None if bias is None else bias.clone(), mlp_key)
         return out if values is None else (out, values)
 
     def _key(
@@ -242,8 +242,8 @@ class GPT(nn.Module):
             return ended
         return with_values(ended, first, self.config.kv_size)
 
-    def _ended(self, x: Tensor | Stream) -> Tensor:
-        if not isinstance(x, Stream):
+    def _ended(self, x: Tensor | ResidualStream) -> Tensor:
+        if not isinstance(x, ResidualStream):
             return x if self.final_norm is None else self.final_norm(x)
         if self.final_norm is None:
             return x.sum(self.config.dropout, self.fused_dropout)

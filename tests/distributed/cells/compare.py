@@ -25,8 +25,8 @@ from gptlite.parallelism.config import Offload
 from gptlite.parallelism.mesh import Mesh, build_mesh
 from gptlite.parity.compare import (
     Distances,
-    Limits,
     StepComparison,
+    Tolerances,
     compare,
     distances,
     fp32_limits,
@@ -54,7 +54,7 @@ STATED = {
 }
 
 
-def limits_of(apart: Sequence[Distances] | None, precision: str) -> Limits:
+def limits_of(apart: Sequence[Distances] | None, precision: str) -> Tolerances:
     """What a cell must keep; `apart`: how far one process in that precision is from fp32, None in fp32."""
     if apart is None:
         return fp32_limits()
@@ -63,7 +63,7 @@ def limits_of(apart: Sequence[Distances] | None, precision: str) -> Limits:
     return replace(_within(limits, stated), first=_within(limits.at(1), stated))
 
 
-def _within(limits: Limits, stated: Bounds) -> Limits:
+def _within(limits: Tolerances, stated: Bounds) -> Tolerances:
     return replace(
         limits,
         loss=min(limits.loss, stated.loss),

@@ -11,12 +11,12 @@ from distributed.cells.layouts import BASE, GLOBAL_BATCH
 from distributed.cells.steps import built, planned_work
 from gptlite.config import Config, load
 from gptlite.monitor.memory_watch import MemoryWatch
-from gptlite.optimizer.streamed import Stream
+from gptlite.optimizer.streamed import StateStream
 from gptlite.parallelism.boxes import local_tensor
 from gptlite.parallelism.config import Offload
 from gptlite.parallelism.memory import StateBytes
 from gptlite.plan.memory import estimate
-from gptlite.plan.traffic import Moved, moved
+from gptlite.plan.traffic import OffloadBytes, moved
 from gptlite.plan.workload import RankBytes
 from gptlite.torch_private.fsdp import watched_shards
 from gptlite.trainer.state import TrainState
@@ -91,7 +91,7 @@ def take(config: Config) -> list[Bits]:
         return found
 
 
-def counted(case: Case, offload: str, path: str | None = None) -> tuple[Moved, Moved]:
+def counted(case: Case, offload: str, path: str | None = None) -> tuple[OffloadBytes, OffloadBytes]:
     """On every rank: what a step of a run has moved, the second one, and what the plan says that one moves."""
     config = config_of(case, offload, path)
     with built(config) as (mesh, state, step):
@@ -104,10 +104,10 @@ def counted(case: Case, offload: str, path: str | None = None) -> tuple[Moved, M
             step(state)
         after = _through(stream)
         planned = moved(planned_work(config, mesh, state), mesh.coordinate("pp"), mesh.coordinate("tp"))
-        return Moved(sum(there), sum(back), after[0] - before[0], after[1] - before[1]), planned
+        return OffloadBytes(sum(there), sum(back), after[0] - before[0], after[1] - before[1]), planned
 
 
-def _through(stream: Stream | None) -> tuple[int, int]:
+def _through(stream: StateStream | None) -> tuple[int, int]:
     """The bytes read and written so far; what is under way belongs to the step before."""
     if stream is None:
         return 0, 0
