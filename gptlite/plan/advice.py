@@ -74,11 +74,11 @@ def _changes(config: Config, world: int, cluster: ClusterConfig) -> list[tuple[C
     keeps = parallelism.activation_checkpointing is ActivationCheckpointing.none
     recomputed = [ActivationCheckpointing.selective, ActivationCheckpointing.full]
     offloads = cluster.device != "cpu" and parallelism.offload is Offload.none
-    # A list times False is empty, so a key that cannot be changed further has no values.
+    # A key that cannot be changed further has no values.
     values: dict[str, list[Any]] = {
         "data.micro_batch_size": divisors(micro)[-2::-1],
-        "parallelism.activation_checkpointing": recomputed * keeps,
-        "parallelism.zero": list(range(parallelism.zero + 1, 4)) * (layout.data_size > 1),
+        "parallelism.activation_checkpointing": recomputed if keeps else [],
+        "parallelism.zero": list(range(parallelism.zero + 1, 4)) if layout.data_size > 1 else [],
         "parallelism.offload": ([Offload.cpu] if offloads else []),
     }
     changes: list[Change] = [

@@ -32,8 +32,8 @@ Passes = dict[tuple[str, bool, bool], tuple[int, int]]  # result of `passes_of`
 def most(work: Workload) -> tuple[int, RankBytes]:
     """Return the pipeline rank that needs the most memory, and its bytes.
 
-    With a V-shaped schedule, all ranks are estimated. Otherwise, only the first rank of each kind (see PipelinePartition) is, because
-    it has the most micro-batches in flight.
+    With a V-shaped schedule, all ranks are estimated. Otherwise, only the first rank of each kind (see
+    PipelinePartition) is, because it has the most micro-batches in flight.
     """
     v_shape = rule(work.parallelism).v_shape
     ranks = range(work.layout.size("pp")) if v_shape else cut(work).first.values()

@@ -63,10 +63,10 @@ def announce(run: Run, folder: RunFolder, memory: str = "") -> Reporter:
         *_layout(config.parallelism, folder.layout, mesh, accumulation, elements, layers),
         ("model", f"{spec.label(model)}: {size}, {spec.words(model)}".removesuffix(", ")),
         ("precision", f"{policy.name} ({policy.reason})"),
-        *[("ops", used)] * bool(used),
+        *([("ops", used)] if used else []),
         ("optimizer", _optimizer(config)),
         *_attention(config, mesh, policy, ops),
-        *[("memory", memory)] * bool(memory),
+        *([("memory", memory)] if memory else []),
         *offload_words(state, config.parallelism),
         ("data", run.data.describe()),
         *_tokenizer_warning(run.data),
@@ -76,7 +76,7 @@ def announce(run: Run, folder: RunFolder, memory: str = "") -> Reporter:
         ("length", f"{steps} steps = {format_count(total)} {batch.unit}, {total / count:.3g} per parameter, "
                    f"{total / length / epoch:.3g} epochs, {arithmetic}"),
         *uncounted,
-        ("run folder", f"{folder.path}{' (a new run)' * (folder.resume_from is None)}"),
+        ("run folder", f"{folder.path}{' (a new run)' if folder.resume_from is None else ''}"),
     ]  # fmt: skip
     if mesh.is_main:
         folder.log(banner(lines))

@@ -296,7 +296,7 @@ class RunFolder:
         if refusal := compare_configs(old, new, load).refusal(load):
             path = getattr(self.config.data, "path", None)
             followed = newly_followed(path or "") if isinstance(self.config.data, TextConfig) else ""
-            where = f"checkpoint {self.resume_from}{f', data.path={path}' * bool(path)}"
+            where = f"checkpoint {self.resume_from}{f', data.path={path}' if path else ''}"
             raise ConfigError(f"{where}: {refusal}{followed}")
         size, was = (spec_of(each).vocab_size(each) for each in (state.model.config, self._saved.model))
         if was is not None and size is not None and was < size:

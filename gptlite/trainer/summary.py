@@ -194,8 +194,9 @@ def _close(
         run.log(f"           {rise}")
     if capability(state.model.spec, TextGeneration) is not None:
         prompt = config.trainer.sample_prompt.strip()
-        options = [f"checkpoint={command_value(str(run.path))}", *[f"prompt={prompt}"] * bool(prompt)]
-        options += [as_override(config.plugins)] * bool(config.plugins)
+        options = [f"checkpoint={command_value(str(run.path))}"]
+        options += [f"prompt={prompt}"] if prompt else []
+        options += [as_override(config.plugins)] if config.plugins else []
         run.log(f"generate:  {command('generate')} {shlex.join(options)}")
 
 

@@ -149,7 +149,8 @@ class GPTSpec(ModelSpec[GPTConfig]):
 
     def words(self, config: GPTConfig) -> str:
         shared = "" if config.kv_heads is None else f" ({config.kv_heads} for keys and values)"
-        padded = f" (padded to {config.padded_vocab_size})" * (config.padded_vocab_size != config.vocab_size)
+        pads = config.padded_vocab_size != config.vocab_size
+        padded = f" (padded to {config.padded_vocab_size})" if pads else ""
         return (
             f"{config.num_layers} layers, {config.num_heads} heads{shared}, d {config.d_model}, "
             f"vocabulary {config.vocab_size}{padded}{experts_words(config)}"
