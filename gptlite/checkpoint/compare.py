@@ -25,7 +25,11 @@ class Effect(Enum):
 EFFECTS: dict[str, Effect] = {
     "seed": Effect.refused,
     "model": Effect.refused,
+    # Not of the model, but of its training.
     "model.dropout": Effect.changes_numbers,
+    "model.z_loss": Effect.changes_numbers,
+    "model.moe.sequence_loss": Effect.changes_numbers,
+    "model.moe.z_loss": Effect.changes_numbers,
     "model.name": Effect.safe,
     "model.peak_lr": Effect.safe,  # only the default of optimizer.lr, which is compared separately
     "model.init_std": Effect.safe,  # the weights come from the checkpoint

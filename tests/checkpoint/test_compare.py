@@ -61,6 +61,7 @@ def changed(key: str, value: Any) -> dict[str, Any]:
         ("schedule.warmup_steps", 20, "changes_numbers"),
         ("data.global_batch_size", 32, "changes_numbers"),
         ("model.dropout", 0.1, "changes_numbers"),
+        ("model.z_loss", 1e-4, "changes_numbers"),
         ("precision", "bf16", "changes_numbers"),
         ("trainer.compile", True, "changes_numbers"),
         ("some_new_section", {"key": 1}, "changes_numbers"),
@@ -109,6 +110,12 @@ def test_a_notice_is_one_line_with_both_values_and_the_fix():
     assert differences.refusal() == f"seed=2 (was 1), model.num_layers=6 (was 4): {fix}"
     moved = "data.micro_batch_size=4 (was absent), parallelism.tensor=2 (was 1)"
     assert differences.resharding() == f"resuming with {moved}: the results stay the same up to rounding"
+
+
+@pytest.mark.parametrize(("key", "refused"), [("z_loss", False), ("sequence_loss", False), ("bias_rate", True)])
+def test_the_losses_of_a_router_may_change_and_its_bias_may_not(key, refused):
+    old, new = ({"model": {"moe": {key: value}}} for value in (0.0, 1e-4))
+    assert bool(compare_configs(old, new).refusal()) is refused
 
 
 @pytest.mark.parametrize("key", ["schedule.decay_steps", "schedule.warmup_steps"])
