@@ -64,7 +64,7 @@ def settled(config: Config, outer: Starter | None, ranks: int | None = None) -> 
 def alone(config: Config, started: float, stop: StopSignal | None) -> Result:
     """Run the configuration in this process, and return the result of the run."""
     result = launcher.alone(config, started, stop, predicted(config, 1))
-    drawn(result.folder, result.exit_code)
+    drawn(Path(config.run.dir).expanduser(), result.exit_code)
     return result.with_curves()
 
 
