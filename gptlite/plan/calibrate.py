@@ -219,9 +219,7 @@ def rank_figures(store: str, count: int, rank: int) -> tuple[LinkConfig, float]:
     dist.init_process_group(backend, init_method=store, rank=rank, world_size=count, timeout=patience)
     pair, link, crowding = dist.new_group([0, 1]), LinkConfig(), 1.0
     if rank < 2:
-        small, large = (_added(floats, device, pair) for floats in (SMALL, LARGE))
-        # A ring all-reduce over two ranks sends the tensor's bytes once, in two steps.
-        link = LinkConfig(gb_per_second=4 * LARGE / max(large - small, 1e-6) / 1e9, latency=max(small, 1e-6) / 2)
+        link = link_of(*(_added(floats, device, pair) for floats in (SMALL, LARGE)))
     dist.barrier()
     if not on_gpu:
         alone = _product_seconds() if rank == 0 else 1.0
@@ -232,6 +230,16 @@ def rank_figures(store: str, count: int, rank: int) -> tuple[LinkConfig, float]:
             crowding = max(1.0, float(crowded) / count / (alone * count / cores))
     dist.destroy_process_group()
     return link, crowding
+
+
+def link_of(small: float, large: float) -> LinkConfig:
+    """Return the link on which all-reduces of SMALL and LARGE floats over two ranks take these seconds.
+
+    A ring all-reduce over two ranks sends the tensor's bytes once, in two steps. On a busy machine, the small one may
+    take as long as the large one. The bytes then count as a tenth of the large one's time.
+    """
+    small, large = max(small, 1e-6), max(large, 1e-6)
+    return LinkConfig(gb_per_second=4 * LARGE / max(large - small, large / 10) / 1e9, latency=small / 2)
 
 
 def _added(count: int, device: torch.device, group: Any) -> float:

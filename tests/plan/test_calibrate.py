@@ -15,7 +15,16 @@ from gptlite.cpu import cpu_cores
 from gptlite.errors import ConfigError
 from gptlite.plan import calibrate as module
 from gptlite.plan import local
-from gptlite.plan.calibrate import best, calibrate, kernel_seconds, matmul_rates, memory_bandwidth, ranks, saturation
+from gptlite.plan.calibrate import (
+    best,
+    calibrate,
+    kernel_seconds,
+    link_of,
+    matmul_rates,
+    memory_bandwidth,
+    ranks,
+    saturation,
+)
 from gptlite.plan.local import LOCAL_LINK, read_calibration, this_machine, write_calibration
 from gptlite.plan.planning import planned_dtype
 from gptlite.precision import PrecisionConfig, resolve_precision
@@ -86,6 +95,20 @@ def test_ranks_that_do_not_answer_are_given_up(monkeypatch):
     assert ranks(CPU, said.append) == (LOCAL_LINK, 1.0)
     assert time.monotonic() - started < 20
     assert "did not finish within" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("small", "large", "bandwidth", "latency"),
+    [
+        (1e-4, 1e-4 + 2**22 / 5e9, 5.0, 5e-5),
+        (5.8e-3, 5.0e-3, 2**22 / 5e-4 / 1e9, 2.9e-3),  # the small one was interrupted
+        (5.0e-3, 5.0e-3 + 1e-7, 2**22 / 5e-4 / 1e9, 2.5e-3),
+    ],
+)
+def test_a_busy_machine_has_no_link_beyond_belief(small: float, large: float, bandwidth: float, latency: float) -> None:
+    link = link_of(small, large)
+    assert link.gb_per_second == pytest.approx(bandwidth, rel=1e-3)
+    assert link.latency == pytest.approx(latency)
 
 
 @pytest.mark.slow
