@@ -163,7 +163,7 @@ class Step:
         fused, mesh = isinstance(state.optimizer, FusedStep), self.mesh
         if mesh.world_size == 1:
             norm = local_grad_norm((p for part in state.parts for p in part.parameters()), fused)
-            return StepTotals(loss, norm.to(loss.device), metrics=metrics)
+            return StepTotals(loss=loss, norm=norm.to(loss.device), metrics=metrics)
         computes = mesh.is_first("uncut")
         # Count each gradient element on only one of the ranks that hold it.
         first = mesh.is_first("all")
@@ -172,14 +172,14 @@ class Step:
         # fp64: the square of a norm above 1.8e19 would overflow fp32.
         square = local_grad_norm(counted, fused).double() ** 2
         share = StepTotals(
-            loss if computes else torch.zeros_like(loss),
-            square.to(loss.device),
+            loss=loss if computes else torch.zeros_like(loss),
+            norm=square.to(loss.device),
             # Part of the same all-reduce, so stopping needs no other.
-            to_device(self.stopping.words(), loss.device),
-            metrics if metrics is None or computes else torch.zeros_like(metrics),
+            flags=to_device(self.stopping.words(), loss.device),
+            metrics=metrics if metrics is None or computes else torch.zeros_like(metrics),
         )
         totals = share.unpack(all_reduce(share.pack(), mesh))
-        return replace(totals, norm=totals.norm.sqrt())
+        return replace(totals, norm=totals.norm.sqrt(), square=totals.norm)
 
     def _plan(self, state: TrainState, length: int) -> "_Plan":
         """Return what the host knows of the step. `length` is that of this rank's slice of the sequences."""
@@ -216,7 +216,9 @@ class Step:
         if totals.flags is not None:
             self.stopping.heard(totals.flags.tolist())
         scale = scaler.scale if scaler else 1.0
-        loss, norm = totals.loss.item() / scale, totals.norm.item() / scale
+        # torch's square root on the CPU may be off by one unit in the last place (findings/torch_sqrt_rounding.sh).
+        norm = totals.norm.item() if totals.square is None else math.sqrt(totals.square.item())
+        loss, norm = totals.loss.item() / scale, norm / scale
         finite = math.isfinite(loss) and math.isfinite(norm)
         if not finite and (scaler is None or scaler.exhausted):
             at = f", at loss scale {scale:g}, which cannot be reduced further" if scaler else ""

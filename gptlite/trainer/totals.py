@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class StepTotals:
     """Totals of a step. One all-reduce of `pack` sums them over ranks, and one copy takes them to the host.
 
@@ -17,6 +17,7 @@ class StepTotals:
 
     loss: Tensor  # mean over the targets, []
     norm: Tensor  # gradient norm, []; its square, as long as ranks add up their shares
+    square: Tensor | None = None  # of the norm, with several ranks
     flags: Tensor | None = None  # stop flags of `Stopping`, one rank has none
     metrics: Tensor | None = None  # sums of the model's own metrics over the targets, [metrics]
     targets: Tensor | None = None  # number of targets, []
