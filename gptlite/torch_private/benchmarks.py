@@ -1,4 +1,4 @@
-"""What only benchmarks run."""
+"""Private names of torch that only benchmarks use."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What the planner's simulation replaces and reads: process groups, attention, storages, and a pipeline's schedule."""
+"""Parts of torch that the planner's simulation replaces or reads: process groups, attention, storages, schedules."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

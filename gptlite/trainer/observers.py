@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -39,51 +38,6 @@ class Observer:
 
     def close(self) -> None:
         """Release resources. Called however the run ends."""
-
-
-class Observers(Observer):
-    """Observers that are called in order."""
-
-    def __init__(self, *observers: Observer) -> None:
-        self._observers = observers
-
-    def before(self, state: TrainState) -> None:
-        """Call all observers."""
-        for observer in self._observers:
-            observer.before(state)
-
-    @contextmanager
-    def during(self, state: TrainState) -> Iterator[None]:
-        """Enter the contexts of all observers."""
-        with ExitStack() as stack:
-            for observer in self._observers:
-                stack.enter_context(observer.during(state))
-            yield
-
-    def after(self, result: StepResult) -> None:
-        """Call all observers."""
-        for observer in self._observers:
-            observer.after(result)
-
-    def reads(self, state: TrainState) -> bool:
-        """Return True if any observer does."""
-        return any(observer.reads(state) for observer in self._observers)
-
-    def settled(self, state: TrainState) -> None:
-        """Call all observers."""
-        for observer in self._observers:
-            observer.settled(state)
-
-    def ended(self, state: TrainState) -> None:
-        """Call all observers."""
-        for observer in self._observers:
-            observer.ended(state)
-
-    def close(self) -> None:
-        """Close all observers."""
-        with ExitStack() as stack:
-            for observer in self._observers:
-                stack.callback(observer.close)
 
 
 class ReplicaCheck(Observer):

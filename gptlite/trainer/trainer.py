@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import ExitStack
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -14,7 +14,7 @@ from gptlite.optimizer.config import OptimizerConfig
 from gptlite.parallelism.pipeline import OnePart, Pipeline
 from gptlite.trainer.clock import Clock
 from gptlite.trainer.eval import Evaluation, evaluate_sets
-from gptlite.trainer.observers import Observers, ReplicaCheck, due
+from gptlite.trainer.observers import Observer, ReplicaCheck, due
 from gptlite.trainer.profile import StepProfiler
 from gptlite.trainer.report import Reporter
 from gptlite.trainer.signals import Stopping, StopSignal
@@ -91,7 +91,7 @@ class Saves(Protocol):
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What a run reports to and obeys: its rows and lines, its folder, stop signals, and the watch over its ranks.
+    """Parts of a run around its training: reporter, folder, stop signals, and the watch over its ranks.
 
     `started` is the start of the process, in time.monotonic() seconds.
     """
@@ -125,7 +125,7 @@ class Trainer:
         self._clock = Clock(config.max_time, around.started, state.num_bytes() / SLOW_DISK, lag)
         self._stopping = Stopping(mesh, around.stop, self._clock.over, lambda: self._folder.save_failed)
         self._steps = Steps(Step(mesh, passes, optimizer.lr, optimizer.clip_norm, self._stopping), lag)
-        self._observers = Observers(
+        self._observers: tuple[Observer, ...] = (
             self._reporter.memory,
             StepProfiler(config.profile_steps, self._folder.path, mesh.rank, self._reporter.log),
             ReplicaCheck(config.replica_check_interval),
@@ -145,15 +145,19 @@ class Trainer:
         # If the run stopped before an evaluation that was due, evaluate now, as the uninterrupted run would have.
         if due(state.step, self._config.eval_interval) and state.step < self._config.last_step:
             self._evaluate(stopping.poll)
-        with closing(self._observers):
+        with ExitStack() as stack:
+            for observer in self._observers:
+                stack.callback(observer.close)
             while (begins := self._begins()) or self._steps.waiting:
                 if (spike := self._advance(begins)) is not None:
                     self._rewind(spike)
                 elif not self._steps.waiting:  # else the state is ahead of the results and must not be used
-                    self._observers.settled(state)
+                    for observer in self._observers:
+                        observer.settled(state)
                     if state.step < self._config.last_step:
                         self._evaluate_and_save()
-            self._observers.ended(state)
+            for observer in self._observers:
+                observer.ended(state)
         if stopping.save_failed:
             self._folder.finish_saves()  # raises
         ending = self._ending()
@@ -178,8 +182,12 @@ class Trainer:
         self._clock.mark()  # excludes evaluations and saves from the duration of a step
         try:
             if begins:
-                self._observers.before(state)
-                with self._watch.step(state.step + 1), self._observers.during(state):
+                with ExitStack() as stack:
+                    for observer in self._observers:
+                        observer.before(state)
+                    stack.enter_context(self._watch.step(state.step + 1))
+                    for observer in self._observers:
+                        stack.enter_context(observer.during(state))
                     self._steps.begin(state)
             everything = not begins or self._reads()
             while self._steps.ready(everything):
@@ -206,7 +214,8 @@ class Trainer:
         self._clock.step()
         if result.skipped:
             reporter.skipped(state, result)
-        self._observers.after(result)
+        for observer in self._observers:
+            observer.after(result)
         if result.step % self._config.log_interval == 0 or result.step in (1, self._config.last_step):
             reporter.step(state, result, self._watch.communication)
         else:
@@ -217,7 +226,8 @@ class Trainer:
         """Return True if anything reads the state before the next step, so that all results must be read first."""
         step, intervals = self._state.step, (self._config.eval_interval, self._save_interval)
         ends = self._save_due or step == self._config.last_step
-        return ends or any(due(step, interval) for interval in intervals) or self._observers.reads(self._state)
+        waits = any(observer.reads(self._state) for observer in self._observers)
+        return ends or waits or any(due(step, interval) for interval in intervals)
 
     def _evaluate_and_save(self) -> None:
         """Evaluate and save if due, between two steps."""

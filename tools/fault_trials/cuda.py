@@ -58,7 +58,7 @@ class CudaFault:
 
     @property
     def stale(self) -> bool:
-        """Whether the source no longer contains the text exactly once."""
+        """True unless the source contains the text exactly once."""
         return self.file.read_text().count(self.old) != 1
 
 
