@@ -324,7 +324,10 @@ def _ops(config: Config) -> None:
     if reason := apex.why_not(apex.LAYER_NORM):
         raise ConfigError(f"ops.layer_norm=apex: {reason}, or use ops.layer_norm=auto")
     if not spec_of(config.model).norms_have_biases(config.model):
-        raise ConfigError("ops.layer_norm=apex always has biases, but model.bias=false; use ops.layer_norm=auto")
+        raise ConfigError(
+            "ops.layer_norm=apex always has biases, but the norms of this model have none: see model.norm and "
+            "model.bias; use ops.layer_norm=auto"
+        )
 
 
 def _one_of(key: str, value: str, choices: tuple[str, ...]) -> None:

@@ -143,3 +143,7 @@ class RMSNorm(nn.Module):
 
     def _gain(self, dtype: torch.dtype) -> Tensor | None:
         return None if self.weight is None else as_dtype(self.weight, dtype)
+
+
+# Norms of the residual stream. Another one needs `forward`, `after_residual` and `fp32`, which `set_dtypes` sets.
+ResidualNorm = LayerNorm | RMSNorm

@@ -39,7 +39,7 @@ class Axis:
 
 FSDP = ("torch/distributed/fsdp/",)
 PIPELINING = ("torch/distributed/pipelining/", "gptlite/parallelism/pipeline.py", "gptlite/parallelism/stage_runner.py")
-RING = ("gptlite/parallelism/context.py",)
+GATHERING = ("gptlite/parallelism/context.py",)
 EXPERTS = ("gptlite/parallelism/expert.py", "gptlite/models/experts.py")
 DATA_RANKS = ("dp_replicate", "dp_shard")
 # Slowest first: ranks that are neighbours on the last axis have consecutive numbers.
@@ -47,7 +47,7 @@ TABLE: tuple[Axis, ...] = (
     Axis("pp", "pipeline", "pipeline", "the blocks", "pp", alike="tied", files=PIPELINING, waits="send or receive"),
     Axis("dp_replicate", "dp_replicate", "", "the global batch", DATA, factor=False, alike="all", files=FSDP),
     Axis("dp_shard", "data", "data", "the global batch", DATA, files=FSDP),
-    Axis(CONTEXT, "context", "context", "every sequence", CONTEXT, over=DATA_RANKS, files=RING),
+    Axis(CONTEXT, "context", "context", "every sequence", CONTEXT, over=DATA_RANKS, files=GATHERING),
     Axis(EXPERT, "expert", "expert", "the experts", EXPERT, DATA_RANKS, False, files=EXPERTS, waits="tokens"),
     Axis("tp", "tensor", "tensor", "every matrix", "tp", alike="uncut", files=("gptlite/parallelism/tensor.py",)),
 )

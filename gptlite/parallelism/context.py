@@ -71,7 +71,7 @@ class ContextAxis:
         # Slices are equally long, so a slice that spans both chunks has half of its positions in each.
         return early + first, gap if first + count > chunk else 0
 
-    def keys_and_values(self, qkv: Tensor) -> tuple[KeysAndValues, list[Tensor]]:
+    def gather_keys_and_values(self, qkv: Tensor) -> tuple[KeysAndValues, list[Tensor]]:
         """Gather keys and values. Return those visible to each of this rank's two chunks: [B, H, end of the chunk, D].
 
         qkv is [B, s, H, G + 2, D]. With `refill`, the returned list holds the tensor that owns the memory of the keys
@@ -81,7 +81,7 @@ class ContextAxis:
         k0, v0, k1, v1 = _Gather.apply(qkv, self, memory)
         return ((k0, v0), (k1, v1)), memory
 
-    def give_back(self, out: Tensor, qkv: Tensor, memory: list[Tensor]) -> Tensor:
+    def free_until_backward(self, out: Tensor, qkv: Tensor, memory: list[Tensor]) -> Tensor:
         """Return `out`, attention's output, and free the gathered keys and values until attention's backward pass."""
         return _GiveBack.apply(out, qkv, memory, self) if memory and out.requires_grad else out
 

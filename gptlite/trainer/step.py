@@ -119,20 +119,20 @@ class Step:
         if inspect is not None:
             inspect(state)
         totals = replace(self._total(state, loss), targets=targets, loads=loads)
-        plan = self._plan(state, batches[0].length)
+        counters = self._counters(state, batches[0].length)
         if decisions is None:
-            result = self._result(state, plan, totals.unpack(totals.pack().cpu()))
+            result = self._result(state, counters, totals.unpack(totals.pack().cpu()))
             if not result.skipped:
-                self._update(state, plan.lr, totals.norm, scale)
+                self._update(state, counters.lr, totals.norm, scale)
             if state.scaler is not None:
                 state.scaler.update(overflow=result.skipped)
             result_of = partial(_known, result)
         else:
             skips, totals = decisions.decide(totals)
-            self._update(state, plan.lr, totals.norm, scale, skips)
-            result_of = partial(self._arrived, state, plan, totals, HostCopy(totals.pack()))
+            self._update(state, counters.lr, totals.norm, scale, skips)
+            result_of = partial(self._arrived, state, counters, totals, HostCopy(totals.pack()))
         state.optimizer.zero_grad(set_to_none=True)
-        state.progress = plan.after
+        state.progress = counters.after
         return result_of
 
     def _run_passes(self, state: TrainState, batches: Sequence[Batch], divisor: Tensor) -> Tensor:
@@ -181,14 +181,14 @@ class Step:
         totals = share.unpack(all_reduce(share.pack(), mesh))
         return replace(totals, norm=totals.norm.sqrt(), square=totals.norm)
 
-    def _plan(self, state: TrainState, length: int) -> "_Plan":
+    def _counters(self, state: TrainState, length: int) -> "_Counters":
         """Return what the host knows of the step. `length` is that of this rank's slice of the sequences."""
         before, schedule = state.progress, state.loader.schedule
         samples = schedule.size(before.consumed)
         # With context parallelism, a rank holds only a slice of each sequence.
         tokens = samples * length * self.mesh.size(CONTEXT)
         after = TrainingProgress(before.step + 1, schedule.after(before.consumed), before.tokens + tokens)
-        return _Plan(before, after, samples, self.peak_lr * state.schedule.factor(state.schedule_step))
+        return _Counters(before, after, samples, self.peak_lr * state.schedule.factor(state.schedule_step))
 
     def _update(
         self, state: TrainState, lr: float, norm: Tensor, scale: float | Tensor, skips: Tensor | None = None
@@ -198,19 +198,19 @@ class Step:
         parameters = (p for part in state.parts for p in part.parameters())
         clip_and_step(state.optimizer, parameters, self.clip_norm, norm.float(), scale, skips)
 
-    def _arrived(self, state: TrainState, plan: "_Plan", totals: StepTotals, copy: HostCopy) -> StepResult:
+    def _arrived(self, state: TrainState, counters: "_Counters", totals: StepTotals, copy: HostCopy) -> StepResult:
         """Wait for the totals of a step with on-device decisions, and return its result. Raises Diverged."""
         totals = totals.unpack(copy.wait())
         try:
-            result = self._result(state, plan, totals)  # uses state.scaler, still with the scale of this step
+            result = self._result(state, counters, totals)  # uses state.scaler, still with the scale of this step
         except Diverged:
-            state.progress = plan.before  # the device has not applied any later step
+            state.progress = counters.before  # the device has not applied any later step
             raise
         if state.scaler is not None and totals.scale is not None:
             state.scaler.take(totals.scale.tolist())
         return result
 
-    def _result(self, state: TrainState, plan: "_Plan", totals: StepTotals) -> StepResult:
+    def _result(self, state: TrainState, counters: "_Counters", totals: StepTotals) -> StepResult:
         """Return the result of a step from its totals, on the host. Raises Diverged."""
         scaler = state.scaler
         if totals.flags is not None:
@@ -222,28 +222,28 @@ class Step:
         finite = math.isfinite(loss) and math.isfinite(norm)
         if not finite and (scaler is None or scaler.exhausted):
             at = f", at loss scale {scale:g}, which cannot be reduced further" if scaler else ""
-            raise Diverged(plan.after.step, f"loss {loss}, gradient norm {norm}{at}")
+            raise Diverged(counters.after.step, f"loss {loss}, gradient norm {norm}{at}")
         experts = None
         if totals.loads is not None:
-            experts = Loads.of(totals.loads.tolist(), plan.after.tokens - plan.before.tokens)
+            experts = Loads.of(totals.loads.tolist(), counters.after.tokens - counters.before.tokens)
         return StepResult(
             loss=loss,
             grad_norm=norm,
-            lr=plan.lr,
+            lr=counters.lr,
             loss_scale=scale if scaler else None,
             skipped=not finite,
-            step=plan.after.step,
-            begin=plan.before.consumed,
-            stop=plan.after.consumed,
-            samples=plan.samples,
-            tokens=plan.after.tokens,
+            step=counters.after.step,
+            begin=counters.before.consumed,
+            stop=counters.after.consumed,
+            samples=counters.samples,
+            tokens=counters.after.tokens,
             metrics=_means(state.model.spec.metrics, totals) | (experts.metrics() if experts else {}),
             experts=experts,
         )
 
 
 @dataclass(frozen=True)
-class _Plan:
+class _Counters:
     """Values of a step that the host knows without reading from the device."""
 
     before: TrainingProgress

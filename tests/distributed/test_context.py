@@ -79,8 +79,8 @@ def kept_bytes(refill: bool) -> tuple[int, int, int]:
         seen: list[Any] = []
 
         class Watched(ContextAxis):
-            def keys_and_values(self, qkv: Tensor) -> Any:
-                pairs, memory = super().keys_and_values(qkv)
+            def gather_keys_and_values(self, qkv: Tensor) -> Any:
+                pairs, memory = super().gather_keys_and_values(qkv)
                 storage = pairs[0][0].untyped_storage()
                 seen.append(storage)
                 sizes.append(storage.nbytes())

@@ -19,7 +19,7 @@ from gptlite.ops.select import Ops
 from gptlite.ops.weight_copies import as_dtype
 
 
-class SequenceCut(Protocol):
+class TensorCut(Protocol):
     """Interface of the tensor axis for a model whose layers are sharded over the tensor-parallel ranks."""
 
     sequence: bool  # True if activations between layers are slices of the sequence
@@ -47,12 +47,14 @@ class ContextCut(Protocol):
         the first one, and the additional offset of the second half."""
         ...
 
-    def keys_and_values(self, qkv: Tensor) -> tuple[tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]], list[Tensor]]:
+    def gather_keys_and_values(
+        self, qkv: Tensor
+    ) -> tuple[tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]], list[Tensor]]:
         """Return the keys and values [B, H, end of the chunk, D] to which the queries of each chunk may attend, and the
         tensors that own their memory."""
         ...
 
-    def give_back(self, out: Tensor, qkv: Tensor, memory: list[Tensor]) -> Tensor:
+    def free_until_backward(self, out: Tensor, qkv: Tensor, memory: list[Tensor]) -> Tensor:
         """Return `out`, the output of attention, and free `memory` until the backward pass of attention."""
         ...
 
@@ -69,7 +71,7 @@ class CausalSelfAttention(nn.Module):
         super().__init__()
         self.head_width = config.head_width
         self.kv_heads, self.group = config.num_kv_heads, config.num_heads // config.num_kv_heads
-        self.tensor_axis: SequenceCut | None = None  # set if this rank holds only some of the heads
+        self.tensor_axis: TensorCut | None = None  # set if this rank holds only some of the heads
         self.dropout = config.dropout
         self.implementation, self.fused_scores, self.fused_rope = ops.attention, ops.fused_scores, ops.rope
         self.context: ContextCut | None = None  # set if sequences are sharded over ranks
@@ -166,7 +168,7 @@ class CausalSelfAttention(nn.Module):
         """Return attention's output [B, s, K G, D] for the queries of this rank's two chunks, which attend to the whole
         sequence. qkv is [B, s, K, G + 2, D]."""
         length = qkv.shape[1]
-        pairs, memory = context.keys_and_values(qkv)
+        pairs, memory = context.gather_keys_and_values(qkv)
         queries = qkv[:, :, :, :-2].flatten(2, 3).transpose(1, 2).chunk(2, 2)
         masks = (None, None) if mask is None else mask.chunk(2, 2)
         outs, options = [], {"fused_scores": self.fused_scores}
@@ -175,7 +177,7 @@ class CausalSelfAttention(nn.Module):
             seen = None if hidden is None else hidden[..., : k.shape[2]]
             out = causal_attention(q, k, v, self.implementation, self.dropout, own, seen, **options)
             outs.append(out.transpose(1, 2))
-        return context.give_back(torch.cat(outs, 1), qkv, memory)
+        return context.free_until_backward(torch.cat(outs, 1), qkv, memory)
 
 
 def _gain(norm: RMSNorm, dtype: torch.dtype) -> Tensor | None:

@@ -10,13 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gptlite.models.gpt.attention import CausalSelfAttention, ContextCut, SequenceCut
+from gptlite.models.gpt.attention import CausalSelfAttention, ContextCut, TensorCut
 from gptlite.models.gpt.cache import LayerCache
 from gptlite.models.gpt.config import GPTConfig, Norm, Position
 from gptlite.models.gpt.mlp import MLP
 from gptlite.models.gpt.moe import MoE
 from gptlite.models.gpt.values import parted, with_values
-from gptlite.models.layers import Head, LayerNorm, RMSNorm
+from gptlite.models.layers import Head, LayerNorm, ResidualNorm, RMSNorm
 from gptlite.ops.attention import Spans
 from gptlite.ops.cross_entropy import LossGradient
 from gptlite.ops.documents import Documents
@@ -34,7 +34,7 @@ EMBEDDING_SITE, SITES_PER_BLOCK = 0, 3
 FLASH_WIDTH = 256  # largest head width of flash attention with spans; widths must be multiples of 8
 
 
-def positions(tensor: SequenceCut | None, context: ContextCut | None, count: int) -> tuple[int, int]:
+def positions(tensor: TensorCut | None, context: ContextCut | None, count: int) -> tuple[int, int]:
     """Return the sequence position of the first of `count` local activations, and the number of positions that are
     skipped between their first and second half."""
     index, slices = (tensor.rank, tensor.size) if tensor is not None and tensor.sequence else (0, 1)
@@ -43,11 +43,13 @@ def positions(tensor: SequenceCut | None, context: ContextCut | None, count: int
     return context.positions(index * count, count, slices * count)
 
 
-def _norm(config: GPTConfig, ops: Ops) -> LayerNorm | RMSNorm:
-    if config.norm is Norm.rms_norm:
-        return RMSNorm(config.d_model, config.norm_eps, gain=config.norm_gain, fused=ops.layer_norm)
-    options = {"bias": config.bias, "fused": ops.layer_norm, "apex": ops.apex_norm}
-    return LayerNorm(config.d_model, config.norm_eps, **options)
+def _norm(config: GPTConfig, ops: Ops) -> ResidualNorm:
+    match config.norm:
+        case Norm.rms_norm:
+            return RMSNorm(config.d_model, config.norm_eps, gain=config.norm_gain, fused=ops.layer_norm)
+        case Norm.layer_norm:
+            options = {"bias": config.bias, "fused": ops.layer_norm, "apex": ops.apex_norm}
+            return LayerNorm(config.d_model, config.norm_eps, **options)
 
 
 class ResidualStream(NamedTuple):
@@ -59,7 +61,7 @@ class ResidualStream(NamedTuple):
     bias: Tensor | None
     key: DropoutKey | None
 
-    def normed(self, norm: LayerNorm | RMSNorm, p: float) -> tuple[Tensor, Tensor]:
+    def normed(self, norm: ResidualNorm, p: float) -> tuple[Tensor, Tensor]:
         """Return the norm of the sum, and the sum."""
         return norm.after_residual(self.added, self.x, p, self.key, self.bias)
 
@@ -79,7 +81,7 @@ class Block(nn.Module):
     def __init__(self, config: GPTConfig, ops: Ops, seed: int, layer: int) -> None:
         super().__init__()
         self.seed, self.dropout = seed, config.dropout
-        self.tensor_axis: SequenceCut | None = None
+        self.tensor_axis: TensorCut | None = None
         self.context: ContextCut | None = None
         self.fused_dropout, self.deferred_add = ops.dropout, ops.deferred_add
         self.attn_norm = _norm(config, ops)
@@ -146,7 +148,7 @@ class GPT(nn.Module):
         self.config, self.seed, self.fused_dropout, self.fused_table = config, seed, ops.dropout, ops.table
         self.varlen = ops.varlen and config.head_width % 8 == 0 and config.head_width <= FLASH_WIDTH
         self.compute_dtype = torch.float32
-        self.tensor_axis: SequenceCut | None = None  # set if layers are sharded over ranks
+        self.tensor_axis: TensorCut | None = None  # set if layers are sharded over ranks
         self.context: ContextCut | None = None  # set if sequences are sharded over ranks
         width, rows = config.d_model, config.padded_vocab_size
         self.token_embedding: nn.Module | None = nn.Embedding(rows, width)
@@ -247,7 +249,7 @@ class GPT(nn.Module):
             return x if self.final_norm is None else self.final_norm(x)
         if self.final_norm is None:
             return x.sum(self.config.dropout, self.fused_dropout)
-        return x.normed(cast(LayerNorm | RMSNorm, self.final_norm), self.config.dropout)[0]
+        return x.normed(cast(ResidualNorm, self.final_norm), self.config.dropout)[0]
 
     def _received(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Split the tensor received from the previous part into activations and the first layer's values."""
