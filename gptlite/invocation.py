@@ -1,4 +1,4 @@
-"""Command lines that start gptlite's commands in this environment, for printed hints."""
+"""Table of gptlite's commands, and the command lines that start them in this environment, for printed hints."""
 
 import io
 import os

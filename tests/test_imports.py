@@ -239,8 +239,9 @@ def test_the_core_imports_no_satellite():
     found = [f for name in CORE for path in files_of(name) for f in imports_of(path)]
     assert len(found) > 1000
     assert [str(f) for f in found if (f.module + ".").startswith(satellites)] == []
-    texts = {path: path.read_text(encoding="utf-8") for name in CORE for path in files_of(name)}
-    quoted = {(path.name, text) for path in texts for text in re.findall(r'"(gptlite\.\w+)"', texts[path])}
+    # The table of commands, which `python -m gptlite` imports, is not read here.
+    texts = {path: path.read_text(encoding="utf-8") for name in CORE - {"invocation"} for path in files_of(name)}
+    quoted = {(path.name, text) for path in texts for text in re.findall(r'"(gptlite(?:\.\w+)+)"', texts[path])}
     # Imported by their names: the plug-ins that come with gptlite, as a user's are, and the recipe of a corpus.
     named = {("plugins.py", "gptlite.images"), ("plugins.py", "gptlite.optimizers"), ("check.py", "gptlite.recipes")}
     assert {each for each in quoted if f"{each[1]}.".startswith(satellites)} == named
