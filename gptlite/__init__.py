@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from gptlite.config.schema import Config
     from gptlite.engine.engine import Engine, initialize
     from gptlite.errors import ConfigError
-    from gptlite.pretrain import pretrain
     from gptlite.start.api import RunFailed, launch
     from gptlite.start.load import load
+    from gptlite.start.pretrain import pretrain
     from gptlite.trainer.result import Result
 
 __all__ = ["Config", "ConfigError", "Engine", "Result", "RunFailed", "initialize", "launch", "load", "pretrain"]
@@ -33,7 +33,7 @@ _PUBLIC = {
     "initialize": "gptlite.engine.engine",
     "launch": "gptlite.start.api",
     "load": "gptlite.start.load",
-    "pretrain": "gptlite.pretrain",
+    "pretrain": "gptlite.start.pretrain",
 }
 
 # Subpackages whose source is beside this package: {installed name under `gptlite`: folder in the source tree}.
@@ -45,7 +45,7 @@ class _Package(ModuleType):
 
     `pretrain` and `launch` are functions, and importing the submodules gptlite.pretrain and gptlite.launch would
     replace them by modules. This type ignores such an assignment. `from gptlite.pretrain import ...` still works, since
-    it takes the module from sys.modules.
+    it takes the module from sys.modules; the function there is the core's, to which nothing is attached.
     """
 
     def __getattr__(self, name: str) -> object:

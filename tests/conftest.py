@@ -17,7 +17,7 @@ from gptlite.config import Config, compose, load
 from gptlite.kernels.library import LoadedLibrary, prepare
 from gptlite.kernels.library import load as load_kernels
 from gptlite.kernels.toolchain import BuildError
-from gptlite.pretrain import pretrain
+from gptlite.start.pretrain import pretrain
 from gptlite.trainer.signals import StopSignal
 
 LINES = ("the cat sat on the mat", "a dog ran after the cat", "the mat lay under the dog", "no cat minds a mat")

@@ -26,7 +26,7 @@ trainer.eval_interval=0 trainer.eval_samples=8 trainer.sample_tokens=0
 def losses(folder: Path) -> list[float]:
     """Trains 101 steps on made-up sentences; dropout, accumulation, biases and the tied head all take part."""
     from gptlite.config import load
-    from gptlite.pretrain import pretrain
+    from gptlite.start.pretrain import pretrain
 
     draw = random.Random(7)
     text = folder / "text.txt"

@@ -66,21 +66,21 @@ ROOMS = {
     "models": Room("ops", packages="torch", lazy="hydra"),
     "optimizer": Room("ops parallelism", packages="numpy torch", lazy="hydra"),
     "checkpoint": Room("parallelism", packages="torch"),
-    "monitor": Room("parallelism", packages="torch"),
     # Of a room, the configuration knows its dataclasses and what checks them.
     "config": Room(
         "checkpoint data metrics models ops optimizer parallelism precision",
         packages="hydra omegaconf yaml",  # PyYAML comes with omegaconf
     ),
     "trainer": Room(
-        "checkpoint config data metrics models monitor ops optimizer parallelism precision tokenizers", packages="torch"
+        "checkpoint config data metrics models ops optimizer parallelism precision tokenizers", packages="torch"
     ),
     "pretrain": Room("config parallelism trainer"),
     "launch": Room(
-        "checkpoint config data models ops parallelism pretrain trainer",
+        "checkpoint config data models ops parallelism trainer",
         packages="torch",
     ),
     # Satellites.
+    "monitor": Room("parallelism trainer", packages="torch"),
     "optimizers": Room("ops optimizer parallelism", packages="torch", lazy="torchao"),
     "plots": Room("metrics trainer", lazy="matplotlib numpy"),
     "plan": Room(
@@ -92,7 +92,7 @@ ROOMS = {
     "deepspeed": Room("config precision"),
     "huggingface": Room("models", packages="torch"),
     "images": Room("data", packages="numpy torch", lazy="PIL datasets"),
-    "start": Room("config deepspeed launch parallelism plan plots pretrain trainer"),
+    "start": Room("config deepspeed launch metrics monitor parallelism plan plots pretrain trainer"),
     "engine": Room(
         "checkpoint config data deepspeed launch models ops parallelism precision trainer", packages="numpy torch"
     ),
@@ -146,7 +146,7 @@ CONFIG_USERS = set(
 )
 # What training, resuming, evaluating and generating on any layout needs. All other rooms are satellites.
 CORE = {
-    *("checkpoint config data kernels launch metrics models monitor ops optimizer parallelism precision".split()),
+    *("checkpoint config data kernels launch metrics models ops optimizer parallelism precision".split()),
     *("pretrain", "tokenizers", "torch_private", "trainer", *SHARED),
 }
 

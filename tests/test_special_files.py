@@ -26,7 +26,7 @@ from gptlite.images.folder import ImageFolder
 from gptlite.metrics.jsonl import read_rows
 from gptlite.preprocess.inputs import find_sources
 from gptlite.preprocess.streams import Stream
-from gptlite.pretrain import pretrain
+from gptlite.start.pretrain import pretrain
 from gptlite.sweep.folder import SweepFolder
 from gptlite.tokenizers.base import load_tokenizer
 from gptlite.tokenizers.find import find_tokenizer

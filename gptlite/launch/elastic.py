@@ -36,15 +36,6 @@ FOLLOWS = re.compile(
     r"Dist\w*Error|gloo|NCCL|ProcessGroup|Connection (closed|reset|refused)|Broken pipe", re.IGNORECASE
 )
 Failures = dict[int, ProcessFailure]
-# Ranks import the same package as this process, even if another version is installed or is in the working directory.
-HOME = str(Path(__file__).parents[2])
-START = f"""\
-import sys
-if {HOME!r} not in sys.path:
-    sys.path.insert(0, {HOME!r})
-from gptlite.launch.worker import main
-main(sys.argv[1:])
-"""
 
 
 @dataclass(frozen=True)
@@ -60,7 +51,7 @@ class Ended:
     killed: bool = False
 
 
-def run_ranks(config: Config, world: int, started: float, worker: tuple[str, ...] = ("-c", START)) -> int:
+def run_ranks(config: Config, world: int, started: float, worker: tuple[str, ...]) -> int:
     """Run a configuration on `world` new local processes and return the exit code. See `rank_ending`."""
     return rank_ending(config, world, started, worker).exit_code
 
@@ -69,7 +60,7 @@ def rank_ending(
     config: Config,
     world: int,
     started: float,
-    worker: tuple[str, ...] = ("-c", START),
+    worker: tuple[str, ...],
     memory: str = "",
     advise: Callable[[], Iterable[str]] = tuple,
 ) -> Ended:
@@ -77,7 +68,7 @@ def rank_ending(
 
     Only rank 0 prints to the terminal. If a rank fails, the others are stopped, and all restart from the last
     checkpoint, up to `trainer.max_restarts` times. `worker` are the arguments of Python that start a rank. `memory`
-    is for the banner, see `pretrain`. `advise()` returns lines that are printed if a rank runs out of memory. Raises
+    is the banner's line on memory. `advise()` returns lines that are printed if a rank runs out of memory. Raises
     ConfigError if a rank refuses the configuration.
     """
     restarts = config.trainer.max_restarts

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from gptlite.config.batch import check_world
 from gptlite.config.checks import check_device
@@ -22,20 +22,20 @@ from gptlite.progress import counted
 
 if TYPE_CHECKING:
     from gptlite.launch.elastic import Ended
-    from gptlite.trainer.result import Result
     from gptlite.trainer.signals import StopSignal
 
+T = TypeVar("T")
 
-def alone(config: Config, started: float, stop: StopSignal | None, memory: str = "") -> Result:
-    """Train in this process. The memory limit remains set after an error, for `out_of_memory`. `memory`: see
-    `pretrain`."""
+
+def alone(config: Config, started: float, stop: StopSignal | None, pretrain: Callable[..., T]) -> T:
+    """Train in this process, and return the result of `pretrain`. The memory limit remains set after an error, for
+    `out_of_memory`."""
     from gptlite.parallelism.process_group import leave
-    from gptlite.pretrain import pretrain
     from gptlite.torch_private.distributed import forget_meshes
 
     limit(config.trainer.host_memory_limit)
     try:
-        return pretrain(config, started, stop, memory=memory)
+        return pretrain(config, started, stop)
     finally:
         leave()  # the group of one rank that offloads
         forget_meshes()
@@ -85,11 +85,16 @@ def with_known_vocabulary(config: Config, guess: bool) -> Config:
 
 
 def start_ranks(
-    config: Config, world: int, started: float, memory: str = "", advise: Callable[[], Iterable[str]] = tuple
+    config: Config,
+    world: int,
+    started: float,
+    worker: tuple[str, ...],
+    memory: str = "",
+    advise: Callable[[], Iterable[str]] = tuple,
 ) -> Ended:
     """Run the configuration in new processes, even for one rank. Raises ConfigError if a rank refuses it.
 
-    `memory`: see `pretrain`. `advise()` returns lines that are printed if a rank runs out of memory.
+    For the parameters, see `rank_ending`.
     """
     import torch
 
@@ -99,4 +104,4 @@ def start_ranks(
     # Raises before a rank starts if an op cannot run. Also compiles the kernels once, not in every rank.
     device = torch.device("cuda" if torch.cuda.device_count() else "cpu")
     select_ops(config.ops, device, documents=config.data.documents)
-    return rank_ending(config, world, started, memory=memory, advise=advise)
+    return rank_ending(config, world, started, worker, memory, advise)

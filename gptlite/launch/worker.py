@@ -11,7 +11,6 @@ import tempfile
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
@@ -30,21 +29,13 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 T = TypeVar("T")
 
 
-def exit_code(folder: Path, *arguments: object) -> int:
-    """Train, and return only the exit code. `folder` has the banner's words on memory."""
-    from gptlite.pretrain import pretrain
-
-    memory = (folder / MEMORY).read_text(encoding="utf-8")
-    return pretrain(*arguments, memory=memory).exit_code  # type: ignore[arg-type]
-
-
-def main(arguments: list[str], pretrain: Callable[..., int] | None = None) -> NoReturn:
+def main(arguments: list[str], pretrain: Callable[..., int]) -> NoReturn:
     """Run the rank given by the variable RANK. `arguments` are a folder, a time and a process id.
 
     The folder has config.yaml. The time is the start of the command in time.monotonic() seconds. The process is the
     launcher (elastic.run_ranks); when it ends, this process ends too. The rank exits with 0 once `result-N.json` has
     the run's exit code or the reason of a refusal. Any other end is a failure, after which the launcher stops the other
-    ranks. `pretrain` is the function to run, which returns the exit code; by default it trains.
+    ranks. `pretrain` is the function to run, which returns the exit code.
     """
     prepare_process()
     folder, started, launcher = Path(arguments[0]), float(arguments[1]), int(arguments[2])
@@ -72,7 +63,7 @@ def main(arguments: list[str], pretrain: Callable[..., int] | None = None) -> No
         config = from_yaml((folder / "config.yaml").read_text(encoding="utf-8"), imports=True)
         if config.trainer.host_memory_limit is not None:
             note_use(folder / f"memory-{rank}")
-        conclude(exit_code=train_rank(config, started, stop, log, pretrain or partial(exit_code, folder)))
+        conclude(exit_code=train_rank(config, started, stop, log, pretrain))
         leave()
     except ConfigError as error:
         conclude(refused=str(error))

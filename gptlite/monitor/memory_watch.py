@@ -1,4 +1,4 @@
-"""Measurement of the memory of a rank's model part during a training step. See `memory.py` for the categories."""
+"""Measurement of the memory of a rank's model part during a training step, by the categories of memory_report.py."""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ run."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,6 +15,10 @@ from gptlite.parallelism.boxes import local_tensor
 from gptlite.parallelism.collectives import all_reduce, gather_objects
 from gptlite.parallelism.mesh import Mesh
 from gptlite.parallelism.tensor import is_cut, of_experts
+from gptlite.trainer.observers import Observer, due
+
+if TYPE_CHECKING:
+    from gptlite.trainer.state import TrainState
 
 ROW = 256  # 64-bit words that are summed before weighting
 MORE = 3  # maximum number of differing parameters to name, including the first
@@ -26,6 +31,22 @@ class ReplicasDiffer(RunEnded):
         ". Nothing was saved, and earlier checkpoints are intact. Resume from one that was saved "
         "before the last check that passed; if the error happens again, use other hardware"
     )
+
+
+class ReplicaCheck(Observer):
+    """Comparison of the copies of each parameter on all ranks, every `interval` steps; never if it is 0."""
+
+    def __init__(self, interval: int) -> None:
+        self._interval = interval
+
+    def reads(self, state: TrainState) -> bool:
+        """Return True if a check is due after this step."""
+        return due(state.step, self._interval)
+
+    def settled(self, state: TrainState) -> None:
+        """Check if it is due. Raises ReplicasDiffer."""
+        if due(state.step, self._interval):
+            check_replicas(state.named_parameters(), state.tied_names(), state.runner.mesh, state.step)
 
 
 def check_replicas(parameters: Iterable[tuple[str, Tensor]], tied: Sequence[str], mesh: Mesh, step: int) -> None:

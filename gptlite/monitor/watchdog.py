@@ -35,6 +35,7 @@ from gptlite.parallelism.rank_sync import from_main
 from gptlite.progress import format_duration
 from gptlite.torch_private.distributed import default_store
 from gptlite.torch_private.flight_recorder import collectives_started
+from gptlite.trainer.watch import Unwatched, Watch
 
 LOOK_SECONDS = 0.05  # interval at which the position of the main thread is sampled
 ANSWER_SECONDS = 2.0  # time limit of a call to the store, which normally takes a millisecond or less
@@ -44,6 +45,12 @@ MARGIN, PART = 10.0, 0.25
 
 class RankStuck(RuntimeError):
     """Raised when a rank has stalled the others for nearly the time limit of a collective."""
+
+
+def watch_ranks(mesh: Mesh, limit: float) -> Watch:
+    """Return a watch over the thread that calls this, until closed. All ranks must call it. `limit` is the time limit
+    of a collective in seconds."""
+    return Unwatched() if mesh.world_size == 1 else RankWatch(mesh, limit)
 
 
 class RankWatch:

@@ -15,6 +15,7 @@ from gptlite.launch import launcher, process, worker
 from gptlite.launch.host_memory import lift, out_of_memory
 from gptlite.launch.starter import Starter, is_main, starter
 from gptlite.progress import working
+from gptlite.start.rank import START
 
 if TYPE_CHECKING:
     from gptlite.launch.elastic import Ended
@@ -63,14 +64,17 @@ def settled(config: Config, outer: Starter | None, ranks: int | None = None) -> 
 
 def alone(config: Config, started: float, stop: StopSignal | None) -> Result:
     """Run the configuration in this process, and return the result of the run."""
-    result = launcher.alone(config, started, stop, predicted(config, 1))
+    from gptlite.start.pretrain import pretrain
+
+    result = launcher.alone(config, started, stop, partial(pretrain, memory=predicted(config, 1)))
     drawn(Path(config.run.dir).expanduser(), result.exit_code)
     return result.with_curves()
 
 
 def start_ranks(config: Config, world: int, started: float) -> Ended:
     """Run the configuration in new processes, even for one rank. Raises ConfigError if a rank refuses it."""
-    ended = launcher.start_ranks(config, world, started, predicted(config, world), partial(advice, config, world))
+    memory, advise = predicted(config, world), partial(advice, config, world)
+    ended = launcher.start_ranks(config, world, started, ("-c", START), memory, advise)
     if not ended.killed:
         drawn(Path(config.run.dir).expanduser(), ended.exit_code)
     return ended
@@ -79,7 +83,7 @@ def start_ranks(config: Config, world: int, started: float) -> Ended:
 def under(outer: Starter, config: Config, started: float) -> Result:
     """Run this process as a rank of torchrun or srun, and return the result of the run."""
     process.keep_freed_memory()
-    from gptlite.pretrain import pretrain
+    from gptlite.start.pretrain import pretrain
 
     memory = "" if outer.rank else predicted(config, outer.world_size)  # rank 0 prints the banner
     train = partial(pretrain, memory=memory)

@@ -12,7 +12,7 @@ from gptlite.config.schema import Config, schema_names
 from gptlite.cpu import cpu_name
 from gptlite.data.prepared import PreparedData
 from gptlite.data.samples import SampleSets
-from gptlite.metrics.console import banner, format_count, format_parameters
+from gptlite.metrics.console import banner, format_bytes, format_count, format_parameters
 from gptlite.metrics.devices import device_peak_flops
 from gptlite.metrics.meter import Throughput
 from gptlite.metrics.sinks import Sink, build_sinks, wandb_id
@@ -23,23 +23,25 @@ from gptlite.ops.backend import sdpa_words
 from gptlite.ops.config import Attention
 from gptlite.ops.select import Ops
 from gptlite.optimizer.schedule import resolve_warmup_steps
-from gptlite.parallelism.boxes import num_local_elements
+from gptlite.optimizer.streamed import StreamedStep
+from gptlite.parallelism.boxes import local_tensor, num_local_elements
 from gptlite.parallelism.collectives import gather_objects
-from gptlite.parallelism.config import ParallelismConfig
+from gptlite.parallelism.config import Offload, ParallelismConfig
 from gptlite.parallelism.layout import splits_backward, stages_per_rank
+from gptlite.parallelism.memory import MASTER
 from gptlite.parallelism.mesh import Mesh
 from gptlite.parallelism.rank_sync import from_main
 from gptlite.precision import Policy
 from gptlite.progress import counted
+from gptlite.trainer.attached import Attached
 from gptlite.trainer.build import Run
 from gptlite.trainer.folder import RunFolder
-from gptlite.trainer.memory import offload_words
 from gptlite.trainer.report import Reporter
 from gptlite.trainer.state import TrainState
 
 
-def announce(run: Run, folder: RunFolder, memory: str = "") -> Reporter:
-    """Print the banner, with a line on predicted `memory`, and open the trackers on rank 0. Return the reporter.
+def announce(run: Run, folder: RunFolder, attached: Attached) -> Reporter:
+    """Print the banner, and open the trackers on rank 0. Return the reporter, with the observers of the run.
 
     Collective, as it gathers values.
     """
@@ -66,7 +68,7 @@ def announce(run: Run, folder: RunFolder, memory: str = "") -> Reporter:
         *([("ops", used)] if used else []),
         ("optimizer", _optimizer(config)),
         *_attention(config, mesh, policy, ops),
-        *([("memory", memory)] if memory else []),
+        *([("memory", attached.memory)] if attached.memory else []),
         *offload_words(state, config.parallelism),
         ("data", run.data.describe()),
         *_tokenizer_warning(run.data),
@@ -103,11 +105,11 @@ def announce(run: Run, folder: RunFolder, memory: str = "") -> Reporter:
     return Reporter(
         sinks,
         throughput,
-        mesh.device,
         config.trainer.last_step,
         folder.log,
         batch.unit,
         epoch if batch.unit == "samples" else None,
+        attached.observers(run, folder, throughput),
     )
 
 
@@ -142,6 +144,25 @@ def _attention(config: Config, mesh: Mesh, policy: Policy, ops: Ops) -> list[tup
     length = config.data.sequence_length
     words = sdpa_words(mesh.device, policy.compute_dtype, heads // mesh.size("tp"), length, width)
     return [("attention", f"SDPA uses {words}{'; dropout writes the scores to memory' if drops else ''}")]
+
+
+def offload_words(state: TrainState, config: ParallelismConfig) -> list[tuple[str, str]]:
+    """Return the banner's line on rank 0's offloaded state as [(label, text)]; an empty list without offload."""
+    if config.offload is Offload.none:
+        return []
+    shards = [local_tensor(p) for part in state.parts for p in part.parameters()]
+    weights, gradients = sum(p.nbytes for p in shards), sum(MASTER * p.numel() for p in shards)
+    dtype = "bf16" if weights < gradients else "fp32"
+    text = f"{config.offload.value}: on rank 0 {format_bytes(weights)} of {dtype} weights"
+    text += f" and {format_bytes(gradients)} of gradients"
+    if not isinstance(state.optimizer, StreamedStep):
+        return [("offload", f"{text}, and the optimizer state, in host memory")]
+    stream = state.optimizer.stream
+    way = "O_DIRECT" if stream.file.direct else "the page cache, without O_DIRECT"
+    buffers = format_bytes(sum(tensor.nbytes for tensor in state.optimizer.resident()))
+    size = format_bytes(stream.file.size)
+    return [("offload", f"{text} in host memory, {size} of optimizer state in {config.offload_path} by {way}, through "
+                        f"buffers of {buffers} in total; each step reads {size} and writes {size}")]  # fmt: skip
 
 
 def _optimizer(config: Config) -> str:

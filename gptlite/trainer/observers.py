@@ -1,9 +1,9 @@
-"""Observers of a run: profiler, memory report and replica check follow the steps without a part in them."""
+"""Interface of a run's observers, which follow its steps without a part in them."""
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gptlite.trainer.state import TrainState
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 class Observer:
     """Follower of a run's steps. A method that is not overridden does nothing.
 
-    All ranks have the same observers, so a method may call a collective.
+    All ranks have the same observers, so a method may call a collective, except `figures`, `closing` and `close`.
     """
 
     def before(self, state: TrainState) -> None:
@@ -37,26 +37,19 @@ class Observer:
         """Called after the last step, unless the run fails."""
 
     def close(self) -> None:
-        """Release resources. Called however the run ends."""
+        """Release resources. Called however the run ends, and before `figures` and `closing`."""
 
+    def entries(self) -> dict[str, Any]:
+        """Return entries for a row of training metrics."""
+        return {}
 
-class ReplicaCheck(Observer):
-    """Comparison of the copies of each parameter on all ranks, every `interval` steps; never if it is 0."""
+    def figures(self) -> dict[str, Any]:
+        """Return entries for result.json. May be called in another thread, when this process is about to end."""
+        return {}
 
-    def __init__(self, interval: int) -> None:
-        self._interval = interval
-
-    def reads(self, state: TrainState) -> bool:
-        """Return True if a check is due after this step."""
-        return due(state.step, self._interval)
-
-    def settled(self, state: TrainState) -> None:
-        """Check if it is due. Raises ReplicasDiffer."""
-        if not due(state.step, self._interval):
-            return
-        from gptlite.monitor.replicas import check_replicas
-
-        check_replicas(state.named_parameters(), state.tied_names(), state.runner.mesh, state.step)
+    def closing(self) -> list[tuple[str, str]]:
+        """Return lines for the table of results as [(label, text)]. Called on rank 0 if the run has not failed."""
+        return []
 
 
 def due(step: int, interval: int) -> bool:

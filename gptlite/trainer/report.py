@@ -1,18 +1,15 @@
 """Output of the training loop: metrics rows for the sinks and console lines, at log intervals and evaluations."""
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from gptlite.metrics.console import EXPERT_LOADS, TRAIN_METRIC, VAL_METRIC, eval_line, step_line
-from gptlite.metrics.memory import memory_bytes
 from gptlite.metrics.meter import Throughput
 from gptlite.metrics.sinks import Sink
-from gptlite.metrics.usage import Usage
 from gptlite.trainer.eval import Evaluation
-from gptlite.trainer.memory import MemoryReport
+from gptlite.trainer.observers import Observer
 from gptlite.trainer.spike import Spike
 from gptlite.trainer.state import TrainState
 from gptlite.trainer.step import StepResult
@@ -24,24 +21,23 @@ COMM = "comm_seconds_"  # prefix of the row keys of communication times, before 
 class Reporter:
     """Writer of metrics rows and console lines. Only rank 0 has sinks and output; other ranks only measure.
 
-    `epoch` is the number of samples in an epoch; None if rows have no epoch. `unit` is the unit of throughput.
+    `epoch` is the number of samples in an epoch; None if rows have no epoch. `unit` is the unit of throughput. The
+    `observers` add entries to rows of training.
     """
 
     def __init__(
         self,
         sinks: list[Sink],
         throughput: Throughput,
-        device: torch.device,
         max_steps: int,
         log: Callable[[str], None],
         unit: str = "tokens",
         epoch: int | None = None,
+        observers: tuple[Observer, ...] = (),
     ) -> None:
-        self.sinks, self.throughput, self.device = sinks, throughput, device
+        self.sinks, self.throughput, self.observers = sinks, throughput, observers
         self.max_steps, self.log, self.unit, self.epoch = max_steps, log, unit, epoch
         self.speeds: list[float] = []  # tokens per second of each training row
-        self.memory = MemoryReport(max_steps, throughput.excluded)
-        self.usage = Usage(device)
         self.spikes: list[dict[str, int]] = []  # rewinds of this process: step and skipped samples
         self._last: dict[str, Any] = {}  # the last training row
         self._told = throughput.clock()  # time of the last console line of a step
@@ -49,7 +45,7 @@ class Reporter:
     def step(
         self, state: TrainState, result: StepResult, communication: Callable[[float], dict[str, Any]] = lambda _: {}
     ) -> None:
-        """Write a training row: the result, and throughput, memory and utilisation since the last row.
+        """Write a training row: the result, the throughput since the last row, and the entries of observers.
 
         `communication(step_seconds)` returns the row's communication times. The state may be one step ahead of
         `result`.
@@ -63,9 +59,10 @@ class Reporter:
         row["tokens"] = result.tokens
         if self.epoch is not None:
             row["epoch"] = round(result.stop / self.epoch, 4)
-        row |= self.throughput.read() | memory_bytes(self.device) | self.usage.read() | self.memory.row
-        row |= communication(row["step_seconds"])  # collective, as is `gather` below
-        self.memory.gather(row["memory_peak_bytes"], self.usage.memory, self.usage.utilization, state.runner.mesh)
+        row |= self.throughput.read()
+        for observer in self.observers:
+            row |= observer.entries()  # may be collective, as is the next line
+        row |= communication(row["step_seconds"])
         if row["tokens_per_second"] is not None:
             self.speeds.append(row["tokens_per_second"])
         self._last = row
@@ -122,7 +119,7 @@ class Reporter:
         self.log(eval_line(row, self.max_steps, self.unit))
 
     def figures(self) -> dict[str, Any]:
-        """Return the figures of result.json that come from training rows; None for values that no row had.
+        """Return the figures of result.json from training rows and observers; None for values that no row had.
 
         `tokens_per_second`, `step_seconds` and `mfu` are at the median speed. `comm_seconds` maps each axis to the
         communication time (see monitor/comm_time.py) of the last row, scaled to a step at the median speed. `loss`
@@ -133,23 +130,25 @@ class Reporter:
         seconds = self.throughput.tokens_per_step / speed if speed else None
         scale = seconds / last["step_seconds"] if seconds else 0.0  # from the last row to the median speed
         axes = [key.removeprefix(COMM) for key in last if key.startswith(COMM)]
-        return {
+        figures = {
             "loss": last.get("loss"),
             "tokens_per_second": speed,
             "step_seconds": seconds,
             "mfu": last["mfu"] / scale if seconds and last["mfu"] is not None else None,
             "comm_seconds": {axis: last[COMM + axis] * scale for axis in axes},
             "spikes": self.spikes,
-            "memory_average_bytes": self.usage.memory,
-            "utilization": self.usage.utilization,
-            "memory_ranks": self.memory.ranks(),
         }
+        for observer in self.observers:
+            figures |= observer.figures()
+        return figures
 
     def close(self, failed: bool = False) -> None:
-        """Stop the usage sampler and close every sink. `failed` is True if the run raised an exception."""
-        self.usage.close()
-        for sink in self.sinks:
-            sink.close(failed)
+        """Close every observer, then every sink. `failed` is True if the run raised an exception."""
+        with ExitStack() as stack:
+            for sink in reversed(self.sinks):
+                stack.callback(sink.close, failed)
+            for observer in reversed(self.observers):
+                stack.callback(observer.close)
 
     def _write(self, row: dict[str, Any]) -> None:
         for sink in self.sinks:

@@ -18,12 +18,10 @@ from gptlite.config.plugins import as_override
 from gptlite.config.schema import Config
 from gptlite.errors import RunEnded, one_line, printable, text_of
 from gptlite.invocation import command, launched_command
-from gptlite.metrics.console import banner, format_bytes, format_duration
-from gptlite.metrics.memory import memory_bytes
+from gptlite.metrics.console import banner, format_duration
 from gptlite.models.capabilities import TextGeneration, capability
 from gptlite.models.sampling import Sampling
 from gptlite.optimizer.schedule import Schedule
-from gptlite.parallelism.config import Offload
 from gptlite.parallelism.layout import num_stages, stages_per_rank
 from gptlite.progress import counted
 from gptlite.tokenizers.base import StreamDecoder
@@ -115,7 +113,6 @@ def _result(
         "val_bits_per_byte": evaluation.bits_per_byte if evaluation else None,
         **({f"val_{name}": mean for name, mean in evaluation.means.items()} if evaluation else {}),
         **reporter.figures(),
-        "memory_peak_bytes": memory_bytes(reporter.device)["memory_peak_bytes"],
         "world_size": run.mesh.world_size,
         "layout": run.layout,
         "pipeline": _pipeline(config, state),
@@ -171,16 +168,7 @@ def _close(
         steps = ", ".join(str(each["step"]) for each in reporter.spikes)
         skipped = sum(each["skipped_to"] - each["skipped_from"] for each in reporter.spikes)
         lines.append(("loss spikes", f"{len(reporter.spikes)}, at step {steps}; {counted(skipped, 'sample')} skipped"))
-    if (peak := memory_bytes(reporter.device)["memory_peak_bytes"]) is not None:
-        average = reporter.usage.memory
-        lines.append(("peak memory", format_bytes(peak) + (f", {format_bytes(average)} on average" if average else "")))
-    used, gpu = reporter.usage.utilization, reporter.device.type == "cuda"
-    if used is not None or gpu:
-        what = "GPU" if gpu else "processor time"
-        lines.append(("utilisation", "n/a: install nvidia-ml-py" if used is None else f"{used:.0%} of the {what}"))
-    lines += reporter.memory.lines()
-    if config.parallelism.offload is not Offload.none:
-        lines += reporter.memory.offloaded()
+    lines += [line for observer in reporter.observers for line in observer.closing()]
     more = [as_override(config.plugins)] if config.plugins else []
     if outcome.ending is Ending.done:
         more.append(config.trainer.doubled)

@@ -14,8 +14,7 @@ from gptlite.optimizer.config import OptimizerConfig
 from gptlite.parallelism.pipeline import OnePart, Pipeline
 from gptlite.trainer.clock import Clock
 from gptlite.trainer.eval import Evaluation, evaluate_sets
-from gptlite.trainer.observers import Observer, ReplicaCheck, due
-from gptlite.trainer.profile import StepProfiler
+from gptlite.trainer.observers import due
 from gptlite.trainer.report import Reporter
 from gptlite.trainer.signals import Stopping, StopSignal
 from gptlite.trainer.spike import Spike, Spiked
@@ -125,11 +124,7 @@ class Trainer:
         self._clock = Clock(config.max_time, around.started, state.num_bytes() / SLOW_DISK, lag)
         self._stopping = Stopping(mesh, around.stop, self._clock.over, lambda: self._folder.save_failed)
         self._steps = Steps(Step(mesh, passes, optimizer.lr, optimizer.clip_norm, self._stopping), lag)
-        self._observers: tuple[Observer, ...] = (
-            self._reporter.memory,
-            StepProfiler(config.profile_steps, self._folder.path, mesh.rank, self._reporter.log),
-            ReplicaCheck(config.replica_check_interval),
-        )
+        self._observers = self._reporter.observers
         self._evaluation: Evaluation | None = None
         self._checkpoint: Path | None = None
         self._saved_step, self._save_due = -1, False
@@ -137,27 +132,24 @@ class Trainer:
     def run(self) -> Outcome:
         """Train until `trainer.max_steps`, `trainer.stop_step`, a signal or `trainer.max_time`, and save a checkpoint.
 
-        Raises Diverged for a non-finite loss or gradient, Spiked for a spike after which the run cannot rewind,
-        ReplicasDiffer if copies of a parameter differ, and the exception of a failed save. For a background save, this
-        exception is raised at the next step. Earlier checkpoints are kept.
+        Raises Diverged for a non-finite loss or gradient, Spiked for a spike after which the run cannot rewind, an
+        observer's exception, and the exception of a failed save. For a background save, this exception is raised at
+        the next step. Earlier checkpoints are kept.
         """
         state, stopping = self._state, self._stopping
         # If the run stopped before an evaluation that was due, evaluate now, as the uninterrupted run would have.
         if due(state.step, self._config.eval_interval) and state.step < self._config.last_step:
             self._evaluate(stopping.poll)
-        with ExitStack() as stack:
-            for observer in self._observers:
-                stack.callback(observer.close)
-            while (begins := self._begins()) or self._steps.waiting:
-                if (spike := self._advance(begins)) is not None:
-                    self._rewind(spike)
-                elif not self._steps.waiting:  # else the state is ahead of the results and must not be used
-                    for observer in self._observers:
-                        observer.settled(state)
-                    if state.step < self._config.last_step:
-                        self._evaluate_and_save()
-            for observer in self._observers:
-                observer.ended(state)
+        while (begins := self._begins()) or self._steps.waiting:
+            if (spike := self._advance(begins)) is not None:
+                self._rewind(spike)
+            elif not self._steps.waiting:  # else the state is ahead of the results and must not be used
+                for observer in self._observers:
+                    observer.settled(state)
+                if state.step < self._config.last_step:
+                    self._evaluate_and_save()
+        for observer in self._observers:
+            observer.ended(state)
         if stopping.save_failed:
             self._folder.finish_saves()  # raises
         ending = self._ending()

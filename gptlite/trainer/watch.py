@@ -1,12 +1,10 @@
-"""The training loop's view of the watchdog, which runs with several ranks only."""
+"""The training loop's view of a watchdog over its ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
-
-from gptlite.parallelism.mesh import Mesh
 
 
 class Watch(Protocol):
@@ -33,7 +31,7 @@ class Watch(Protocol):
 
 
 class Unwatched:
-    """Watch of a single rank, which waits for no other."""
+    """No watch: a single rank waits for no other, and several need none to train."""
 
     def __init__(self) -> None:
         self.ending: Callable[[Exception], None] = lambda error: None
@@ -52,13 +50,3 @@ class Unwatched:
     def communication(self, step_seconds: float) -> dict[str, Any]:
         """Return no entries."""
         return {}
-
-
-def watch_ranks(mesh: Mesh, limit: float) -> Watch:
-    """Return a watch over the thread that calls this, until closed. All ranks must call it. `limit` is the time limit
-    of a collective in seconds."""
-    if mesh.world_size == 1:
-        return Unwatched()
-    from gptlite.monitor.watchdog import RankWatch
-
-    return RankWatch(mesh, limit)

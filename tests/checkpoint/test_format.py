@@ -21,7 +21,7 @@ from gptlite.checkpoint.load import load_tensors, whole_tensors
 from gptlite.checkpoint.manifest import DamagedCheckpoint, read_manifest, verify
 from gptlite.checkpoint.metadata import boxes_of, read_metadata
 from gptlite.config.saved import from_yaml
-from gptlite.pretrain import pretrain
+from gptlite.start.pretrain import pretrain
 
 FIXTURE = Path(__file__).parent / "fixtures" / "v1" / "step-00000003"
 # Of each tensor's bytes, row by row and little-endian, the first half of the SHA-256.

@@ -23,7 +23,7 @@ from gptlite.errors import ConfigError
 from gptlite.huggingface.adapter import Adapter, Weight
 from gptlite.invocation import command
 from gptlite.models.model import Model
-from gptlite.pretrain import pretrain
+from gptlite.start.pretrain import pretrain
 from gptlite.tokenizers.base import NumberTokenizer
 from gptlite.trainer.state import model_tensors
 

@@ -33,7 +33,7 @@ from gptlite.data.build import build_loader, prepare
 from gptlite.errors import ConfigError
 from gptlite.invocation import command
 from gptlite.parallelism.rank_sync import ALONE
-from gptlite.pretrain import pretrain
+from gptlite.start.pretrain import pretrain
 from gptlite.trainer.restore import restore
 
 

@@ -19,7 +19,7 @@ from gptlite.checkpoint.load import whole_tensors
 from gptlite.checkpoint.manifest import verify
 from gptlite.checkpoint.metadata import _set_properties
 from gptlite.config.saved import from_yaml
-from gptlite.pretrain import pretrain
+from gptlite.start.pretrain import pretrain
 
 FIXTURES = Path(__file__).parent / "fixtures"
 VERSIONS = ("2.11", "2.13", "2.14", "2.15")

@@ -20,7 +20,7 @@ from gptlite.images.folder import open_image_folder
 from gptlite.images.tensors import ToTensor, held_out
 from gptlite.parallelism.config import ParallelismConfig
 from gptlite.parallelism.mesh import build_mesh
-from gptlite.pretrain import pretrain
+from gptlite.start.pretrain import pretrain
 
 MODES = {"RGB": 3, "RGBA": 4, "L": 1, "LA": 2}
 

@@ -20,7 +20,7 @@ from distributed.cells.steps import joined
 from gptlite.config import Config, load
 from gptlite.data.loader import Loader
 from gptlite.parallelism.layout import resolve
-from gptlite.pretrain import pretrain
+from gptlite.start.pretrain import pretrain
 from gptlite.trainer.signals import StopSignal
 
 

@@ -20,7 +20,7 @@ from distributed.cells.commands import TRAIN, Start, losses
 from gptlite.checkpoint.checkpointer import Checkpointer
 from gptlite.checkpoint.config import CheckpointConfig
 from gptlite.checkpoint.store import step_folders, step_of
-from gptlite.launch.elastic import START
+from gptlite.start.rank import START
 
 
 def check_two_ranks(folder: Path, code: int, output: str, errors: str, expected: dict[int, float]) -> None:
@@ -59,7 +59,7 @@ def test_a_new_rank_imports_the_package_of_its_launcher(tmp_path: Path) -> None:
     code = "\n".join([*lines, "print(main.__code__.co_filename)"])
     result = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=100)
     assert (result.returncode, result.stderr) == (0, "")
-    assert result.stdout == f"{Path(TRAIN).parent / 'gptlite' / 'launch' / 'worker.py'}\n"
+    assert result.stdout == f"{Path(TRAIN).parent / 'gptlite' / 'start' / 'rank.py'}\n"
 
 
 @pytest.mark.parametrize("victim", marked([0, 1], slow=1))

@@ -1,6 +1,7 @@
 """What a run says of its memory: the banner's prediction, and the step that is measured."""
 
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from dataclasses import astuple, replace
 
 import pytest
@@ -14,9 +15,10 @@ from gptlite.launch import room
 from gptlite.launch.host_memory import GIB
 from gptlite.launch.launcher import check_here
 from gptlite.monitor.memory_phases import AFTER, phase_peaks
+from gptlite.monitor.memory_report import MemoryReport
 from gptlite.monitor.memory_watch import MemoryWatch, StateSnapshot, most_beside
 from gptlite.ops.select import select_ops
-from gptlite.parallelism.mesh import build_mesh
+from gptlite.parallelism.mesh import Mesh, build_mesh
 from gptlite.parity.record import build
 from gptlite.plan import banner
 from gptlite.plan.banner import planned
@@ -26,7 +28,6 @@ from gptlite.precision import resolve_precision
 from gptlite.start.run import predicted
 from gptlite.torch_private.allocations import recorded_allocations
 from gptlite.torch_private.profiler import profiler_runs
-from gptlite.trainer.memory import MemoryReport
 from gptlite.trainer.state import TrainState
 from gptlite.trainer.step import Diverged, Step
 
@@ -49,14 +50,21 @@ def expected(config: Config, state: TrainState, step: Step) -> RankBytes:
     return estimate(planned(config, step.mesh.layout, step.mesh.device, policy, ops.attention), 0)
 
 
+@pytest.fixture
+def report() -> Iterator[Callable[[int], MemoryReport]]:
+    """Makes the report of a run with a last step."""
+    with ExitStack() as stack:
+        yield lambda last: stack.enter_context(closing(MemoryReport(Mesh(torch.device("cpu")), last)))
+
+
 def take(report: MemoryReport, step: Step, state: TrainState) -> float:
     with report.during(state):
         return step(state).loss
 
 
-def test_the_second_step_is_measured_and_no_other():
+def test_the_second_step_is_measured_and_no_other(report):
     (_, state, step), (_, plain, plain_step) = started(), started()
-    report, losses = MemoryReport(9), []
+    report, losses = report(9), []
     with closing(state.loader), closing(plain.loader):
         losses.append(take(report, step, state))
         assert report.row == {}
@@ -78,28 +86,28 @@ def test_the_second_step_is_measured_and_no_other():
     assert text.startswith("parameters 926 KiB, gradients 926 KiB, optimizer 1.81 MiB, activations ")
 
 
-def test_a_run_of_one_step_is_measured_too():
+def test_a_run_of_one_step_is_measured_too(report):
     _, state, step = started()
-    report = MemoryReport(1)
+    report = report(1)
     with closing(state.loader):
         take(report, step, state)
     assert list(report.row) == KEYS
 
 
-def test_a_step_that_fails_leaves_nothing_on():
+def test_a_step_that_fails_leaves_nothing_on(report):
     _, state, step = started()
     with torch.no_grad():
         next(state.parts[0].parameters()).fill_(torch.nan)
     with closing(state.loader), pytest.raises(Diverged):
-        take(MemoryReport(1), step, state)
+        take(report(1), step, state)
     assert not profiler_runs()
     assert not state.parts[0]._forward_hooks
     assert not state.optimizer._optimizer_step_pre_hooks
 
 
-def test_a_step_under_the_profiler_is_not_measured():
+def test_a_step_under_the_profiler_is_not_measured(report):
     _, state, step = started()
-    report = MemoryReport(1)
+    report = report(1)
     with closing(state.loader):
         with torch.profiler.profile():
             take(report, step, state)

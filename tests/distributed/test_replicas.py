@@ -15,7 +15,7 @@ from gptlite.monitor.replicas import ReplicasDiffer, check_replicas, fingerprint
 from gptlite.parallelism.config import ParallelismConfig
 from gptlite.parallelism.mesh import Mesh, build_mesh
 from gptlite.parallelism.tensor import cut, tensor_axis
-from gptlite.pretrain import pretrain
+from gptlite.start.pretrain import pretrain
 
 THIS = "distributed.test_replicas"
 

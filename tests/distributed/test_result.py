@@ -1,6 +1,7 @@
 """The figures of result.json that a sweep compares, from real ranks."""
 
 import json
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,8 +13,8 @@ from run_files import read_metrics
 from distributed.cells.run import Ranks
 from gptlite.metrics.meter import Throughput
 from gptlite.monitor.comm_time import CommunicationTime
+from gptlite.monitor.memory_report import CATEGORIES, MemoryReport
 from gptlite.parallelism.mesh import Mesh
-from gptlite.trainer.memory import CATEGORIES, MemoryReport
 from gptlite.trainer.report import Reporter
 from gptlite.trainer.step import StepResult
 
@@ -58,9 +59,11 @@ def test_figures_are_at_the_median_speed(monkeypatch: pytest.MonkeyPatch, second
     throughput = Throughput(
         tokens_per_step=100, samples_per_step=1, flops_per_token=6, peak_flops=3000.0, clock=lambda: now[0]
     )
-    reporter = Reporter([], throughput, torch.device("cpu"), 3, lambda _: None)
+    report = MemoryReport(ONE, 3)
+    reporter = Reporter([], throughput, 3, lambda _: None, observers=(report,))
     monkeypatch.setattr(throughput, "eta_seconds", lambda _: None)
     none = reporter.figures()
+    assert none.pop("memory_peak_bytes") > 0
     assert none == dict.fromkeys(none, None) | {"comm_seconds": {}, "memory_ranks": [], "spikes": []}
     state: Any = SimpleNamespace(step=1, tokens=100, runner=SimpleNamespace(mesh=ONE), remaining_batches=float)
     for loss, taken in zip((3.0, 2.0, 1.0), seconds, strict=True):  # a quarter of each step in tp
@@ -75,15 +78,16 @@ def test_figures_are_at_the_median_speed(monkeypatch: pytest.MonkeyPatch, second
     ((rank),) = found["memory_ranks"]
     assert rank["peak"] > 0
     assert [rank[name] for name in CATEGORIES] == [None] * 4  # no step was measured
+    reporter.close()
 
 
 def test_what_is_not_known_of_a_rank_is_none():
-    report = MemoryReport(3)
-    assert report.ranks() == []
-    report.gather(None, None, None, ONE)
-    assert report.ranks() == [dict.fromkeys((*CATEGORIES, "peak", "average", "utilization"))]
-    report.gather(7, 5, 0.25, ONE)
-    assert [report.ranks()[0][name] for name in ("peak", "average", "utilization")] == [7, 5, 0.25]
+    with closing(MemoryReport(ONE, 3)) as report:
+        assert report.ranks() == []
+        report.gather(None, None, None)
+        assert report.ranks() == [dict.fromkeys((*CATEGORIES, "peak", "average", "utilization"))]
+        report.gather(7, 5, 0.25)
+        assert [report.ranks()[0][name] for name in ("peak", "average", "utilization")] == [7, 5, 0.25]
 
 
 def test_the_first_row_of_shares_does_not_outlive_itself():

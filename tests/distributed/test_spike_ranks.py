@@ -20,7 +20,7 @@ from distributed.test_continue import CLOSE, Run, other
 from gptlite.checkpoint.manifest import read_manifest
 from gptlite.config import Config, load
 from gptlite.models.gpt.model import GPT
-from gptlite.pretrain import pretrain
+from gptlite.start.pretrain import pretrain
 
 BAD = 50  # its loss is not finite
 HIGH = (192, 216)  # the loss of micro-batches of these samples is doubled

@@ -19,7 +19,7 @@ from distributed.cells.run import Ranks
 from distributed.cells.steps import built
 from gptlite.config import Config, load
 from gptlite.parallelism.boxes import local_tensor
-from gptlite.pretrain import pretrain
+from gptlite.start.pretrain import pretrain
 from gptlite.trainer.signals import Stopping, StopSignal
 from gptlite.trainer.step import StepResult
 from gptlite.trainer.steps import Steps

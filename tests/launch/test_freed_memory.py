@@ -64,7 +64,7 @@ os.environ.update(RANK="0", WORLD_SIZE="1")
 if sys.argv[1] == "ours":
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.yaml").write_text(to_yaml(config))
-        worker.main([folder, "0", str(os.getppid())])
+        worker.main([folder, "0", str(os.getppid())], lambda *given: 0)
 worker.under(Starter("torchrun", 0, 1, 0, 1, "localhost", 1), config, 0.0, lambda *given: 0)
 """
 

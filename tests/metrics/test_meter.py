@@ -1,10 +1,7 @@
-import sys
-
 import pytest
 import torch
 
 from gptlite.metrics.devices import device_peak_flops, peak_flops
-from gptlite.metrics.memory import memory_bytes, resident_bytes
 from gptlite.metrics.meter import Throughput
 
 
@@ -126,33 +123,6 @@ def test_tf32_counts_only_where_it_exists():
 
 def test_a_cpu_has_no_known_peak():
     assert device_peak_flops(torch.device("cpu"), torch.bfloat16) is None
-
-
-def test_memory_of_a_cpu_run_follows_what_it_touches():
-    before = memory_bytes(torch.device("cpu"))
-    block = torch.ones(64 * 2**20, dtype=torch.uint8)
-    after = memory_bytes(torch.device("cpu"))
-    assert set(after) == {"memory_allocated_bytes", "memory_peak_bytes"}
-    if sys.platform == "linux":
-        allocated, peak = after["memory_allocated_bytes"] or 0, after["memory_peak_bytes"] or 0
-        assert allocated - (before["memory_allocated_bytes"] or 0) > 0.9 * block.numel()
-        assert peak >= allocated
-
-
-def test_the_peak_is_the_process_s_own(tmp_path):
-    """ru_maxrss, which a child takes over from a large parent, counts only where the kernel has no better figure."""
-    (tmp_path / "status").write_text("Name:\tpython\nVmHWM:\t   2000 kB\nVmRSS:\t   1000 kB\n")
-    assert resident_bytes(tmp_path / "status") == (1000 * 1024, 2000 * 1024)
-    (tmp_path / "status").write_text("VmRSS:\t   1000 kB\n")
-    current, peak = resident_bytes(tmp_path / "status")
-    assert current == 1000 * 1024
-    assert peak > 10 * 2**20
-
-
-def test_without_proc_the_peak_remains(tmp_path):
-    current, peak = resident_bytes(tmp_path / "absent")
-    assert current is None
-    assert peak > 10 * 2**20
 
 
 def test_smaller_batches_count_for_what_they_hold():

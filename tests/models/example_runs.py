@@ -29,7 +29,7 @@ def config_of(name: str, *overrides: str):
 
 def train(name: str, folder: str, *overrides: str) -> int:
     """Train on every rank of a world."""
-    from gptlite.pretrain import pretrain
+    from gptlite.start.pretrain import pretrain
 
     with without_plots():
         return pretrain(config_of(name, f"run.dir={folder}", *overrides)).exit_code

@@ -30,7 +30,7 @@ def config_of(*overrides: str):
 
 def train(folder: str, *overrides: str) -> int:
     """Train on every rank of a world."""
-    from gptlite.pretrain import pretrain
+    from gptlite.start.pretrain import pretrain
 
     with without_plots():
         return pretrain(config_of(f"run.dir={folder}", *overrides)).exit_code

@@ -22,7 +22,7 @@ from gptlite.ops.config import Attention
 from gptlite.ops.inputs import Inputs
 from gptlite.ops.select import Ops
 from gptlite.plan.parameters import num_parameters as planned_parameters
-from gptlite.pretrain import pretrain
+from gptlite.start.pretrain import pretrain
 from gptlite.trainer import banner
 
 CONV = ConvConfig(channels=8, depth=2, kernel=3, symbols=11)

@@ -118,7 +118,7 @@ def train(folder: str, *overrides: str) -> int:
     """On every rank of a world."""
     from run_files import without_plots  # not above: tests copy this file, as a plugin in a folder of its own
 
-    from gptlite.pretrain import pretrain
+    from gptlite.start.pretrain import pretrain
 
     with without_plots():
         return pretrain(config_of(f"run.dir={folder}", *overrides)).exit_code

@@ -16,7 +16,7 @@ from gptlite.optimizers.lion import Lion
 from gptlite.parallelism.config import Offload, ParallelismConfig
 from gptlite.parallelism.memory import state_of, storage_sizes
 from gptlite.parallelism.state_file import ALIGN, StateFile
-from gptlite.trainer.memory import offload_words
+from gptlite.trainer.banner import offload_words
 
 SHAPES = [(5000,), (3,), (64, 65), (1024,), (2, 1024), (0,), (7000,)]
 KINDS = {

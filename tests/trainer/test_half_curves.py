@@ -13,7 +13,7 @@ import torch
 from gptlite.config import load
 from gptlite.errors import ConfigError
 from gptlite.metrics.jsonl import read_rows
-from gptlite.pretrain import pretrain
+from gptlite.start.pretrain import pretrain
 
 STEPS = 500
 WITHIN = 0.01  # relative, of every step's loss

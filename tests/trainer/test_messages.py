@@ -11,7 +11,7 @@ from run_files import differing, read_metrics, snapshot
 from gptlite.checkpoint.find import candidates
 from gptlite.config import load
 from gptlite.errors import ConfigError
-from gptlite.pretrain import pretrain
+from gptlite.start.pretrain import pretrain
 from gptlite.trainer import eval as evaluation
 from gptlite.trainer import report
 

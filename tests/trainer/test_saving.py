@@ -14,7 +14,7 @@ from gptlite.checkpoint import store
 from gptlite.checkpoint.manifest import verify
 from gptlite.config import load
 from gptlite.errors import ConfigError
-from gptlite.pretrain import pretrain
+from gptlite.start.pretrain import pretrain
 
 
 def test_saves_beside_the_training_hold_what_the_others_do(run, tmp_path: Path) -> None:

@@ -35,7 +35,12 @@ from typing import Any
 from unittest import mock
 
 TESTS = Path(__file__).parents[2]
-PRELOAD = ("gptlite.commands.train", "gptlite.pretrain", "gptlite.models.gpt.model", "checkpoint.destruction.composed")
+PRELOAD = (
+    "gptlite.commands.train",
+    "gptlite.start.pretrain",
+    "gptlite.models.gpt.model",
+    "checkpoint.destruction.composed",
+)
 PRIVATE = ("unshare", "--user", "--map-root-user", "--mount")  # a wrapper: mounts that nobody else sees
 # sched.h and sys/mount.h
 CLONE_NEWUSER, CLONE_NEWNS, MS_REC, MS_PRIVATE = 0x10000000, 0x00020000, 1 << 14, 1 << 18

@@ -39,7 +39,7 @@ def live(
     """
     from gptlite.commands.train import guarded
     from gptlite.config import load
-    from gptlite.pretrain import pretrain
+    from gptlite.start.pretrain import pretrain
     from gptlite.trainer.signals import StopSignal
 
     torch.set_num_threads(1)

@@ -19,7 +19,7 @@ from gptlite.commands.train import guarded
 from gptlite.config import load
 from gptlite.data.loader import Batch, Loader
 from gptlite.launch.elastic import run_ranks
-from gptlite.launch.worker import main
+from gptlite.start.rank import main
 
 
 class Fed(NamedTuple):

@@ -16,8 +16,8 @@ import gptlite.optimizer.torch_rules
 import gptlite.parity.record
 import gptlite.plan.advice
 import gptlite.plan.banner
-import gptlite.pretrain
-import gptlite.start.api  # noqa: F401
+import gptlite.start.api
+import gptlite.start.pretrain  # noqa: F401
 from gptlite.config import compose
 
 compose.compose = composition.compose

@@ -18,7 +18,7 @@ from gptlite.parallelism.mesh import Mesh, build_mesh
 from gptlite.parity.record import build
 from gptlite.plan.planning import workload_of
 from gptlite.plan.workload import Workload
-from gptlite.pretrain import pretrain
+from gptlite.start.pretrain import pretrain
 from gptlite.torch_private.distributed import forget_meshes
 from gptlite.trainer.state import TrainState
 from gptlite.trainer.step import Step

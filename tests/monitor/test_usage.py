@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from gptlite.metrics import usage as module
-from gptlite.metrics.usage import Usage, gpu_utilization
+from gptlite.monitor import usage as module
+from gptlite.monitor.usage import Usage, gpu_utilization
 
 CPU = torch.device("cpu")
 

@@ -1,18 +1,18 @@
-"""Memory measurement of one step on each rank, and the start banner's line on offloaded state."""
+"""Memory and utilisation of each rank over a run, and the memory of one step by category."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
 
 import torch
 
-from gptlite.metrics.console import format_bytes
-from gptlite.optimizer.streamed import StreamedStep
-from gptlite.parallelism.boxes import local_tensor
+from gptlite.monitor.memory_watch import MemoryWatch
+from gptlite.monitor.process_memory import memory_bytes
+from gptlite.monitor.usage import Usage
 from gptlite.parallelism.collectives import all_reduce
-from gptlite.parallelism.config import Offload, ParallelismConfig
 from gptlite.parallelism.host_copy import HostCopy
-from gptlite.parallelism.memory import MASTER
 from gptlite.parallelism.mesh import Mesh
+from gptlite.progress import format_bytes
 from gptlite.torch_private.fsdp import watched_shards
 from gptlite.torch_private.profiler import profiler_runs
 from gptlite.trainer.observers import Observer
@@ -21,35 +21,24 @@ from gptlite.trainer.state import TrainState
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations")
 
 
-def offload_words(state: TrainState, config: ParallelismConfig) -> list[tuple[str, str]]:
-    """Return the banner's line on rank 0's offloaded state as [(label, text)]; an empty list without offload."""
-    if config.offload is Offload.none:
-        return []
-    shards = [local_tensor(p) for part in state.parts for p in part.parameters()]
-    weights, gradients = sum(p.nbytes for p in shards), sum(MASTER * p.numel() for p in shards)
-    dtype = "bf16" if weights < gradients else "fp32"
-    text = f"{config.offload.value}: on rank 0 {format_bytes(weights)} of {dtype} weights"
-    text += f" and {format_bytes(gradients)} of gradients"
-    if not isinstance(state.optimizer, StreamedStep):
-        return [("offload", f"{text}, and the optimizer state, in host memory")]
-    stream = state.optimizer.stream
-    way = "O_DIRECT" if stream.file.direct else "the page cache, without O_DIRECT"
-    buffers = format_bytes(sum(tensor.nbytes for tensor in state.optimizer.resident()))
-    size = format_bytes(stream.file.size)
-    return [("offload", f"{text} in host memory, {size} of optimizer state in {config.offload_path} by {way}, through "
-                        f"buffers of {buffers} in total; each step reads {size} and writes {size}")]  # fmt: skip
-
-
 class MemoryReport(Observer):
-    """Memory measurement of one step: the second, when all persistent state exists, or the run's last step, if earlier.
+    """Report of the ranks' memory and utilisation, with a measurement of one step by category.
 
-    `row` has the values for metrics rows: the maximum over ranks of each category, in bytes. It is empty before the
-    measurement. `excluded()` is entered while the measurement is set up and read, to exclude this time from the
-    throughput.
+    That step is the second, when all persistent state exists, or the run's last step, if earlier. `row` has its values
+    for metrics rows: the maximum over ranks of each category, in bytes. It is empty before the measurement.
+    `excluded()` is entered while the measurement is set up and read, to exclude this time from the throughput.
+    `offloads` adds a line on offloaded state to the table of results.
     """
 
-    def __init__(self, last_step: int, excluded: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
-        self._last_step, self._excluded = last_step, excluded
+    def __init__(
+        self,
+        mesh: Mesh,
+        last_step: int,
+        excluded: Callable[[], AbstractContextManager[None]] = nullcontext,
+        offloads: bool = False,
+    ) -> None:
+        self._mesh, self._last_step, self._excluded, self._offloads = mesh, last_step, excluded, offloads
+        self._use = Usage(mesh.device)
         self.row: dict[str, int] = {}
         self._sizes: list[list[int]] = []  # bytes of each of CATEGORIES, per rank
         self._phases: dict[str, int] = {}  # peak bytes by phase of the step, maximum over ranks
@@ -73,13 +62,10 @@ class MemoryReport(Observer):
         if not measures:
             yield
             return
-        mesh = state.runner.mesh
         with ExitStack() as stack:
             with self._excluded():
-                from gptlite.monitor.memory_watch import MemoryWatch
-
                 count = state.loader.micro_batches(state.consumed_samples)
-                watch = MemoryWatch(state.parts, state.optimizer, mesh.device, count)
+                watch = MemoryWatch(state.parts, state.optimizer, self._mesh.device, count)
                 stack.enter_context(watch)
                 stack.enter_context(watched_shards(state.parts, self._to_device.append, self._to_host.append))
             yield
@@ -87,20 +73,52 @@ class MemoryReport(Observer):
                 stack.close()
                 peaks = watch.found()
                 sizes = (peaks.state.parameters, peaks.state.gradients, peaks.state.optimizer, peaks.activations)
-                self._sizes = _everyone(sizes, mesh)
-                phases = _everyone(list(peaks.phases.values()), mesh)
+                self._sizes = _everyone(sizes, self._mesh)
+                phases = _everyone(list(peaks.phases.values()), self._mesh)
         self._phases = dict(zip(peaks.phases, map(max, zip(*phases, strict=True)), strict=True))
         most = map(max, zip(*self._sizes, strict=True))
         self.row = {f"memory_{name}_bytes": size for name, size in zip(CATEGORIES, most, strict=True)}
 
-    def gather(self, peak: int | None, average: int | None, utilization: float | None, mesh: Mesh) -> None:
+    def entries(self) -> dict[str, Any]:
+        """Return this rank's memory and utilisation since the last row, and the values of `row`. Collective."""
+        row = memory_bytes(self._mesh.device) | self._use.read() | self.row
+        self.gather(row["memory_peak_bytes"], self._use.memory, self._use.utilization)
+        return row
+
+    def figures(self) -> dict[str, Any]:
+        """Return this rank's average and peak memory and its utilisation, and the same of each rank."""
+        return {
+            "memory_average_bytes": self._use.memory,
+            "utilization": self._use.utilization,
+            "memory_ranks": self.ranks(),
+            "memory_peak_bytes": memory_bytes(self._mesh.device)["memory_peak_bytes"],
+        }
+
+    def closing(self) -> list[tuple[str, str]]:
+        """Return the lines on this rank's memory and utilisation, and on the measured step."""
+        lines = []
+        if (peak := memory_bytes(self._mesh.device)["memory_peak_bytes"]) is not None:
+            average = self._use.memory
+            text = format_bytes(peak) + (f", {format_bytes(average)} on average" if average else "")
+            lines.append(("peak memory", text))
+        used, gpu = self._use.utilization, self._mesh.device.type == "cuda"
+        if used is not None or gpu:
+            what = "GPU" if gpu else "processor time"
+            lines.append(("utilisation", "n/a: install nvidia-ml-py" if used is None else f"{used:.0%} of the {what}"))
+        return lines + self.lines() + (self.offloaded() if self._offloads else [])
+
+    def close(self) -> None:
+        """Stop sampling; the averages stay available."""
+        self._use.close()
+
+    def gather(self, peak: int | None, average: int | None, utilization: float | None) -> None:
         """Exchange each rank's peak and average memory in bytes, and its device utilisation (0 to 1), so far.
 
         Collective. The host does not wait for a GPU.
         """
         self._take_usage()
         millionths = -1 if utilization is None else round(1e6 * utilization)
-        self._coming = HostCopy(_table([peak or 0, average or 0, millionths], mesh))
+        self._coming = HostCopy(_table([peak or 0, average or 0, millionths], self._mesh))
 
     def _take_usage(self) -> None:
         """Store the newest values if they have arrived. Never waits, so that a run can end after a hang."""

@@ -9,7 +9,7 @@ from threading import Event, Thread
 
 import torch
 
-from gptlite.metrics.memory import resident_bytes
+from gptlite.monitor.process_memory import resident_bytes
 
 SAMPLE_SECONDS = 0.1
 

@@ -11,7 +11,7 @@ def memory_bytes(device: torch.device) -> dict[str, int | None]:
     """Return the row keys `memory_allocated_bytes` and `memory_peak_bytes`.
 
     On a GPU: bytes of live tensors, from the caching allocator. Measuring the memory of a step's phases, usually in the
-    second step, resets the peak (monitor/memory_phases.py). On a CPU: the process's resident set, with the peak
+    second step, resets the peak (memory_phases.py). On a CPU: the process's resident set, with the peak
     since the process started; None if the system does not report it.
     """
     if device.type == "cuda":

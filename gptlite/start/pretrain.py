@@ -1,0 +1,48 @@
+"""`pretrain` of the Python API, and of each rank of a run: training, with what observes a run attached."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from gptlite.config.schema import Config
+from gptlite.metrics.meter import Throughput
+from gptlite.monitor.memory_report import MemoryReport
+from gptlite.monitor.profile import StepProfiler
+from gptlite.monitor.replicas import ReplicaCheck
+from gptlite.monitor.watchdog import watch_ranks
+from gptlite.parallelism.config import Offload
+from gptlite.pretrain import pretrain as train
+from gptlite.trainer.attached import Attached
+from gptlite.trainer.build import Run
+from gptlite.trainer.folder import RunFolder
+from gptlite.trainer.observers import Observer
+from gptlite.trainer.result import Result
+from gptlite.trainer.signals import StopSignal
+
+
+def pretrain(
+    config: Config,
+    started: float | None = None,
+    stop_signal: StopSignal | None = None,
+    opened: Callable[[Path], None] | None = None,
+    memory: str = "",
+) -> Result:
+    """Train, and return how the run ended. If it diverges, return a result with exit code 1.
+
+    All ranks call this after joining the process group; a single rank needs no group. `started` is the time.monotonic()
+    at which the command began, by default now. With `stop_signal=StopSignal()`, a signal such as SIGTERM makes the run
+    save a checkpoint and stop; by default signals are not handled. `opened` is called with the path of the run folder
+    once it exists. `memory` is the banner's line on the memory that a planner has predicted. Raises ConfigError for a
+    configuration that cannot run here, before writing to the run folder (the server of an experiment tracker may still
+    refuse the run later).
+    """
+    return train(config, started, stop_signal, opened, Attached(memory, watch_ranks, observers))
+
+
+def observers(run: Run, folder: RunFolder, throughput: Throughput) -> tuple[Observer, ...]:
+    """Return the observers of a run: the memory of its ranks, the profiler, and the comparison of replicas."""
+    trainer, offloads = run.config.trainer, run.config.parallelism.offload is not Offload.none
+    return (
+        MemoryReport(run.mesh, trainer.last_step, throughput.excluded, offloads),
+        StepProfiler(trainer.profile_steps, folder.path, run.mesh.rank, folder.log),
+        ReplicaCheck(trainer.replica_check_interval),
+    )

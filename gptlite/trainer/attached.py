@@ -1,0 +1,28 @@
+"""What the start of a run attaches to it: the watch over its ranks, its observers, and a line of its banner."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from gptlite.metrics.meter import Throughput
+from gptlite.parallelism.mesh import Mesh
+from gptlite.trainer.build import Run
+from gptlite.trainer.folder import RunFolder
+from gptlite.trainer.observers import Observer
+from gptlite.trainer.watch import Unwatched, Watch
+
+
+@dataclass(frozen=True)
+class Attached:
+    """What the start of a run attaches to it; without any of it, the run trains the same. Equal on all ranks.
+
+    `memory` is the banner's line on the memory that a planner has predicted. `watch(mesh, limit)` returns a watch over
+    the ranks, where `limit` is the time limit of a collective in seconds. `observers(run, folder, throughput)` returns
+    the run's observers. All ranks call both functions, so these may call a collective.
+    """
+
+    memory: str = ""
+    watch: Callable[[Mesh, float], Watch] = lambda mesh, limit: Unwatched()
+    observers: Callable[[Run, RunFolder, Throughput], tuple[Observer, ...]] = lambda run, folder, throughput: ()
+
+
+NOTHING = Attached()
