@@ -81,9 +81,9 @@ class MemoryReport(Observer):
 
     def entries(self) -> dict[str, Any]:
         """Return this rank's memory and utilisation since the last row, and the values of `row`. Collective."""
-        row = memory_bytes(self._mesh.device) | self._use.read() | self.row
-        self.gather(row["memory_peak_bytes"], self._use.memory, self._use.utilization)
-        return row
+        memory, use = memory_bytes(self._mesh.device), self._use.read()
+        self.gather(memory["memory_peak_bytes"], self._use.memory, self._use.utilization)
+        return memory | use | self.row
 
     def figures(self) -> dict[str, Any]:
         """Return this rank's average and peak memory and its utilisation, and the same of each rank."""

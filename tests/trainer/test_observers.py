@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -129,11 +129,11 @@ def test_sinks_are_closed_even_if_an_observer_cannot_be() -> None:
     class Sink:
         closed: bool | None = None
 
-        def write(self, row: dict[str, Any]) -> None: ...
+        def write(self, row: Mapping[str, Any]) -> None: ...
 
         def rewind(self, step: int) -> None: ...
 
-        def close(self, failed: bool) -> None:
+        def close(self, failed: bool = False) -> None:
             self.closed = failed
 
     sink = Sink()
