@@ -26,7 +26,7 @@ from gptlite.data.prepared import Identity
 from gptlite.data.registry import source_of
 from gptlite.data.stream import SampleStream
 from gptlite.errors import ConfigError, first_line, text_of
-from gptlite.torch_private.tree import tree_leaves, tree_map
+from gptlite.torch_private.ops import tree_leaves, tree_map
 
 TARGETS = ("labels", "label", "targets", "target")  # keys of targets in a dict sample, in order of preference
 

@@ -18,7 +18,7 @@ from gptlite.errors import ConfigError
 from gptlite.parallelism.collectives import all_reduce
 from gptlite.parallelism.mesh import Mesh
 from gptlite.progress import counted
-from gptlite.torch_private.tree import tree_leaves, tree_map
+from gptlite.torch_private.ops import tree_leaves, tree_map
 
 
 class HandedOver(BatchLoader):

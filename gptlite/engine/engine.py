@@ -41,7 +41,7 @@ from gptlite.parallelism.pipeline import OnePart, Pipeline
 from gptlite.parallelism.process_group import join, leave
 from gptlite.parallelism.rank_sync import from_main
 from gptlite.precision import resolve_precision
-from gptlite.torch_private.tree import tree_map_only
+from gptlite.torch_private.ops import tree_map_only
 from gptlite.trainer.build import build_state, single_input
 from gptlite.trainer.eval import Evaluation, evaluate
 from gptlite.trainer.ops import agreed_ops

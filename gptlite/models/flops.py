@@ -14,7 +14,7 @@ from gptlite.models.model import Model
 from gptlite.ops.inputs import Inputs
 from gptlite.ops.select import Ops
 from gptlite.torch_private.dispatch import TorchDispatchMode
-from gptlite.torch_private.tree import tree_map
+from gptlite.torch_private.ops import tree_map
 
 _TORCHS_OWN = ("aten", "prim", "prims", "profiler")
 # Names of aten ops that do more than a few operations per element.

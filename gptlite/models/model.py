@@ -21,7 +21,7 @@ from gptlite.ops.select import Ops
 from gptlite.parallelism.layout import split_layers
 from gptlite.precision import Policy
 from gptlite.torch_private.modules import is_persistent
-from gptlite.torch_private.tree import tree_leaves, tree_map
+from gptlite.torch_private.ops import tree_leaves, tree_map
 
 
 @dataclass(frozen=True)

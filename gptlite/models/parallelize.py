@@ -40,10 +40,10 @@ from gptlite.parallelism.tensor import (
 )
 from gptlite.parallelism.zero import shard, sum_scalars
 from gptlite.precision import Policy
-from gptlite.torch_private.compiler import compile_block
+from gptlite.torch_private.dispatch import KeptForAll, OnlyKept
 from gptlite.torch_private.fsdp import keep_fp32_gradients
+from gptlite.torch_private.modules import compile_block
 from gptlite.torch_private.ops import ATTENTION_OPS
-from gptlite.torch_private.recompute import KeptForAll, OnlyKept
 
 IN_BLOCKS = (Linear, ColumnParallelLinear, RowParallelLinear)
 MULTIPLYING = (*IN_BLOCKS, Experts, Head, VocabParallelHead)

@@ -14,7 +14,6 @@ from gptlite.parallelism.host_copy import HostCopy
 from gptlite.parallelism.mesh import Mesh
 from gptlite.progress import format_bytes
 from gptlite.torch_private.fsdp import watched_shards
-from gptlite.torch_private.profiler import profiler_runs
 from gptlite.trainer.observers import Observer
 from gptlite.trainer.state import TrainState
 

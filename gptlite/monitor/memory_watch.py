@@ -18,7 +18,7 @@ from gptlite.parallelism.boxes import local_tensor
 from gptlite.parallelism.memory import StateBytes, shards_of, state_of, storage_sizes
 from gptlite.torch_private.allocations import recorded_allocations
 from gptlite.torch_private.fsdp import fsdp_buffers
-from gptlite.torch_private.tree import tree_leaves
+from gptlite.torch_private.ops import tree_leaves
 
 Allocation = tuple[int, int, int]  # nanoseconds since 1970, address, bytes (negative: freed)
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from gptlite.parallelism.axes import DATA, EXPERT_DATA_AXES, WORLD, every_axis
 from gptlite.parallelism.mesh import Mesh
-from gptlite.torch_private.frames import BACKWARD, COLLECTIVES, DISTRIBUTED
+from gptlite.torch_private.flight_recorder import BACKWARD, COLLECTIVES, DISTRIBUTED
 
 # Absolute prefixes, since a checkout or a user's folder may have the same names in its path.
 PACKAGE = f"{Path(__file__).parents[1]}/"

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from gptlite.ops.config import PRODUCTS
-from gptlite.torch_private.compiler import inductor_has
+from gptlite.torch_private.modules import inductor_has
 from gptlite.torch_private.ops import scaled_mm
 
 INPUT, GRADIENT = torch.float8_e4m3fn, torch.float8_e5m2

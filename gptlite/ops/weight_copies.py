@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from gptlite.torch_private import foreach
-from gptlite.torch_private.ops import version_of
+from gptlite.torch_private.ops import foreach_copy_, version_of
 
 
 @dataclass
@@ -41,7 +40,7 @@ def refresh(parameters: Iterable[Tensor]) -> None:
     stale = [each for each in parameters if copy_of(each) is None]
     if stale:
         copies: list[WeightCopy] = [each.weight_copy for each in stale]  # type: ignore[attr-defined]
-        foreach.copy_([copy.values for copy in copies], stale)
+        foreach_copy_([copy.values for copy in copies], stale)
         mark_written(stale)
 
 

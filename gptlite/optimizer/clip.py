@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from gptlite.optimizer.base import local_gradients
-from gptlite.torch_private import foreach
+from gptlite.torch_private.ops import foreach_mul_, foreach_norm
 
 # One call of the CPU kernel sums squares in fp32, and the rounding error grows with their number. For 40M elements the
 # relative error of the norm was 3e-3 in one call and 2e-7 in pieces of this size, at about the same speed. The CUDA
@@ -27,7 +27,7 @@ def local_grad_norm(parameters: Iterable[nn.Parameter], fused: bool = False) -> 
         return torch.ops.gptlite.norm(gradients)
     pieces = [piece for gradient in gradients for piece in _pieces(gradient)]
     # 16-bit gradients are summed in fp32 too: fp16 overflows above 65504, and bf16 has only 8 bits of precision.
-    norms = foreach.norm(pieces, 2, dtype=torch.float32)
+    norms = foreach_norm(pieces, 2, dtype=torch.float32)
     return torch.linalg.vector_norm(torch.stack(norms))
 
 
@@ -35,7 +35,7 @@ def square_norms(tensors: Sequence[Tensor]) -> Tensor:
     """Return the squared L2 norm of each tensor [len(tensors)], fp64. `tensors` must not be empty."""
     pieces = [_pieces(tensor) for tensor in tensors]
     dtype = torch.promote_types(tensors[0].dtype, torch.float32)
-    norms = foreach.norm([piece for each in pieces for piece in each], 2, dtype=dtype)
+    norms = foreach_norm([piece for each in pieces for piece in each], 2, dtype=dtype)
     squares = torch.stack(norms).double().square()
     return torch.stack([each.sum() for each in squares.split([len(each) for each in pieces])])
 
@@ -51,7 +51,7 @@ def clip_gradients(
     """
     factor = clip_factor(max_norm, norm, loss_scale)
     if factor is not None and (gradients := local_gradients(parameters)):
-        foreach.mul_(gradients, factor.to(gradients[0].device))
+        foreach_mul_(gradients, factor.to(gradients[0].device))
 
 
 def clip_factor(max_norm: float, norm: Tensor, loss_scale: float | Tensor = 1.0) -> Tensor | None:

@@ -23,7 +23,7 @@ from gptlite.optimizer.fused import FusedAdamW
 from gptlite.optimizer.state import materialized
 from gptlite.parallelism.boxes import cut_like, local_tensor
 from gptlite.parallelism.matrix_gather import change_whole
-from gptlite.torch_private import foreach
+from gptlite.torch_private.ops import foreach_add_, foreach_lerp, foreach_lerp_, foreach_mul_
 
 Coefficients = tuple[float, float, float]  # of s, s³ and s⁵, for a singular value s
 QUINTIC = (3.4445, -4.7750, 2.0315)  # steep at 0: after five steps, singular values are about 0.7 to 1.2
@@ -134,15 +134,15 @@ class Muon(OwnOptimizer):
         # A collective call, even if this rank has no matrix to orthogonalize.
         change_whole(updates, partial(self._orthogonal, stacks))
         weights = local_parameters(parameter for _, parameter in ready)
-        foreach.mul_(weights, 1 - group["lr"] * group["weight_decay"])
-        foreach.add_(weights, [local_tensor(update) for update in updates], alpha=-group["lr"])
+        foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
+        foreach_add_(weights, [local_tensor(update) for update in updates], alpha=-group["lr"])
 
     def _momenta(self, group: dict[str, Any], parameters: Sequence[nn.Parameter]) -> list[Tensor]:
         """Update the momenta and return the matrices to orthogonalize, sharded like the parameters."""
         buffers, gradients = self.local_states(parameters, "momentum_buffer"), local_gradients(parameters)
-        foreach.lerp_(buffers, gradients, 1 - group["momentum"])
+        foreach_lerp_(buffers, gradients, 1 - group["momentum"])
         weight = 1 - group["momentum"] if group["nesterov"] else 0.0
-        updates = foreach.lerp(buffers, gradients, weight)
+        updates = foreach_lerp(buffers, gradients, weight)
         return [cut_like(parameter, update) for parameter, update in zip(parameters, updates, strict=True)]
 
     def _orthogonal(self, stacks: Sequence[Stack], wholes: Mapping[int, Tensor]) -> dict[int, Tensor]:

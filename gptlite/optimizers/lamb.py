@@ -14,7 +14,15 @@ from gptlite.optimizer.clip import square_norms
 from gptlite.optimizers.configs import LambConfig
 from gptlite.parallelism.boxes import cuts
 from gptlite.parallelism.collectives import sum_over_cuts
-from gptlite.torch_private import foreach
+from gptlite.torch_private.ops import (
+    foreach_add_,
+    foreach_addcmul_,
+    foreach_div,
+    foreach_div_,
+    foreach_lerp_,
+    foreach_mul_,
+    foreach_sqrt_,
+)
 
 
 def build(config: LambConfig, context: BuildContext) -> Lamb:
@@ -52,7 +60,7 @@ class Lamb(OwnOptimizer):
             _adapt(parameters, [update for each in updates for update in each], self.trust)
         for (group, each), its in zip(groups, updates, strict=True):
             if each:
-                foreach.add_(local_parameters(each), its, alpha=-group["lr"])
+                foreach_add_(local_parameters(each), its, alpha=-group["lr"])
 
     def _updates(self, group: dict[str, Any], parameters: Sequence[nn.Parameter]) -> list[Tensor]:
         """Return m / (sqrt(v) + eps) + weight_decay x, with bias-corrected moments."""
@@ -61,16 +69,16 @@ class Lamb(OwnOptimizer):
         (beta1, beta2), gradients = group["betas"], local_gradients(parameters)
         steps = self.counted(parameters)
         first, second = (self.local_states(parameters, key) for key in ("exp_avg", "exp_avg_sq"))
-        foreach.lerp_(first, gradients, 1 - beta1)
-        foreach.mul_(second, beta2)
-        foreach.addcmul_(second, gradients, gradients, 1 - beta2)
-        roots = foreach.div(second, [1 - beta2**step for step in steps])
-        foreach.sqrt_(roots)
-        foreach.add_(roots, group["eps"])
-        updates = foreach.div(first, [1 - beta1**step for step in steps])
-        foreach.div_(updates, roots)
+        foreach_lerp_(first, gradients, 1 - beta1)
+        foreach_mul_(second, beta2)
+        foreach_addcmul_(second, gradients, gradients, 1 - beta2)
+        roots = foreach_div(second, [1 - beta2**step for step in steps])
+        foreach_sqrt_(roots)
+        foreach_add_(roots, group["eps"])
+        updates = foreach_div(first, [1 - beta1**step for step in steps])
+        foreach_div_(updates, roots)
         if group["weight_decay"]:
-            foreach.add_(updates, local_parameters(parameters), alpha=group["weight_decay"])
+            foreach_add_(updates, local_parameters(parameters), alpha=group["weight_decay"])
         return list(updates)
 
 
@@ -86,4 +94,4 @@ def _adapt(parameters: Sequence[nn.Parameter], updates: Sequence[Tensor], trust:
     squares = torch.stack(sum_over_cuts(squares.unbind(), [cuts(parameter) for parameter, _ in matrices]))
     size, length = squares.sqrt().unbind(1)
     ratio = torch.where((size > 0) & (length > 0), (size / length).clamp(*trust), 1.0).to(updates[0].dtype)
-    foreach.mul_(updates, list(ratio.unbind()))
+    foreach_mul_(updates, list(ratio.unbind()))

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from gptlite.optimizer.base import BuildContext, OwnOptimizer, local_gradients, local_parameters
 from gptlite.optimizers.configs import LionConfig
-from gptlite.torch_private import foreach
+from gptlite.torch_private.ops import foreach_add_, foreach_lerp, foreach_lerp_, foreach_mul_, foreach_sign_
 
 
 def build(config: LionConfig, context: BuildContext) -> Lion:
@@ -34,8 +34,8 @@ class Lion(OwnOptimizer):
                 continue
             (beta1, beta2), gradients = group["betas"], local_gradients(parameters)
             moments, weights = self.local_states(parameters, "exp_avg"), local_parameters(parameters)
-            updates = foreach.lerp(moments, gradients, 1 - beta1)
-            foreach.sign_(updates)
-            foreach.mul_(weights, 1 - group["lr"] * group["weight_decay"])
-            foreach.add_(weights, updates, alpha=-group["lr"])
-            foreach.lerp_(moments, gradients, 1 - beta2)
+            updates = foreach_lerp(moments, gradients, 1 - beta1)
+            foreach_sign_(updates)
+            foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
+            foreach_add_(weights, updates, alpha=-group["lr"])
+            foreach_lerp_(moments, gradients, 1 - beta2)

@@ -29,8 +29,8 @@ from gptlite.parallelism.config import ParallelismConfig
 from gptlite.parallelism.layout import num_stages, rule, splits_backward, stages_of_rank
 from gptlite.parallelism.mesh import Mesh
 from gptlite.parallelism.zero import before_backward, gather, reshard
+from gptlite.torch_private.distributed import Stage
 from gptlite.torch_private.fsdp import accumulate_gradients_now, reduce_gradients_now, split_backward
-from gptlite.torch_private.pipelining import Stage
 
 Forward = Callable[[nn.Module, Tensor, Inputs], Tensor]
 

@@ -207,7 +207,7 @@ def running(work: Workload, config: Config, policy: Policy) -> Workload:
 def planned_sample(data: Any) -> Sample:
     """Return the shapes of a dataset's first sample. Raises ConfigError if the dataset cannot be opened."""
     from gptlite.data.samples import open_samples
-    from gptlite.torch_private.tree import tree_leaves, tree_map
+    from gptlite.torch_private.ops import tree_leaves, tree_map
 
     x, target = tree_map(lambda leaf: leaf.to("meta"), open_samples(data).example())
     sizes = (sum(leaf.nbytes for leaf in tree_leaves(each)) for each in (x, target))

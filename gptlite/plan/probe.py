@@ -34,9 +34,9 @@ from gptlite.plan.simulate import CPU, as_on, assume_loads, mesh_of, ops_of, pol
 from gptlite.plan.watch import Change, OpRecorder
 from gptlite.plan.workload import Transfer, Workload, block_input
 from gptlite.precision import Policy
+from gptlite.torch_private.ops import tree_leaves, tree_map
 from gptlite.torch_private.recording import FakeTensorMode
 from gptlite.torch_private.simulation import flash_attention_only, stage_backward_input, stage_backward_weight
-from gptlite.torch_private.tree import tree_leaves, tree_map
 from gptlite.trainer.parts import build_parts
 
 

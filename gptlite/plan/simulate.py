@@ -46,9 +46,9 @@ from gptlite.plan.segments import Op
 from gptlite.plan.watch import Change, OpRecorder
 from gptlite.plan.workload import RankBytes, Transfer, Workload
 from gptlite.precision import Policy, Precision, Reduce
+from gptlite.torch_private.ops import tree_leaves, tree_map
 from gptlite.torch_private.recording import FakeTensorMode
 from gptlite.torch_private.simulation import imagined_world, schedule_stages
-from gptlite.torch_private.tree import tree_leaves, tree_map
 from gptlite.trainer.parts import build_parts, build_updates
 from gptlite.trainer.signals import Stopping, StopSignal
 from gptlite.trainer.state import TrainState

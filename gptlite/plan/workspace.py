@@ -18,9 +18,9 @@ from torch import Tensor
 
 from gptlite.plan.cache import cached
 from gptlite.torch_private.allocations import recorded_allocations
-from gptlite.torch_private.profiler import profiler_runs
+from gptlite.torch_private.dispatch import profiler_runs
+from gptlite.torch_private.ops import tree_leaves
 from gptlite.torch_private.recording import SCALED_MM, op_name, real_tensors
-from gptlite.torch_private.tree import tree_leaves
 
 FILTERS = {"convolution": 1, "convolution_backward": 2}  # convolutions: index of the weight
 # Products, which are measured in 16 bits or fewer; in fp32 they allocate only results. As in ALONG: indices of the

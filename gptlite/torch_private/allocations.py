@@ -19,7 +19,7 @@ def recorded_allocations() -> Iterator[list[tuple[int, int, int]]]:
 
     Entries are (nanoseconds since 1970, address, bytes), with negative bytes for frees. Frees of memory
     allocated before the recording are left out. The recorder is torch.profiler's, without operators. It costs about 10
-    us per allocation, and must not be running already: see `profiler.profiler_runs`.
+    us per allocation, and must not be running already: see `dispatch.profiler_runs`.
     """
     allocations: list[tuple[int, int, int]] = []
     settings: Any = torch.autograd.profiler.profile(use_cpu=True, use_kineto=True, profile_memory=True)

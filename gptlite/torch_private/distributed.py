@@ -1,9 +1,10 @@
-"""Process groups and device meshes."""
+"""Process groups, device meshes and stages of pipelines."""
 
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.pipelining import PipelineStage
 
 # Renamed in torch 2.13, where the old names warn.
 all_gather_single: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -30,3 +31,12 @@ def forget_meshes() -> None:
 def default_store() -> Any:
     """Return the store that the ranks joined with."""
     return dist.distributed_c10d._get_default_store()
+
+
+class Stage(PipelineStage):
+    """torch's stage, which sends nothing to its own rank."""
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        # In a V schedule torch 2.11 lets the last rank send to itself at the start, which gloo does not support. torch
+        # 2.15 has no such method.
+        return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]

@@ -1,10 +1,17 @@
-"""torch's flight recorder of collectives."""
+"""What a rank waits for: torch's flight recorder of collectives, and names in the stack of a thread."""
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+import torch
 import torch._C._distributed_c10d as c10d
+
+# Files and functions that tell, on a thread's stack, what the thread does.
+DISTRIBUTED = f"{Path(torch.__file__).parent}/distributed/"
+COLLECTIVES = (f"{DISTRIBUTED}distributed_c10d.py", f"{DISTRIBUTED}_functional_collectives.py")
+BACKWARD = "_engine_run_backward"  # function of every backward pass
 
 
 def collectives_started(groups: Sequence[Any]) -> tuple[int, ...]:

@@ -1,9 +1,16 @@
-"""Single ops and kernels that have no public function, or whose public function is not available in all versions."""
+"""Ops and kernels that have no public function, or whose public function is not available in all versions.
+
+`foreach_*` are ops on lists of tensors, each in one call for all of them, as torch's own optimizers run them. `tree_*`
+are functions of nested lists, tuples and dicts of tensors.
+"""
 
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_iter, tree_leaves, tree_map, tree_map_only
+
+__all__ = ("tree_iter", "tree_leaves", "tree_map", "tree_map_only")
 
 # The kernels of scaled_dot_product_attention.
 ATTENTION_OPS = (
@@ -13,6 +20,13 @@ ATTENTION_OPS = (
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
 )
 softmax_backward: Any = torch.ops.aten._softmax_backward_data
+
+_torch: Any = torch  # the names are not in its public type stub
+foreach_add_, foreach_addcmul_, foreach_copy_ = _torch._foreach_add_, _torch._foreach_addcmul_, _torch._foreach_copy_
+foreach_div, foreach_div_ = _torch._foreach_div, _torch._foreach_div_
+foreach_lerp, foreach_lerp_ = _torch._foreach_lerp, _torch._foreach_lerp_
+foreach_mul_, foreach_norm = _torch._foreach_mul_, _torch._foreach_norm
+foreach_sign_, foreach_sqrt_ = _torch._foreach_sign_, _torch._foreach_sqrt_
 
 
 def attention_choice(q: Tensor, k: Tensor, v: Tensor) -> int:

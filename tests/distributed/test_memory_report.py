@@ -27,7 +27,7 @@ from gptlite.plan.workload import RankBytes, Workload
 from gptlite.precision import resolve_precision
 from gptlite.start.run import predicted
 from gptlite.torch_private.allocations import recorded_allocations
-from gptlite.torch_private.profiler import profiler_runs
+from gptlite.torch_private.dispatch import profiler_runs
 from gptlite.trainer.state import TrainState
 from gptlite.trainer.step import Diverged, Step
 

@@ -18,7 +18,7 @@ from gptlite.ops.config import Attention
 from gptlite.ops.select import Ops
 from gptlite.parallelism.config import ActivationCheckpointing
 from gptlite.precision import Precision
-from gptlite.torch_private.compiler import compile_block
+from gptlite.torch_private.modules import compile_block
 
 FUSED = Ops(Attention.matmul, layer_norm=True, activation=True, dropout=True)
 pytestmark = pytest.mark.usefixtures("kernels")

@@ -17,9 +17,8 @@ from gptlite.ops.config import OpsConfig
 from gptlite.ops.select import Ops, choose_ops
 from gptlite.parallelism.mesh import Mesh
 from gptlite.torch_private.dispatch import TorchDispatchMode
-from gptlite.torch_private.ops import flash_attention
+from gptlite.torch_private.ops import flash_attention, tree_iter
 from gptlite.torch_private.recording import LOCAL_SCALAR, TO_COPY, WITHOUT_COPY, op_name, op_schema
-from gptlite.torch_private.tree import tree_iter
 
 META = torch.device("meta")
 ATEN = torch.ops.aten
