@@ -15,8 +15,8 @@ from gptlite.config.schema import Config, RunConfig, schema_names
 from gptlite.data.check import check_settings as check_data
 from gptlite.errors import ConfigError, did_you_mean
 from gptlite.metrics.sinks import check as check_logger
+from gptlite.models.base import is_built
 from gptlite.models.registry import spec_of
-from gptlite.models.spec import ModelSpec
 from gptlite.ops import apex
 from gptlite.ops.config import LayerNormKernel
 from gptlite.optimizer.registry import elementwise_optimizers, optimizer_name
@@ -246,7 +246,7 @@ def _master_weights(config: Config) -> None:
 
 def _pipeline(config: Config) -> None:
     layout, spec = config.parallelism, spec_of(config.model)
-    if layout.pipeline == 1 and type(spec).num_blocks is ModelSpec.num_blocks:
+    if layout.pipeline == 1 and is_built(spec.num_blocks):
         return  # the default num_blocks builds the model, which imports torch
     layers, key = spec.num_blocks(config.model), f"model.{spec.blocks_key}"
     if getattr(config.model, spec.blocks_key, None) != layers:
@@ -255,7 +255,7 @@ def _pipeline(config: Config) -> None:
         if layout.pipeline > 1:
             raise ConfigError(_no_axis(config, "pipeline", "does not declare its number of blocks"))
         return
-    if layout.pipeline > 1 and type(spec).tied is ModelSpec.tied and (tied := spec.tied(config.model)):
+    if layout.pipeline > 1 and is_built(spec.tied) and (tied := spec.tied(config.model)):
         copy, owner = next(iter(tied.items()))
         raise ConfigError(_no_axis(config, "pipeline", f"ties {copy} to {owner}, which stages cannot share"))
     schedule, ranks, virtual = rule(layout), layout.pipeline, layout.virtual_stages

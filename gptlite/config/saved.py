@@ -22,8 +22,8 @@ from gptlite.config.plugins import PluginsNotNamed, import_plugins, refuse_unnam
 from gptlite.config.schema import RENAMED, SCHEMAS, Config, schema_names
 from gptlite.documents import DocumentError, checked, read_text, refuse_yaml, shown
 from gptlite.errors import ConfigError
+from gptlite.models.base import BaseSpec
 from gptlite.models.registry import SPECS
-from gptlite.models.spec import ModelSpec
 
 
 class _Run(TypedDict):
@@ -125,12 +125,12 @@ def _defaults(schemas: tuple[tuple[str, type], ...]) -> DictConfig:
     return base
 
 
-def _spec(schema: str) -> ModelSpec | None:
+def _spec(schema: str) -> BaseSpec | None:
     """Return the spec of a model with this schema; None if no plugin or installed package registers it."""
     return next((spec for spec in SPECS if spec.schema is SCHEMAS["model"].get(schema)), None)
 
 
-def _renamed(spec: ModelSpec | None) -> dict[str, Mapping[str, str]]:
+def _renamed(spec: BaseSpec | None) -> dict[str, Mapping[str, str]]:
     """Return the renamed keys, `{section: {former key: new key}}`, including those of a model."""
     return {**RENAMED, "model": spec.renamed if spec else {}}
 

@@ -30,7 +30,7 @@ from gptlite.optimizer.schedule_config import ScheduleConfig
 from gptlite.parallelism.config import ParallelismConfig
 from gptlite.precision import PrecisionConfig
 
-RENAMED = {"ops": {"bias_gelu": "activation"}}  # {section: {former key: new key}}; for models see ModelSpec
+RENAMED = {"ops": {"bias_gelu": "activation"}}  # {section: {former key: new key}}; for models see BaseSpec
 PREPARED = "data"  # folder in which `data=NAME` looks for tokens if there is no preset NAME
 
 

@@ -12,9 +12,9 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from gptlite.errors import ConfigError
 from gptlite.harness.ranks import SharedScorer
 from gptlite.harness.scorer import Prompt, Scored
+from gptlite.models.base import BaseSpec
 from gptlite.models.capabilities import TextGeneration, required
 from gptlite.models.sampling import Sampling
-from gptlite.models.spec import ModelSpec
 from gptlite.tokenizers.base import Tokenizer
 
 MAX_TOKENS = 256  # limit of a generated text if the task sets none, as in lm-eval's HFLM
@@ -27,7 +27,7 @@ class GptliteLM(TemplateLM):
     the left, and an empty context is replaced by the token that begins a text: BOS for imported weights whose tokenizer
     has one, and the end-of-document token for a model that gptlite trained, whose documents begin after it."""
 
-    def __init__(self, scorer: SharedScorer, spec: ModelSpec, tokenizer: Tokenizer, max_length: int) -> None:
+    def __init__(self, scorer: SharedScorer, spec: BaseSpec, tokenizer: Tokenizer, max_length: int) -> None:
         super().__init__()
         self._scorer, self._spec, self._tokens, self.max_length = scorer, spec, tokenizer, max_length
 

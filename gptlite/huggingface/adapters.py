@@ -7,12 +7,12 @@ from gptlite.huggingface.adapter import Adapter
 from gptlite.huggingface.gpt2 import GPT2
 from gptlite.huggingface.llama import Llama, Mistral, Qwen3
 from gptlite.huggingface.moe import Mixtral, OLMoE, Qwen3MoE
+from gptlite.models.base import BaseSpec
 from gptlite.models.capabilities import capability
 from gptlite.models.gpt.spec import GPTSpec
 from gptlite.models.registry import SPECS
-from gptlite.models.spec import ModelSpec
 
-BUILT_IN: dict[type[ModelSpec], tuple[Adapter[Any], ...]] = {
+BUILT_IN: dict[type[BaseSpec], tuple[Adapter[Any], ...]] = {
     GPTSpec: (GPT2(), Llama(), Qwen3(), Mistral(), Mixtral(), Qwen3MoE(), OLMoE())
 }
 
@@ -25,7 +25,7 @@ class HuggingFaceModel(Protocol):
         ...
 
 
-def adapters_of(spec: ModelSpec) -> tuple[Adapter[Any], ...]:
+def adapters_of(spec: BaseSpec) -> tuple[Adapter[Any], ...]:
     """Return the adapters that a spec gives; otherwise, the built-in ones of its class or of the nearest base class."""
     built_in = (BUILT_IN[each] for each in type(spec).__mro__ if each in BUILT_IN)
     own = capability(spec, HuggingFaceModel)

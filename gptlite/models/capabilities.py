@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 from gptlite.errors import ConfigError
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
+    from gptlite.models.base import BaseSpec, Matrices
     from gptlite.models.sampling import Sampling
-    from gptlite.models.spec import Matrices, ModelSpec
     from gptlite.parallelism.stage_runner import StageRunner
 
 K = TypeVar("K")
@@ -47,12 +49,34 @@ class MuonMatrices(Protocol):
         ...
 
 
-def capability(spec: ModelSpec, kind: type[K]) -> K | None:
+class PlainModule(Protocol):
+    """Properties that are found in the module itself. The specs of plug-ins have it, since ModelSpec defines it
+    (gptlite.models.spec)."""
+
+    def embeddings(self, config: Any) -> tuple[str, ...]:
+        """Return the names of the parameters of embedding modules, which Muon leaves to AdamW."""
+        ...
+
+    def input_shapes(self, config: Any, x: Tensor) -> list[tuple[int, ...]]:
+        """Return the shape of each block's input for a micro-batch x, whose values are not read."""
+        ...
+
+    def count_flops(self, config: Any, length: int, example: tuple[Any, Tensor] | None) -> int:
+        """Return the FLOPs per token of a forward and backward pass on a sequence of `length`, or those of an example.
+        Raises Uncounted if they cannot be counted."""
+        ...
+
+
+class Uncounted(ValueError):
+    """Raised for a model whose FLOPs cannot be counted, with the reason and the fix."""
+
+
+def capability(spec: BaseSpec, kind: type[K]) -> K | None:
     """Return the spec, as an object with this capability; None if it does not have it."""
     return cast(K, spec) if all(hasattr(spec, name) for name in _methods(kind)) else None
 
 
-def required(spec: ModelSpec, kind: type[K], where: str) -> K:
+def required(spec: BaseSpec, kind: type[K], where: str) -> K:
     """Return the spec, as an object with this capability. Raises ConfigError, with a message that begins with `where`,
     if it does not have it."""
     if (found := capability(spec, kind)) is not None:

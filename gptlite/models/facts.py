@@ -58,7 +58,7 @@ class Limits(Generic[C]):
 
 
 class Description(Generic[C]):
-    """Description of a model, for the banner, MFU and reports. `casts` and `name` are attributes of ModelSpec."""
+    """Description of a model, for the banner, MFU and reports. `casts` and `name` are attributes of BaseSpec."""
 
     name: str
     casts: bool
@@ -78,8 +78,7 @@ class Description(Generic[C]):
 
     def flops(self, config: C, length: int) -> tuple[int, int] | None:
         """Return the FLOPs per token, forward and backward, of one block and of everything after the last block. If
-        None, FLOPs are counted on the meta device for MFU (gptlite.models.flops), and pipeline stages treat all blocks
-        as equal."""
+        None, FLOPs are counted for MFU (PlainModule.count_flops), and pipeline stages treat all blocks as equal."""
         return None
 
     def idle_parameters(self, config: C) -> int:

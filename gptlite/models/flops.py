@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from gptlite.errors import first_line
+from gptlite.models.capabilities import Uncounted
 from gptlite.models.model import Model
 from gptlite.ops.inputs import Inputs
 from gptlite.ops.select import Ops
@@ -22,10 +23,6 @@ _PRODUCTS = re.compile(
     r"(^|_)([a-z]*mm|[a-z]*mv|v?dot|conv(olution)?(\dd)?|attention|[a-z]*rnn|lstm|gru|fft(?!_r?fftfreq)"
     r"|linalg(?!_vector_norm|_cross)|cholesky|solve|ormqr|geqrf|(c|p|euclidean_)dist|trilinear|grid_sampler)(_|$)"
 )
-
-
-class Uncounted(ValueError):
-    """Raised for a model whose FLOPs cannot be counted, with the reason and the fix."""
 
 
 def count_flops(model: Model, length: int, example: tuple[Any, Tensor] | None = None) -> int:

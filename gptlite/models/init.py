@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from gptlite.models.base import Constant, Normal
 from gptlite.models.model import Model
-from gptlite.models.spec import Constant, Normal
 from gptlite.ops.philox import WORD, philox
 from gptlite.parallelism.boxes import local_box
 
@@ -22,7 +22,7 @@ BLOCK = 2**20  # elements drawn at a time: bounds the memory of drawing
 
 
 def init_weights(model: Model, part: nn.Module, seed: int) -> None:
-    """Set the parameters of a part to their initial values: see ModelSpec.initial."""
+    """Set the parameters of a part to their initial values: see BaseSpec.initial."""
     with torch.no_grad():
         for name, parameter in model.named_weights(part):
             init_weight_(model, name, parameter, seed)

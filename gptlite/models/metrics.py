@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from gptlite.errors import ConfigError
-from gptlite.models.spec import ModelSpec
+from gptlite.models.base import BaseSpec
 from gptlite.ops.inputs import Inputs
 
 
-def check_metrics(spec: ModelSpec, values: Mapping[str, Any]) -> None:
+def check_metrics(spec: BaseSpec, values: Mapping[str, Any]) -> None:
     """Raise ConfigError unless `values`, recorded by one call of the loss, has a scalar for each of the spec's
     `metrics`, and nothing else."""
     key = f"the {spec.name} model"
@@ -28,7 +28,7 @@ def check_metrics(spec: ModelSpec, values: Mapping[str, Any]) -> None:
             raise ConfigError(f"{key}: the metric {name} is {words}; record a scalar, the sum over the samples")
 
 
-def metric_values(spec: ModelSpec, found: Mapping[str, Any], device: torch.device) -> Tensor:
+def metric_values(spec: BaseSpec, found: Mapping[str, Any], device: torch.device) -> Tensor:
     """Return the recorded sums in the order of the spec's `metrics`, fp64. Raises ConfigError as check_metrics does."""
     check_metrics(spec, found)
     return torch.stack([torch.as_tensor(found[name], device=device).detach().double() for name in spec.metrics])
@@ -41,7 +41,7 @@ class Recording:
     are read when the forward pass returns, before any recomputation.
     """
 
-    def __init__(self, spec: ModelSpec, forward: Callable[[nn.Module, Any, Inputs], Tensor]) -> None:
+    def __init__(self, spec: BaseSpec, forward: Callable[[nn.Module, Any, Inputs], Tensor]) -> None:
         self._spec, self._forward = spec, forward
         self._sums: Tensor | None = None
 

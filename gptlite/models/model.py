@@ -11,11 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from gptlite.errors import ConfigError, one_line, text_of
-from gptlite.models.capabilities import MuonMatrices, capability
+from gptlite.models.base import BaseSpec, Matrices
+from gptlite.models.capabilities import MuonMatrices, PlainModule, capability, required
 from gptlite.models.metrics import check_metrics
-from gptlite.models.plain import build_whole, embeddings, input_shapes
 from gptlite.models.registry import spec_of
-from gptlite.models.spec import Matrices, ModelSpec
 from gptlite.ops.inputs import Inputs
 from gptlite.ops.select import Ops
 from gptlite.parallelism.layout import split_layers
@@ -32,7 +31,7 @@ class Model:
     turns autocast off.
     """
 
-    spec: ModelSpec
+    spec: BaseSpec
     config: Any
     dtype: torch.dtype = torch.float32
     autocast: torch.dtype | None = None
@@ -48,15 +47,27 @@ class Model:
 
     @cached_property
     def tied(self) -> Mapping[str, str]:
-        """`{copy: owner}` of tied parameters, see ModelSpec.tied."""
+        """`{copy: owner}` of tied parameters, see BaseSpec.tied."""
         return self.spec.tied(self.config)
 
     def build(self, ops: Ops, seed: int) -> nn.Module:
-        """Build the whole model on the meta device."""
-        return build_whole(self.spec, self.config, ops, seed)  # no memory yet: each rank allocates only its parts
+        """Build the whole model on the meta device, without memory: each rank allocates only its parts. Raises
+        ConfigError if the spec's `build` fails."""
+        name = self.spec.name
+        try:
+            with torch.device("meta"):
+                whole = self.spec.build(self.config, ops, seed)
+        except ConfigError:
+            raise
+        except Exception as error:  # a plugin's method may raise anything
+            fix = f"; pip install {error.name}" if isinstance(error, ModuleNotFoundError) else ""
+            raise ConfigError(f"the {name} model cannot be built: {one_line(error)}{fix}") from error
+        if not isinstance(whole, nn.Module):
+            raise ConfigError(f"the {name} model: `build` returns {type(whole).__name__}; return an nn.Module")
+        return whole
 
     def forward(self, part: nn.Module, x: Any, inputs: Inputs) -> Tensor:
-        """Return the sum of the losses, or the activations of a part without the loss: see ModelSpec.forward."""
+        """Return the sum of the losses, or the activations of a part without the loss: see BaseSpec.forward."""
         if self.autocast is None:
             return self.spec.forward(part, x, inputs)
         # Only for models whose layers do not cast: autocast chooses a dtype for each op, which FSDP2 cannot do.
@@ -68,10 +79,11 @@ class Model:
         """Return the matrix structure of the parameters, for Muon: see MuonMatrices."""
         if (structured := capability(self.spec, MuonMatrices)) is not None:
             return structured.matrices(self.config)
-        return Matrices(embeddings=embeddings(self.spec, self.config))
+        plain = capability(self.spec, PlainModule)
+        return Matrices() if plain is None else Matrices(embeddings=plain.embeddings(self.config))
 
     def count(self, targets: Tensor) -> Tensor:
-        """Return the number of losses for these targets, a scalar tensor on their device: see ModelSpec.count."""
+        """Return the number of losses for these targets, a scalar tensor on their device: see BaseSpec.count."""
         return torch.as_tensor(self.spec.count(targets), device=targets.device)
 
     def check_pass(self, x: Any, targets: Tensor) -> None:
@@ -120,7 +132,7 @@ class Model:
         shape = self.spec.activations(self.config, len(x), length)
         if shape is not None:
             return [tuple(x.shape), *[shape] * (stages - 1)]
-        shapes = input_shapes(self.spec, self.config, x)
+        shapes = required(self.spec, PlainModule, "parallelism.pipeline").input_shapes(self.config, x)
         return [shapes[blocks.start] for blocks in self.stage_blocks(stages)]
 
     def flops_per_token(self, length: int) -> int | None:

@@ -11,13 +11,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from gptlite.models.base import Cut
 from gptlite.models.batch_norm import sync_batch_norms, tracking_once
 from gptlite.models.experts import Experts, Router
 from gptlite.models.heads_norm import HeadsNorm
 from gptlite.models.layers import Head, LayerNorm, Linear, RMSNorm
 from gptlite.models.metrics import Recording
 from gptlite.models.model import Model
-from gptlite.models.spec import Cut
 from gptlite.models.vocab_parallel import VocabParallelHead
 from gptlite.ops.fp8 import fp8_linear
 from gptlite.ops.weight_copies import keep_copies
@@ -187,7 +187,7 @@ def finish_gradients(model: Model, parts: Sequence[nn.Module], mesh: Mesh) -> to
     the tensor axis, they come from slices of the sequence, or from some of the heads. Over the first and the last
     pipeline stage, they are those of tied parameters.
 
-    Call it once per step, after ZeRO's reduction and before clipping. It also calls ModelSpec.end_step and returns the
+    Call it once per step, after ZeRO's reduction and before clipping. It also calls BaseSpec.end_step and returns the
     result of that method.
     """
     sum_scalars((parameter for part in parts for parameter in part.parameters()), mesh)

@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gptlite.errors import ConfigError, one_line
+from gptlite.errors import ConfigError
+from gptlite.models.model import Model
 from gptlite.ops.inputs import IGNORE, Inputs
 from gptlite.ops.select import Ops
 
@@ -40,34 +41,18 @@ def _find_lists(module: nn.Module, lists: list[nn.ModuleList]) -> None:
             _find_lists(child, lists)
 
 
-def build_whole(spec: Any, config: Any, ops: Ops, seed: int) -> nn.Module:
-    """Build a whole model on the meta device, without allocating memory. Raises ConfigError if the spec's `build`
-    fails."""
-    try:
-        with torch.device("meta"):
-            whole = spec.build(config, ops, seed)
-    except ConfigError:
-        raise
-    except Exception as error:  # a plugin's method may raise anything
-        fix = f"; pip install {error.name}" if isinstance(error, ModuleNotFoundError) else ""
-        raise ConfigError(f"the {spec.name} model cannot be built: {one_line(error)}{fix}") from error
-    if not isinstance(whole, nn.Module):
-        raise ConfigError(f"the {spec.name} model: `build` returns {type(whole).__name__}; return an nn.Module")
-    return whole
-
-
 def count_blocks(spec: Any, config: Any) -> int | None:
     """Return the number of children of a model that is an nn.Sequential; None for any other module."""
     key = type(spec).build, repr(config)
     if key not in _COUNTS:
-        module = build_whole(spec, spec.with_vocabulary(config, 1), Ops(), 0)
+        module = _whole(spec, config)
         _COUNTS[key] = len(module) if isinstance(module, nn.Sequential) else None
     return _COUNTS[key]
 
 
 def embeddings(spec: Any, config: Any) -> tuple[str, ...]:
     """Return the names of the parameters of a model's embedding modules. A tied parameter has its first name."""
-    whole = build_whole(spec, spec.with_vocabulary(config, 1), Ops(), 0)
+    whole = _whole(spec, config)
     modules = (each for each in whole.modules() if isinstance(each, nn.Embedding | nn.EmbeddingBag))
     held = {id(each.weight) for each in modules}
     return tuple(name for name, parameter in whole.named_parameters() if id(parameter) in held)
@@ -75,9 +60,13 @@ def embeddings(spec: Any, config: Any) -> tuple[str, ...]:
 
 def shared_parameters(spec: Any, config: Any) -> dict[str, str]:
     """Return `{other name: first name}` of the parameters that several modules of a model share."""
-    named = build_whole(spec, spec.with_vocabulary(config, 1), Ops(), 0).named_parameters(remove_duplicate=False)
+    named = _whole(spec, config).named_parameters(remove_duplicate=False)
     first: dict[nn.Parameter, str] = {}
     return {name: first[each] for name, each in named if first.setdefault(each, name) != name}
+
+
+def _whole(spec: Any, config: Any) -> nn.Module:
+    return Model(spec, spec.with_vocabulary(config, 1)).build(Ops(), 0)
 
 
 def keep_blocks(part: nn.Module, blocks: range) -> None:
@@ -95,7 +84,7 @@ def input_shapes(spec: Any, config: Any, x: Tensor) -> list[tuple[int, ...]]:
     read."""
     with torch.device("meta"):
         out, shapes = torch.empty(x.shape, dtype=x.dtype), []
-        for block in build_whole(spec, config, Ops(), 0).eval().children():  # batch norm cannot train on one value
+        for block in Model(spec, config).build(Ops(), 0).eval().children():  # batch norm cannot train on one value
             shapes.append(tuple(out.shape))
             out = block(out)
     return shapes

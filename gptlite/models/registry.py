@@ -3,17 +3,17 @@
 from typing import Any
 
 from gptlite.errors import ConfigError
+from gptlite.models.base import BaseSpec
 from gptlite.models.config import ModelConfig
 from gptlite.models.gpt.spec import GPTSpec
-from gptlite.models.spec import ModelSpec
 
 # Global on purpose: a plugin adds its model when it is imported.
-SPECS: list[ModelSpec] = [GPTSpec()]
+SPECS: list[BaseSpec] = [GPTSpec()]
 SCHEMAS: dict[str, type[ModelConfig]] = {f"{spec.name}_schema": spec.schema for spec in SPECS}
 PRESETS: list[str] = []  # names of registered models: `model=<name>` has the schema's default values
 
 
-def spec_of(config: Any) -> ModelSpec:
+def spec_of(config: Any) -> BaseSpec:
     """Return the spec of a model's configuration. Raises TypeError for a class without one."""
     for spec in SPECS:
         if spec.schema is type(config):
@@ -21,7 +21,7 @@ def spec_of(config: Any) -> ModelSpec:
     raise TypeError(f"{type(config).__name__} is not the configuration of a registered model")
 
 
-def register_model(spec: ModelSpec) -> None:
+def register_model(spec: BaseSpec) -> None:
     """Add a model, and a preset with the model's name and the default values of its schema. Raises ConfigError if
     the name is taken.
 

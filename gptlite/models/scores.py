@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from gptlite.errors import ConfigError
+from gptlite.models.base import BaseSpec
 from gptlite.models.capabilities import capability
 from gptlite.models.model import Model
 from gptlite.models.plain import call, has_end
@@ -36,7 +37,7 @@ def scores(model: Model, part: nn.Module, x: Any, inputs: Inputs) -> Tensor:
     return out if out.shape == (*inputs.targets.shape, 2) else out.to(model.dtype)  # activations, as in Model.forward
 
 
-def _scores(spec: ModelSpec, part: nn.Module, x: Any, inputs: Inputs) -> Tensor:
+def _scores(spec: BaseSpec, part: nn.Module, x: Any, inputs: Inputs) -> Tensor:
     if (scorer := capability(spec, TargetScores)) is not None:
         return scorer.scores(part, x, inputs)
     problem, kind = f"the {spec.name} model returns no token logits, which lm-eval's tasks need", type(spec)

@@ -1,137 +1,53 @@
-"""ModelSpec: the interface between the engine and a model.
+"""ModelSpec: base class of the specs of plug-ins, with defaults for a plain nn.Module.
 
 A new model consists of a configuration dataclass, a module and a subclass of ModelSpec. `build` is required, and also
 `loss` if it is not the cross entropy of logits. The other methods have defaults for a plain nn.Module
-(gptlite.models.plain). If a parallelism axis needs a method that is missing, the configuration is refused before any
-rank starts. Importing a spec must not import torch, so that composing a configuration stays fast.
+(gptlite.models.plain). gptlite.models.base describes what each method returns. Importing a spec must not import torch.
 
-ModelSpec has the methods that train a model. Facts about its sizes and its description have their own base classes
-(gptlite.models.facts). Optional capabilities, such as text generation, are defined in gptlite.models.capabilities.
-
-Shapes: B sequences in a micro-batch, sequence length S.
+Training a GPT imports neither this module nor gptlite.models.plain.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from enum import Enum
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
-from gptlite.models.config import ModelConfig
-from gptlite.models.facts import Description, Limits
+from gptlite.models.base import BaseSpec, C, Constant, Cut, Matrices, Normal, builds_model
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from gptlite.ops.inputs import Inputs
     from gptlite.ops.select import Ops
-    from gptlite.parallelism.mesh import Mesh
-    from gptlite.precision import Policy
 
-C = TypeVar("C", bound=ModelConfig)
+__all__ = ("Constant", "Cut", "Matrices", "ModelSpec", "Normal")
 
 
-class Cut(Enum):
-    """Sharding of a layer of gptlite.models.layers over the tensor axis."""
+class ModelSpec(BaseSpec[C]):
+    """Spec of a plain nn.Module, whose blocks, tied parameters, initial values, buffers and embeddings are found in the
+    module. It has the capability `PlainModule`."""
 
-    column = "column"  # each rank computes some outputs of a linear layer, or holds the gains of its heads
-    row = "row"  # each rank takes some inputs of a linear layer, and the results are summed
-    vocabulary = "vocabulary"  # each rank holds some rows of an embedding, or of the output head
-    experts = "experts"  # each rank holds some hidden units of every expert, and the results are summed
-
-    @property
-    def dims(self) -> dict[str, int]:
-        """`{parameter: sharded dim}` of such a layer. Other parameters are replicated."""
-        if self is Cut.experts:
-            return {"up": 1, "down": 2}
-        return {"weight": 1} if self is Cut.row else {"weight": 0, "bias": 0}
-
-
-@dataclass(frozen=True)
-class Normal:
-    """Initial values from N(0, std), drawn from (seed, global name, global offset), the same on any layout."""
-
-    std: float
-
-
-@dataclass(frozen=True)
-class Constant:
-    """The same initial value for all elements."""
-
-    value: float
-
-
-@dataclass(frozen=True)
-class Matrices:
-    """Matrix structure of the parameters, for Muon.
-
-    `edges`: name suffixes of matrices that AdamW updates instead (embeddings, the head). `fused`: `{name suffix:
-    (number of groups, relative rows of each matrix in a group)}` of parameters that consist of several matrices.
-    `batched`: name suffixes of parameters [E, rows, columns] with one matrix per expert. `embeddings`: names of
-    embeddings found by the type of their module, which AdamW updates unless `optimizer.adamw_names` is null.
-    """
-
-    edges: tuple[str, ...] = ()
-    fused: Mapping[str, tuple[int, tuple[int, ...]]] | None = None
-    batched: tuple[str, ...] = ()
-    embeddings: tuple[str, ...] = ()
-
-
-class ModelSpec(Limits[C], Description[C]):
-    """Interface of a model for the engine. Methods take the model's configuration, an instance of `schema`.
-
-    Presets refer to the schema by `name`: `defaults: [<name>_schema, _self_]`. `casts` is True if the model's layers
-    compute in their input's dtype, whatever their parameters' dtype, like those of gptlite.models.layers. Other models
-    run under autocast.
-    """
-
-    name: str
-    schema: type[C]
-    casts = False
-    reads: str = "tokens"  # or "samples", for a dataset that is not text
-    keyed_dropout = False  # True if dropout masks are keyed by sample, not drawn from torch's generator
-    metrics: tuple[str, ...] = ()  # names of the sums that `loss` records, such as "accuracy"
-    blocks_key = "blocks"  # the configuration key of the number of blocks
-    positive: tuple[str, ...] = ()  # configuration keys that must be at least 1 if they are not null
-    renamed: Mapping[str, str] = {}  # {former configuration key: key}, for saved configurations
-    removed: Mapping[str, object] = {}  # {former configuration key: value that had no effect}, likewise
-
-    # Methods that need only a configuration. They do not need torch, apart from the default `num_blocks`.
-
-    def check(self, config: C) -> None:
-        """Raise ConfigError for a configuration that is invalid by itself."""
-
+    @builds_model
     def num_blocks(self, config: C) -> int | None:
-        """Return the number of blocks that can be divided into pipeline stages; if None, parallelism.pipeline > 1 is
-        refused. By default, builds the model on the meta device and returns the number of children of an nn.Sequential;
-        None for any other module."""
+        """Build the model on the meta device and return the number of children of an nn.Sequential; None for any other
+        module."""
         from gptlite.models.plain import count_blocks
 
         return count_blocks(self, config)
-
-    # Methods on modules.
 
     def build(self, config: C, ops: Ops, seed: int) -> nn.Module:
         """Build the whole model on the default device, which is the meta device in a run. `seed` keys dropout."""
         raise NotImplementedError(f"{type(self).__name__} does not define `build`")
 
     def blocks(self, part: nn.Module) -> dict[int, nn.Module]:
-        """Return the blocks of a part by their index in the whole model, in forward order. Blocks are the units of
-        ZeRO's all-gathers, pipeline stages and activation checkpointing. By default, they are the children of an
-        nn.Sequential, or the elements of all outermost nn.ModuleLists."""
+        """Return the children of an nn.Sequential, or the elements of all outermost nn.ModuleLists."""
         from gptlite.models.plain import blocks_of
 
         return blocks_of(part)
 
     def forward(self, part: nn.Module, x: Any, inputs: Inputs) -> Tensor:
-        """Return the sum of the losses, fp32, in nats. x: tokens int64 [B, S], or the inputs of samples.
-
-        In a pipeline, a part without the model's beginning gets activations as x, and a part without its end returns
-        activations. By default, calls the module with x (`**x` for a dict, `*x` for a tuple) and returns `loss` of its
-        output.
-        """
+        """Call the module with x (`**x` for a dict, `*x` for a tuple) and return `loss` of its output."""
         from gptlite.models.plain import call, has_end
 
         out = call(part, x)
@@ -149,67 +65,55 @@ class ModelSpec(Limits[C], Description[C]):
 
         return cross_entropy(self, out, inputs)
 
-    def count(self, targets: Tensor) -> Tensor | int:
-        """Return the number of losses that `forward` sums for these targets, by default the number of targets other
-        than -100.
-
-        Override it to return `len(targets)` if a sample has one loss but a target of several elements.
-        """
-        from gptlite.ops.inputs import IGNORE
-
-        return (targets != IGNORE).sum()
-
     def keep(self, part: nn.Module, config: C, blocks: range) -> None:
-        """Reduce the whole model to the part with these blocks: remove the other blocks, and the layers at either end
-        of the model that are not in the part. The default supports an nn.Sequential whose blocks each map a tensor to a
-        tensor."""
+        """Remove the other blocks of an nn.Sequential whose blocks each map a tensor to a tensor. Raises TypeError for
+        any other module."""
         from gptlite.models.plain import keep_blocks
 
         keep_blocks(part, blocks)
 
     def activations(self, config: C, batch: int, length: int) -> tuple[int, ...] | None:
-        """Return the shape of the activations that one pipeline stage sends to the next, if it is the same between all
-        blocks. If None, the blocks are run on the meta device to find the shapes."""
+        """Return None: the blocks are run on the meta device to find the shapes."""
         return None
 
-    def cuts(self, config: C) -> Mapping[str, Cut]:
-        """Return `{module name: sharding}` of the layers that are sharded over the tensor axis; `*` matches one
-        component of a name."""
-        return {}
-
+    @builds_model
     def tied(self, config: C) -> Mapping[str, str]:
-        """Return `{copy: owner}`, the names of tied parameters. In a pipeline, the first stage holds the owner and the
-        last stage the copy. By default, these are the parameters that several modules share; pipelines are refused if
-        there are any."""
+        """Return the parameters that several modules share; pipelines are refused if there are any."""
         from gptlite.models.plain import shared_parameters
 
         return shared_parameters(self, config)
 
     def initial(self, config: C, name: str, shape: tuple[int, ...]) -> Normal | Constant:
-        """Return the initial values of a parameter. By default, matrices and filters are normal with standard deviation
-        1 / sqrt(fan-in). Vectors and scalars are 1 if their name ends with `weight` (a norm's gain), otherwise 0."""
+        """Return the initial values of a parameter. Matrices and filters are normal with standard deviation 1 /
+        sqrt(fan-in). Vectors and scalars are 1 if their name ends with `weight` (a norm's gain), otherwise 0."""
         if len(shape) > 1:
             return Normal(1 / math.sqrt(math.prod(shape[1:])))
         return Constant(1.0 if name.endswith("weight") else 0.0)
 
     def buffers(self, config: C, ops: Ops, seed: int) -> dict[str, Tensor]:
-        """Return `{name: initial value}` of the whole model's buffers. By default, builds the model on the CPU to get
-        them."""
+        """Build the model on the CPU and return its buffers."""
         import torch
 
         with torch.device("cpu"):
             return dict(self.build(config, ops, seed).named_buffers())
 
-    def prepare(self, part: nn.Module, policy: Policy, recomputes: bool) -> None:
-        """Set up a part for a precision policy, once. `recomputes`: blocks are recomputed in the backward pass."""
+    # Capability PlainModule.
 
-    def begin_step(self, config: C, parts: Sequence[nn.Module], upstream: Tensor) -> None:
-        """Prepare parts for a step. `upstream`: the gradient with respect to the sum of losses, a scalar tensor."""
+    def embeddings(self, config: C) -> tuple[str, ...]:
+        """Return the names of the parameters of embedding modules."""
+        from gptlite.models.plain import embeddings
 
-    def end_step(self, config: C, parts: Sequence[nn.Module], mesh: Mesh) -> Tensor | None:
-        """Update state that depends on the whole step, after its last backward pass. Called on all ranks.
+        return embeddings(self, config)
 
-        Returns the loads of a mixture of experts, the same on all ranks; None for other models. The loads are fp64
-        [layers with experts, E + 1]: the number of tokens of each expert and, in the last column, the router's losses
-        summed over tokens.
-        """
+    def input_shapes(self, config: C, x: Tensor) -> list[tuple[int, ...]]:
+        """Return the shape of each block's input for a micro-batch x."""
+        from gptlite.models.plain import input_shapes
+
+        return input_shapes(self, config, x)
+
+    def count_flops(self, config: C, length: int, example: tuple[Any, Tensor] | None) -> int:
+        """Return the FLOPs per token of a sequence, or those of an example, counted on the meta device."""
+        from gptlite.models.flops import count_flops
+        from gptlite.models.model import Model
+
+        return count_flops(Model(self, config), length, example)

@@ -13,6 +13,7 @@ from gptlite.parallelism.collectives import all_reduce
 from gptlite.parallelism.host_copy import HostCopy
 from gptlite.parallelism.mesh import Mesh
 from gptlite.progress import format_bytes
+from gptlite.torch_private.dispatch import profiler_runs
 from gptlite.torch_private.fsdp import watched_shards
 from gptlite.trainer.observers import Observer
 from gptlite.trainer.state import TrainState

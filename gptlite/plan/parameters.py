@@ -14,10 +14,10 @@ from itertools import groupby
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from gptlite.models.base import Matrices, is_built
 from gptlite.models.capabilities import capability
 from gptlite.models.config import ModelConfig
 from gptlite.models.registry import spec_of
-from gptlite.models.spec import Matrices, ModelSpec
 from gptlite.parallelism.axes import EXPERT
 from gptlite.parallelism.layout import num_stages, split_layers, stages_of_rank
 from gptlite.plan.cache import cached, same_model
@@ -280,7 +280,7 @@ def _matrices(structure: Matrices, block: Mapping[str, Tensor]) -> tuple[tuple[i
 def repeats(model: Any) -> bool:
     """Return True if a model's blocks are equal and a key of its configuration sets their number."""
     spec = spec_of(model)
-    if type(spec).num_blocks is ModelSpec.num_blocks or (number := spec.num_blocks(model)) is None:
+    if is_built(spec.num_blocks) or (number := spec.num_blocks(model)) is None:
         return False
     facts = capability(spec, PlannerFacts)
     return getattr(model, spec.blocks_key, None) == number and (facts is None or facts.equal_blocks(model))

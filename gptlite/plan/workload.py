@@ -8,6 +8,7 @@ from functools import cache, cached_property
 from importlib.metadata import version
 from typing import Any, NamedTuple
 
+from gptlite.models.capabilities import PlainModule, required
 from gptlite.models.config import ModelConfig
 from gptlite.models.registry import spec_of
 from gptlite.ops.config import Attention
@@ -242,10 +243,8 @@ def _inputs(work: Workload) -> list[tuple[int, ...]]:
     """Return the shape of each block's input, for a model whose blocks differ."""
     import torch
 
-    from gptlite.models.plain import input_shapes
-
     shape, dtype = (work.rank_length,), torch.int64
     if work.sample:
         shape, dtype = work.sample.x.shape[1:], work.sample.x.dtype
     x = torch.empty((work.micro_batch_size, *shape), dtype=dtype, device="meta")
-    return input_shapes(spec_of(work.model), work.model, x)
+    return required(spec_of(work.model), PlainModule, "parallelism.pipeline").input_shapes(work.model, x)

@@ -16,7 +16,7 @@ from gptlite.metrics.console import banner, format_bytes, format_count, format_p
 from gptlite.metrics.devices import device_peak_flops
 from gptlite.metrics.meter import Throughput
 from gptlite.metrics.sinks import Sink, build_sinks, wandb_id
-from gptlite.models.flops import Uncounted, count_flops
+from gptlite.models.capabilities import PlainModule, Uncounted, capability
 from gptlite.models.model import Model
 from gptlite.models.registry import spec_of
 from gptlite.ops.backend import sdpa_words
@@ -121,10 +121,11 @@ def _flops(
     If the model has no formula, its FLOPs are counted, but only if the device's peak FLOP/s is known.
     """
     found = model.flops_per_token(length)
-    if found is not None or peak is None:
+    plain = capability(model.spec, PlainModule)
+    if found is not None or peak is None or plain is None:
         return found, []
     try:
-        return count_flops(model, length, data.example() if isinstance(data, SampleSets) else None), []
+        return plain.count_flops(model.config, length, data.example() if isinstance(data, SampleSets) else None), []
     except Uncounted as error:
         return None, [("MFU", f"n/a: {error}")]
 

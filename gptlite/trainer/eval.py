@@ -24,7 +24,7 @@ class Evaluation:
     """Sums over the evaluated tokens. `text_bytes` is the UTF-8 size of the targets; None or 0 if they are not text.
 
     For a blend, `parts` maps each data set's name to its evaluation, and this evaluation is their sum. `metrics` maps
-    the names in ModelSpec.metrics to sums.
+    the names in BaseSpec.metrics to sums.
     """
 
     nats: float

@@ -21,7 +21,7 @@ class Loads:
 
     @classmethod
     def of(cls, table: Sequence[Sequence[float]], tokens: int) -> Loads:
-        """Build the loads from the rows of ModelSpec.end_step's table, for a batch of `tokens` tokens."""
+        """Build the loads from the rows of BaseSpec.end_step's table, for a batch of `tokens` tokens."""
         return cls([[int(load) for load in row[:-1]] for row in table], [row[-1] / tokens for row in table])
 
     def metrics(self) -> dict[str, float]:

@@ -21,7 +21,7 @@ class StepTotals:
     flags: Tensor | None = None  # stop flags of `Stopping`, one rank has none
     metrics: Tensor | None = None  # sums of the model's own metrics over the targets, [metrics]
     targets: Tensor | None = None  # number of targets, []
-    loads: Tensor | None = None  # table of ModelSpec.end_step, [layers, experts + 1]
+    loads: Tensor | None = None  # table of BaseSpec.end_step, [layers, experts + 1]
     scale: Tensor | None = None  # SCALE_VALUES after the step, if the device updates the loss scale
 
     def pack(self) -> Tensor:

@@ -7,12 +7,13 @@ import pytest
 from models.toy import ConvConfig, ConvSpec
 
 from gptlite.errors import ConfigError
-from gptlite.models.capabilities import MuonMatrices, TextGeneration, capability, required
+from gptlite.models.base import BaseSpec
+from gptlite.models.capabilities import MuonMatrices, PlainModule, TextGeneration, capability, required
 from gptlite.models.gpt.config import GPTConfig
 from gptlite.models.gpt.spec import GPTSpec
 from gptlite.models.model import Model
 from gptlite.models.scores import TargetScores, scores
-from gptlite.models.spec import Matrices, ModelSpec
+from gptlite.models.spec import Matrices
 from gptlite.plan.parameters import PlannerFacts, repeats
 
 
@@ -40,6 +41,11 @@ def test_a_spec_has_the_capabilities_whose_methods_it_defines():
         plugin, plain = Plugin(), ConvSpec()
         assert capability(plugin, kind) is plugin
         assert capability(plain, kind) is None
+
+
+def test_only_models_of_plug_ins_are_plain_modules():
+    assert capability(ConvSpec(), PlainModule) is not None
+    assert capability(GPTSpec(), PlainModule) is None
 
 
 def test_a_missing_capability_names_the_model_and_the_method():
@@ -70,5 +76,5 @@ def test_the_planner_profiles_every_block_that_differs(monkeypatch: pytest.Monke
 
 def test_the_interface_of_every_model_is_small():
     """A reader of the engine knows these; whatever only some models can do is a capability."""
-    methods = [name for name, each in vars(ModelSpec).items() if callable(each) and not name.startswith("_")]
+    methods = [name for name, each in vars(BaseSpec).items() if callable(each) and not name.startswith("_")]
     assert len(methods) <= 16

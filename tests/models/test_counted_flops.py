@@ -12,7 +12,8 @@ from run_files import read_metrics
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from gptlite.models.flops import Uncounted, count_flops
+from gptlite.models.capabilities import Uncounted
+from gptlite.models.flops import count_flops
 from gptlite.models.gpt.config import GPTConfig
 from gptlite.models.gpt.flops import flops_per_token, matmul_parameters, num_parameters
 from gptlite.models.gpt.model import GPT
@@ -143,7 +144,7 @@ def test_what_costs_as_much_as_its_elements_is_nothing():
 def test_a_run_of_it_has_its_mfu(tmp_path, monkeypatch, peak):
     monkeypatch.setattr(banner, "device_peak_flops", lambda *_: peak)
     if peak is None:  # nor is anything counted where there is nothing to compare it with
-        monkeypatch.setattr(banner, "count_flops", lambda *_: pytest.fail("counted"))
+        monkeypatch.setattr(ModelSpec, "count_flops", lambda *_: pytest.fail("counted"))
     config = config_of(f"run.dir={tmp_path}", "trainer.max_steps=2")
     assert pretrain(config).exit_code == 0
     rows = [row for row in read_metrics(tmp_path) if "mfu" in row]
@@ -161,7 +162,7 @@ def test_a_run_says_why_it_has_none(tmp_path, monkeypatch):
         raise Uncounted("no FLOP formula for counted::cube; define `flops` in the spec")
 
     monkeypatch.setattr(banner, "device_peak_flops", lambda *_: 1e12)
-    monkeypatch.setattr(banner, "count_flops", refuse)
+    monkeypatch.setattr(ModelSpec, "count_flops", refuse)
     assert pretrain(config_of(f"run.dir={tmp_path}", "trainer.max_steps=1")).exit_code == 0
     words = " ".join((tmp_path / "train.log").read_text().split())
     assert "MFU n/a: no FLOP formula for counted::cube; define `flops` in the spec" in words

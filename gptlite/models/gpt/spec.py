@@ -1,4 +1,4 @@
-"""ModelSpec of the GPT. Methods import torch only when they need it."""
+"""Spec of the GPT. Methods import torch only when they need it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from gptlite.errors import ConfigError
+from gptlite.models.base import BaseSpec, Constant, Cut, Matrices, Normal
 from gptlite.models.gpt.config import GPTConfig, MoEConfig, Norm, Position
 from gptlite.models.gpt.experts import check_experts, experts_words, mlp_sizes
 from gptlite.models.gpt.flops import head_flops, idle_parameters, layer_flops
-from gptlite.models.spec import Constant, Cut, Matrices, ModelSpec, Normal
 from gptlite.parallelism.layout import divisors, listed
 
 if TYPE_CHECKING:
@@ -31,8 +31,8 @@ RESIDUAL_PROJECTIONS = ("attn.proj.weight", "mlp.down.weight", "mlp.shared.down.
 EDGES = ("token_embedding.weight", "position_embedding.weight", "head.weight", "mlp.router.weight")
 
 
-class GPTSpec(ModelSpec[GPTConfig]):
-    """ModelSpec of the pre-norm GPT."""
+class GPTSpec(BaseSpec[GPTConfig]):
+    """Spec of the pre-norm GPT."""
 
     name = "gpt"
     schema = GPTConfig
