@@ -125,6 +125,7 @@ WIDER = {
     PACKAGE / "models" / "parallelize.py": "parallelism precision",
     PACKAGE / "models" / "vocab_parallel.py": "parallelism",
     PACKAGE / "models" / "base.py": "parallelism precision",  # for types alone
+    PACKAGE / "models" / "spec.py": "parallelism",  # for types alone
     PACKAGE / "models" / "capabilities.py": "parallelism",  # for types alone
     PACKAGE / "models" / "model.py": "parallelism precision",
     PACKAGE / "models" / "gpt" / "spec.py": "parallelism precision",  # for types alone

@@ -55,6 +55,13 @@ def test_training_imports_no_more_than_promised():
         assert sum(SIZE["count_lines"](ROOT / file) for file in files) <= most
 
 
+def test_training_a_gpt_imports_no_support_of_plain_modules():
+    """Not even inside a function: a plug-in's model brings it."""
+    files = {str(file) for file in SIZE["imported"](ROOT, SIZE["CORE"], True)}
+    assert len(files) > 100
+    assert files.isdisjoint(f"gptlite/models/{name}.py" for name in ("spec", "plain", "batch_norm", "flops", "scores"))
+
+
 def test_a_training_step_is_read_in_3000_lines():
     text = (ROOT / "CONTRIBUTING.md").read_text()
     table = text[text.index("## Reading a training step") : text.index("The core is")]

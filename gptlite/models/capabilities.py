@@ -7,16 +7,17 @@ satellite asks for are beside the satellite's code.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 from gptlite.errors import ConfigError
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from gptlite.models.base import BaseSpec, Matrices
     from gptlite.models.sampling import Sampling
+    from gptlite.parallelism.mesh import Mesh
     from gptlite.parallelism.stage_runner import StageRunner
 
 K = TypeVar("K")
@@ -64,6 +65,24 @@ class PlainModule(Protocol):
     def count_flops(self, config: Any, length: int, example: tuple[Any, Tensor] | None) -> int:
         """Return the FLOPs per token of a forward and backward pass on a sequence of `length`, or those of an example.
         Raises Uncounted if they cannot be counted."""
+        ...
+
+
+class BatchNorms(Protocol):
+    """Batch norms, whose statistics are over all data ranks. ModelSpec of plug-ins defines it."""
+
+    def sync_batch_norms(self, part: nn.Module, mesh: Mesh) -> None:
+        """Let the batch norms of a part average over the micro-batches of all data ranks."""
+        ...
+
+    def has_batch_norm(self, part: nn.Module) -> bool:
+        """Return True if a part has a batch norm. The loss then depends on how many samples the micro-batches of all
+        data ranks have together."""
+        ...
+
+    def tracking_once(self, block: nn.Module, forward: Callable[..., Any]) -> Callable[[], Callable[..., Any]]:
+        """Return a function that creates a separate `forward` for each forward pass. The first call of that `forward`
+        updates running statistics; the second call, which recomputes the block, does not."""
         ...
 
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from gptlite.models.base import Cut
-from gptlite.models.batch_norm import sync_batch_norms, tracking_once
+from gptlite.models.capabilities import BatchNorms, capability
 from gptlite.models.experts import Experts, Router
 from gptlite.models.heads_norm import HeadsNorm
 from gptlite.models.layers import Head, LayerNorm, Linear, RMSNorm
@@ -77,6 +77,7 @@ def parallelize(
     # block repeats the gather anyway, and compiled code does not support resizing a tensor's memory.
     context = context_axis(mesh, config.activation_checkpointing is ActivationCheckpointing.none and not compile)
     mode, among = config.activation_checkpointing, expert_axis(mesh)
+    norms = capability(model.spec, BatchNorms)
     for part in parts:
         if axis is not None:
             _cut_tensors(model, part, axis)
@@ -84,7 +85,8 @@ def parallelize(
         if among is not None:
             for module in experts:
                 module.share_(among)
-        sync_batch_norms(part, mesh)
+        if norms is not None:
+            norms.sync_batch_norms(part, mesh)
         if split_backward:
             _plain_products(part)
         if context is not None:
@@ -97,7 +99,7 @@ def parallelize(
         for block in blocks:
             if mode is ActivationCheckpointing.offload:
                 offload.wrap(block, first=block is blocks[0])
-            _recompute(block, mode, split_backward, among is not None, keyed=model.spec.keyed_dropout)
+            _recompute(model, block, mode, split_backward, among is not None)
             if compile:
                 compile_block(block)  # in place, so that parameter names do not change
         set_dtypes(model, part, policy, recomputes=mode.recomputes)
@@ -278,17 +280,18 @@ def _plain_products(part: nn.Module) -> None:
 
 
 def _recompute(
-    block: nn.Module, mode: ActivationCheckpointing, split_backward: bool, gathers: bool, *, keyed: bool
+    model: Model, block: nn.Module, mode: ActivationCheckpointing, split_backward: bool, gathers: bool
 ) -> None:
     """Wrap a block's forward method in activation checkpointing. The parameters keep their names.
 
-    `gathers`: ZeRO gathers some of the parameters inside the block. `keyed`: dropout masks are recomputed from their
-    keys; otherwise the generator's state is restored.
+    `gathers`: ZeRO gathers some of the parameters inside the block. If dropout masks are not recomputed from their
+    keys, the generator's state is restored.
     """
     if not mode.recomputes:
         return
-    once = tracking_once(block, block.forward)
-    run = partial(checkpoint, use_reentrant=False, preserve_rng_state=not keyed)
+    norms, forward = capability(model.spec, BatchNorms), block.forward
+    once = (lambda: forward) if norms is None else norms.tracking_once(block, forward)
+    run = partial(checkpoint, use_reentrant=False, preserve_rng_state=not model.spec.keyed_dropout)
     if mode is ActivationCheckpointing.selective:
         run = partial(run, context_fn=partial(_keep, split_backward, gathers))
 

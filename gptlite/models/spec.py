@@ -10,7 +10,7 @@ Training a GPT imports neither this module nor gptlite.models.plain.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from gptlite.models.base import BaseSpec, C, Constant, Cut, Matrices, Normal, builds_model
@@ -20,13 +20,14 @@ if TYPE_CHECKING:
 
     from gptlite.ops.inputs import Inputs
     from gptlite.ops.select import Ops
+    from gptlite.parallelism.mesh import Mesh
 
 __all__ = ("Constant", "Cut", "Matrices", "ModelSpec", "Normal")
 
 
 class ModelSpec(BaseSpec[C]):
     """Spec of a plain nn.Module, whose blocks, tied parameters, initial values, buffers and embeddings are found in the
-    module. It has the capability `PlainModule`."""
+    module. It has the capabilities `PlainModule` and `BatchNorms`."""
 
     @builds_model
     def num_blocks(self, config: C) -> int | None:
@@ -97,7 +98,7 @@ class ModelSpec(BaseSpec[C]):
         with torch.device("cpu"):
             return dict(self.build(config, ops, seed).named_buffers())
 
-    # Capability PlainModule.
+    # Capabilities: PlainModule and BatchNorms.
 
     def embeddings(self, config: C) -> tuple[str, ...]:
         """Return the names of the parameters of embedding modules."""
@@ -117,3 +118,21 @@ class ModelSpec(BaseSpec[C]):
         from gptlite.models.model import Model
 
         return count_flops(Model(self, config), length, example)
+
+    def sync_batch_norms(self, part: nn.Module, mesh: Mesh) -> None:
+        """Replace torch's batch norms in a part with SyncedBatchNorm, in place."""
+        from gptlite.models.batch_norm import sync_batch_norms
+
+        sync_batch_norms(part, mesh)
+
+    def has_batch_norm(self, part: nn.Module) -> bool:
+        """Return True if a part has a SyncedBatchNorm."""
+        from gptlite.models.batch_norm import has_batch_norm
+
+        return has_batch_norm(part)
+
+    def tracking_once(self, block: nn.Module, forward: Callable[..., Any]) -> Callable[[], Callable[..., Any]]:
+        """Return a function that creates a `forward` which updates running statistics only in its first call."""
+        from gptlite.models.batch_norm import tracking_once
+
+        return tracking_once(block, forward)

@@ -29,7 +29,7 @@ from gptlite.data.text import newly_followed
 from gptlite.documents import read_text
 from gptlite.errors import ConfigError, RunEnded, printable, system_error
 from gptlite.files import existing, open_inside, open_regular, try_lock, unwritable, write_whole
-from gptlite.models.batch_norm import has_batch_norm
+from gptlite.models.capabilities import BatchNorms, capability
 from gptlite.models.registry import spec_of
 from gptlite.parallelism.mesh import Mesh
 from gptlite.parallelism.messages import passed_on
@@ -109,7 +109,9 @@ class RunFolder:
             if not self.resume_from.resolve().is_relative_to(self.path.resolve()):
                 state.wandb_id = None  # the tracker's run belongs to the folder in which it began
         batch = ", and by more if data.micro_batch_size x data-parallel ranks changes, over which batch norm averages"
-        rounding = f"by rounding{batch if any(map(has_batch_norm, state.parts)) else ''}"
+        norms = capability(state.model.spec, BatchNorms)
+        averaged = norms is not None and any(map(norms.has_batch_norm, state.parts))
+        rounding = f"by rounding{batch if averaged else ''}"
         for change in [] if weights_only else changes:  # with weights only, there is no loss curve to continue
             words = f"losses may differ from those of an uninterrupted run {rounding}"
             self.log(f"resuming with a change: {change}; {words}")

@@ -8,7 +8,7 @@ from models.toy import ConvConfig, ConvSpec
 
 from gptlite.errors import ConfigError
 from gptlite.models.base import BaseSpec
-from gptlite.models.capabilities import MuonMatrices, PlainModule, TextGeneration, capability, required
+from gptlite.models.capabilities import BatchNorms, MuonMatrices, PlainModule, TextGeneration, capability, required
 from gptlite.models.gpt.config import GPTConfig
 from gptlite.models.gpt.spec import GPTSpec
 from gptlite.models.model import Model
@@ -44,8 +44,9 @@ def test_a_spec_has_the_capabilities_whose_methods_it_defines():
 
 
 def test_only_models_of_plug_ins_are_plain_modules():
-    assert capability(ConvSpec(), PlainModule) is not None
-    assert capability(GPTSpec(), PlainModule) is None
+    for kind in (PlainModule, BatchNorms):
+        assert capability(ConvSpec(), kind) is not None
+        assert capability(GPTSpec(), kind) is None
 
 
 def test_a_missing_capability_names_the_model_and_the_method():

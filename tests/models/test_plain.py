@@ -25,15 +25,18 @@ from gptlite.data.registry import register_data
 from gptlite.data.samples import SampleLoader, open_samples
 from gptlite.errors import ConfigError
 from gptlite.models.batch_norm import SyncedBatchNorm, sync_batch_norms
+from gptlite.models.capabilities import BatchNorms, required
 from gptlite.models.config import ModelConfig
 from gptlite.models.model import Model
+from gptlite.models.parallelize import materialize, parallelize
 from gptlite.models.plain import blocks_of, call, has_end, keep_blocks
 from gptlite.models.registry import register_model
 from gptlite.models.spec import ModelSpec
 from gptlite.ops.inputs import Inputs
 from gptlite.ops.select import Ops
-from gptlite.parallelism.config import ParallelismConfig
+from gptlite.parallelism.config import ActivationCheckpointing, ParallelismConfig
 from gptlite.parallelism.mesh import build_mesh
+from gptlite.precision import Policy
 from gptlite.trainer.build import build_run
 
 
@@ -123,6 +126,33 @@ def test_batch_norm_equals_torchs():
         found.append([leaf.grad, norm[0].weight.grad, *norm[0].buffers(), norm.eval()(x)])
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(b, a, rtol=2e-4, atol=2e-4)
+
+
+class NormedSpec(ModelSpec):
+    name, schema, reads = "normed", TiedConfig, "samples"
+
+    def build(self, config, ops, seed):
+        return nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), nn.Linear(4, 3))
+
+
+@pytest.mark.parametrize("mode", ActivationCheckpointing)
+def test_batch_norms_are_replaced_and_track_a_pass_once(mode):
+    """A block that is recomputed in the backward pass has already updated the running statistics."""
+    model, mesh = Model(NormedSpec(), TiedConfig()), build_mesh(ParallelismConfig())
+    config, policy = ParallelismConfig(activation_checkpointing=mode), Policy(torch.float32, "test")
+    (part,) = parallelize(model, model.build(Ops(), 0), mesh, config, policy)
+    materialize(model, [part], torch.device("cpu"))
+    model.fill_buffers(part, Ops(), 0)
+    with torch.no_grad():
+        for parameter in part.parameters():
+            parameter.copy_(torch.arange(parameter.numel()).view_as(parameter) / 10)
+    block, x = part.get_submodule("0"), torch.arange(24.0).view(6, 4)
+    norm = block.get_submodule("1")
+    assert isinstance(norm, SyncedBatchNorm)
+    assert required(model.spec, BatchNorms, "").has_batch_norm(part)
+    model.forward(part.train(), x, Inputs(torch.zeros(6, dtype=torch.int64))).backward()
+    assert norm.num_batches_tracked == 1
+    torch.testing.assert_close(norm.running_mean, block.get_submodule("0")(x).mean(0) * norm.momentum)
 
 
 class Points:
