@@ -67,15 +67,15 @@ def shards(config: Config, layout: Layout) -> list[float]:
 
     The vocabulary size must be set. Without ZeRO, the data ranks of an expert group have different experts.
     """
-    from gptlite.models.experts import Experts
     from gptlite.models.model import Model
     from gptlite.ops.select import Ops
+    from gptlite.parallelism.expert import ExpertWeights
 
     try:
         whole = Model.of(config.model).build(Ops(), 0)
     except Exception:  # a user's model may raise anything
         return []
-    experts = {id(p) for module in whole.modules() if isinstance(module, Experts) for p in module.parameters()}
+    experts = {id(p) for module in whole.modules() if isinstance(module, ExpertWeights) for p in module.parameters()}
     among = layout.size(EXPERT) if layout.size("dp_shard") == 1 else 1
     ranks = layout.size("tp", "dp_shard")
     return [p.numel() / ranks / (among if id(p) in experts else 1) for p in whole.parameters()]

@@ -22,7 +22,7 @@ from gptlite.parallelism.axes import DATA_AXES
 from gptlite.parallelism.boxes import local_tensor
 from gptlite.parallelism.collectives import all_reduce
 from gptlite.parallelism.context import ContextAxis
-from gptlite.parallelism.expert import ExpertAxis
+from gptlite.parallelism.expert import ExpertAxis, ExpertWeights
 from gptlite.parallelism.mesh import Mesh
 from gptlite.parallelism.tensor import TensorAxis, axis_of, cut, enter, leave
 from gptlite.torch_private.dispatch import has_values
@@ -40,6 +40,7 @@ class Router(nn.Module):
     bias: Tensor
     load: Tensor
     losses: Tensor
+    compiles = False  # it counts loads, with which it would be compiled again
 
     def __init__(
         self, width: int, experts: int, top_k: int, *, sigmoid: bool, renormalize: bool, bias_rate: float
@@ -112,7 +113,7 @@ class _Counted(torch.autograd.Function):
         return grad, upstream, None, None
 
 
-class Experts(nn.Module):
+class Experts(ExpertWeights):
     """Experts of a layer: x [B, s, d], weights and expert indices `chosen` [B, s, K] -> the weighted sum of the
     experts' outputs.
 
@@ -121,8 +122,6 @@ class Experts(nn.Module):
     the dense MLP. A tensor-parallel rank holds some hidden units of every expert.
     """
 
-    matmul_dtype: torch.dtype | None = None
-    fp8 = False
     imbalance = 1.0  # assumed ratio of received to sent rows in the planner, where tensors have no values
 
     def __init__(self, experts: int, width: int, up: int, hidden: int, activation: str, *, fused: bool) -> None:
@@ -138,7 +137,6 @@ class Experts(nn.Module):
         return self
 
     def share_(self, axis: ExpertAxis) -> None:
-        """Keep only this rank's experts. Call it on the meta device, after `cut_`."""
         dims = (None, None) if self.axis is None else (1, 2)
         self.shared_by, self.up, self.down = axis, axis.cut(self.up, dims[0]), axis.cut(self.down, dims[1])
 

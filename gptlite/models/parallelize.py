@@ -13,7 +13,6 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from gptlite.models.base import Cut
 from gptlite.models.capabilities import BatchNorms, capability
-from gptlite.models.experts import Experts, Router
 from gptlite.models.heads_norm import HeadsNorm
 from gptlite.models.layers import Head, LayerNorm, Linear, RMSNorm
 from gptlite.models.metrics import Recording
@@ -24,7 +23,7 @@ from gptlite.ops.weight_copies import keep_copies
 from gptlite.parallelism.activation_offload import ActivationOffload
 from gptlite.parallelism.config import ActivationCheckpointing, ParallelismConfig
 from gptlite.parallelism.context import ContextAxis, context_axis
-from gptlite.parallelism.expert import expert_axis
+from gptlite.parallelism.expert import ExpertWeights, expert_axis
 from gptlite.parallelism.layout import CONTEXT, num_stages, splits_backward, stages_of_rank
 from gptlite.parallelism.mesh import Mesh
 from gptlite.parallelism.pipeline import OnePart, Pipeline, add_across_ends
@@ -46,7 +45,7 @@ from gptlite.torch_private.modules import compile_block
 from gptlite.torch_private.ops import ATTENTION_OPS
 
 IN_BLOCKS = (Linear, ColumnParallelLinear, RowParallelLinear)
-MULTIPLYING = (*IN_BLOCKS, Experts, Head, VocabParallelHead)
+MULTIPLYING = (*IN_BLOCKS, ExpertWeights, Head, VocabParallelHead)
 NORMS = (LayerNorm, RMSNorm)
 # Ops whose results selective checkpointing keeps: linear layers and SDPA. Pointwise ops are cheap to recompute. So are
 # materialized attention scores, given their memory (Korthikanti et al. 2022, arXiv:2205.05198, section 5).
@@ -81,7 +80,7 @@ def parallelize(
     for part in parts:
         if axis is not None:
             _cut_tensors(model, part, axis)
-        experts = [module for module in part.modules() if isinstance(module, Experts)]
+        experts = [module for module in part.modules() if isinstance(module, ExpertWeights)]
         if among is not None:
             for module in experts:
                 module.share_(among)
@@ -92,9 +91,9 @@ def parallelize(
         if context is not None:
             _set_axis(part, "context", context)
         offload, blocks = ActivationOffload(), list(model.blocks(part).values())
-        if compile:  # experts read row counts and routers count loads, which would recompile them each time
+        if compile:
             for module in part.modules():
-                if isinstance(module, Experts | Router):
+                if getattr(module, "compiles", True) is False:
                     module.forward = torch.compiler.disable(module.forward)  # type: ignore[method-assign]
         for block in blocks:
             if mode is ActivationCheckpointing.offload:
@@ -119,7 +118,7 @@ def set_dtypes(model: Model, part: nn.Module, policy: Policy, *, recomputes: boo
             module.matmul_dtype = None if policy.stream_dtype == policy.compute_dtype else policy.compute_dtype
         elif isinstance(module, NORMS):
             module.fp32 = policy.fp32_norms
-        if policy.fp8 and isinstance(module, Linear | Experts):
+        if policy.fp8 and isinstance(module, Linear | ExpertWeights):
             module.fp8 = True
         elif policy.fp8 and isinstance(module, IN_BLOCKS):
             module.multiply = fp8_linear  # type: ignore[method-assign]

@@ -54,6 +54,23 @@ class ExpertAxis:
         return _Exchange.apply(rows, self, sent, received, pending), pending
 
 
+class ExpertWeights(nn.Module):
+    """Base class of a layer whose parameters [E, ...] are stacked by expert. Each rank of the expert axis holds the
+    parameters of some experts. GEMMs run in `matmul_dtype` if set, or with `fp8` in fp8.
+
+    The layer is left out of compiled blocks: it reads numbers of rows, with which it would be compiled again.
+    """
+
+    matmul_dtype: torch.dtype | None = None
+    fp8 = False
+    compiles = False
+
+    def share_(self, axis: ExpertAxis) -> None:
+        """Keep only this rank's experts. Called on the meta device, after the layer has been sharded over the tensor
+        axis."""
+        raise NotImplementedError
+
+
 def expert_axis(mesh: Mesh) -> ExpertAxis | None:
     """Return the expert axis of a mesh; None if its degree is 1."""
     return None if mesh.expert_mesh is None else ExpertAxis(mesh.expert_mesh)

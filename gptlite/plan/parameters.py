@@ -217,10 +217,11 @@ def copies(held: list[StageParameters]) -> list[Parameter]:
 @cached(lambda model, tensor, tp_rank=0, expert=1: (*same_model(model), tensor, tp_rank, expert))
 def inventory(model: ModelConfig, tensor: int, tp_rank: int = 0, expert: int = 1) -> Inventory:
     """Return the parameters of a model on a rank of the tensor axis. `tensor` and `expert`: degrees of the two axes."""
-    from gptlite.models.experts import Experts, routers
+    from gptlite.models.experts import routers
     from gptlite.models.model import Model
     from gptlite.models.parallelize import layers_to_cut
     from gptlite.ops.select import Ops
+    from gptlite.parallelism.expert import ExpertWeights
 
     if (fewer := with_blocks(model, BLOCKS)) != model:
         return inventory(fewer, tensor, tp_rank, expert)
@@ -228,7 +229,8 @@ def inventory(model: ModelConfig, tensor: int, tp_rank: int = 0, expert: int = 1
     whole, spec, config = few.build(Ops(), 0), few.spec, few.config
     layers = layers_to_cut(few, whole) if tensor > 1 else ()
     dims = {f"{name}.{each}": dim for name, cut in layers for each, dim in cut.dims.items()}
-    experts = {id(each) for module in whole.modules() if isinstance(module, Experts) for each in module.parameters()}
+    stacked = (module for module in whole.modules() if isinstance(module, ExpertWeights))
+    experts = {id(each) for module in stacked for each in module.parameters()}
     tied = {*spec.tied(config), *spec.tied(config).values()}
     structure = few.matrices()
 

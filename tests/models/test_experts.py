@@ -6,13 +6,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from models.conftest import planned
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from gptlite.config import load
 from gptlite.config.checks import check_layout
 from gptlite.errors import ConfigError
-from gptlite.models.experts import balance, begin
+from gptlite.models.experts import Experts, Router, balance, begin
 from gptlite.models.gpt.config import GPTConfig, MLPKind, MoEConfig, Score
 from gptlite.models.gpt.flops import matmul_parameters, num_parameters
 from gptlite.models.gpt.model import GPT
@@ -24,6 +25,7 @@ from gptlite.optimizer.build import build_optimizer
 from gptlite.optimizer.config import MuonConfig
 from gptlite.parallelism.mesh import Mesh
 from gptlite.plan.parameters import num_parameters as planned_parameters
+from gptlite.precision import Policy, Precision
 from gptlite.trainer.loads import Loads
 
 ONE = Mesh(torch.device("cpu"))
@@ -240,3 +242,13 @@ def test_muon_steps_each_experts_matrices_by_themselves():
 def test_what_cannot_be_is_refused_by_its_key(overrides, words):
     with pytest.raises(ConfigError, match=words.replace(".", r"\.")):
         check_layout(load(["model=moe-lite", *overrides]))
+
+
+def test_parallelize_recognizes_experts_and_routers():
+    """By their base class and their attribute: dtype of the GEMMs, and left out of compiled blocks."""
+    o1 = Policy(torch.bfloat16, "test", Precision.amp_o1)
+    part = planned(GPT(config()), o1, compile=True)
+    experts = [module for module in part.modules() if isinstance(module, Experts)]
+    assert [each.matmul_dtype for each in experts] == [torch.bfloat16] * 2
+    uncompiled = {type(module) for module in part.modules() if "forward" in vars(module)}
+    assert uncompiled == {Experts, Router}
