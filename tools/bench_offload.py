@@ -21,7 +21,7 @@ from gptlite.ops.config import OpsConfig
 from gptlite.ops.select import select_ops
 from gptlite.optimizer.build import build_optimizer
 from gptlite.optimizer.config import AdamWConfig
-from gptlite.optimizer.streamed import StreamedStep, stream_state
+from gptlite.optimizer.streamed import StreamedOptimizer, stream_state
 from gptlite.parallelism.state_file import StateFile, aligned
 
 
@@ -47,7 +47,7 @@ def main(options: Arguments) -> None:
     plain = seconds_a_step(optimizer, options.steps)
     optimizer.state.clear()
     optimizer = stream_state(optimizer, folder, options.buffer_mib * 2**20)
-    assert isinstance(optimizer, StreamedStep)
+    assert isinstance(optimizer, StreamedOptimizer)
     streamed = seconds_a_step(optimizer, options.steps)
     file = optimizer.stream.file
     optimizer.settle()  # waits for pending transfers, before the disk is measured
@@ -65,12 +65,12 @@ def main(options: Arguments) -> None:
 def seconds_a_step(optimizer: torch.optim.Optimizer, steps: int) -> float:
     """Return the mean seconds per step, including pending writes, after an untimed step."""
     optimizer.step()
-    if isinstance(optimizer, StreamedStep):
+    if isinstance(optimizer, StreamedOptimizer):
         optimizer.stream.wait()
     begin = time.perf_counter()
     for _ in range(steps):
         optimizer.step()
-    if isinstance(optimizer, StreamedStep):
+    if isinstance(optimizer, StreamedOptimizer):
         optimizer.stream.wait()
     return (time.perf_counter() - begin) / steps
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,49 +81,47 @@ class OwnOptimizer(Optimizer):
         return [local_tensor(self.state_of(parameter)[key]) for parameter in parameters]
 
 
-class PiecewiseStep:
-    """Mixin that replaces an optimizer's step by separate updates of pieces of its parameters. It reads `found_inf` on
-    the host."""
+class PiecewiseOptimizer(Optimizer):
+    """Base class of optimizers that apply the rule of another optimizer to pieces of its parameters.
 
-    @classmethod
-    def put_on(cls, optimizer: Optimizer) -> None:
-        """Replace the optimizer's step by that of this class, by changing its class to a subclass of both classes."""
-        kind = type(optimizer)
-        optimizer.__class__ = type(cls.__name__.removesuffix("Step") + kind.__name__, (cls, kind), {})
+    Both share the parameter groups and the state. The rule must be elementwise. A step reads `found_inf` on the host.
+    """
 
-    def take(self, options: dict[str, Any]) -> None:
-        """Take a step. `options` are passed to the optimizer's own step for each piece."""
+    param_groups: list[dict[str, Any]]
+
+    def __init__(self, rule: Optimizer) -> None:
+        super().__init__(rule.param_groups, rule.defaults)
+        self.rule, self.param_groups, self.state = rule, rule.param_groups, rule.state
+
+    def update(self, options: dict[str, Any]) -> None:
+        """Take a step. `options` are passed to the rule's step of each piece."""
         raise NotImplementedError
 
-    def step(
+    @torch.no_grad()
+    def step(  # type: ignore[override]
         self, closure: Closure | None = None, *, scale: Tensor | None = None, found_inf: Tensor | None = None
     ) -> None:
-        """Take a step, with the arguments of FusedStep.step."""
+        """Take a step, with the arguments of FusedStep.step. Raises ValueError for a closure."""
         refuse(closure)
-        if found_inf is not None and found_inf.item() != 0:
-            return
-        with torch.no_grad():
-            self.take({} if scale is None else {"scale": scale})
+        if found_inf is None or found_inf.item() == 0:
+            self.update({} if scale is None else {"scale": scale})
 
-    # Makes the step run its hooks. torch wraps only the step of the class that is instantiated.
-    step = Optimizer.profile_hook_step(step)  # pyright: ignore[reportArgumentType]
+    def step_pieces(
+        self, groups: list[dict[str, Any]], state: dict[Tensor, dict[str, Any]], options: dict[str, Any]
+    ) -> None:
+        """Step the tensors of the groups by the rule, without keeping references. The groups' `names` are not used."""
+        rule = self.rule
+        rule.param_groups = [{key: value for key, value in group.items() if key != "names"} for group in groups]
+        rule.state = defaultdict(dict, state)
+        try:
+            rule.step(**options)
+        finally:
+            rule.param_groups, rule.state = self.param_groups, self.state
 
 
-class PieceRule:
-    """Update rule of an optimizer, without its hooks, applied to tensors that are passed to each step."""
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = copy(optimizer)  # not a new one, whose __init__ would refuse an empty list of parameters
-        self._hold([], {})
-
-    def step(self, groups: list[dict[str, Any]], state: dict[Tensor, dict[str, Any]], options: dict[str, Any]) -> None:
-        """Step the tensors of the groups, then drop the references to them. The groups' `names` are not used."""
-        self._hold([{key: value for key, value in group.items() if key != "names"} for group in groups], state)
-        self._optimizer.step(**options)
-        self._hold([], {})
-
-    def _hold(self, groups: list[dict[str, Any]], state: dict[Tensor, dict[str, Any]]) -> None:
-        self._optimizer.param_groups, self._optimizer.state = groups, defaultdict(dict, state)
+def rule_of(optimizer: Optimizer) -> Optimizer:
+    """Return the optimizer whose rule a piecewise optimizer applies, and any other optimizer itself."""
+    return optimizer.rule if isinstance(optimizer, PiecewiseOptimizer) else optimizer
 
 
 def refuse(closure: object) -> None:

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Adam, AdamW, Optimizer
 
 from gptlite.ops.weight_copies import copy_of, mark_written
-from gptlite.optimizer.base import Closure, local_gradients, refuse
+from gptlite.optimizer.base import Closure, local_gradients, refuse, rule_of
 from gptlite.optimizer.clip import clip_factor, clip_gradients
 from gptlite.optimizer.state import materialized
 from gptlite.parallelism.boxes import local_tensor
@@ -64,6 +64,11 @@ class FusedAdamW(FusedStep, AdamW):
     """torch.optim.AdamW with the fused step."""
 
 
+def is_fused(optimizer: Optimizer) -> bool:
+    """Return True if our kernel computes the step, which then accepts a `scale`."""
+    return isinstance(rule_of(optimizer), FusedStep)
+
+
 def writes_copies(optimizer: Optimizer) -> bool:
     """Return True if a step updates the 16-bit weight copies, or makes them stale by changing the weights' versions.
     torch's fused kernels do neither, so the copies would seem valid after their steps."""
@@ -101,11 +106,11 @@ def clip_and_step(
     loss. The fused step does not modify the gradients. If the scalar fp32 tensor `found_inf` is not 0, only the
     gradients may change; passing it requires `decides_on_device`.
     """
-    if isinstance(optimizer, FusedAdam | FusedAdamW):
+    if is_fused(optimizer):
         held = next((tensor for group in optimizer.param_groups for tensor in group["params"]), norm)
         # Offloaded parameters are on the host, but a norm that was summed over ranks is on the device.
         factor = clip_factor(max_norm, norm.to(local_tensor(held).device), loss_scale)
-        optimizer.step(scale=factor, found_inf=found_inf)
+        optimizer.step(scale=factor, found_inf=found_inf)  # type: ignore[call-arg]
     else:
         clip_gradients(parameters, max_norm, norm, loss_scale)
         if found_inf is None:

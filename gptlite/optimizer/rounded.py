@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from gptlite.ops.philox import WORD, philox
-from gptlite.optimizer.base import PieceRule, PiecewiseStep
+from gptlite.optimizer.base import PiecewiseOptimizer
 from gptlite.optimizer.state import materialized
 from gptlite.parallelism.boxes import local_box, local_tensor
 
@@ -30,41 +30,19 @@ BLOCK = 2**18  # counters per block: bounds the memory for random numbers
 LOW = 0xFFFF
 
 
-class RoundedStep(PiecewiseStep):
-    """Step of an optimizer whose parameters are bf16. Gradients and state are fp32."""
+class RoundedOptimizer(PiecewiseOptimizer):
+    """Optimizer of bf16 parameters. A rule steps an fp32 copy of each, which is rounded stochastically.
 
-    rounding: Rounding
-
-    def take(self, options: dict[str, Any]) -> None:
-        self.rounding.run(self, options)  # type: ignore[arg-type]
-
-
-def round_steps(optimizer: Optimizer, seed: int) -> Optimizer:
-    """Make the optimizer compute its steps in fp32 and round the results to bf16. Call this before the first step.
-
-    The rule must be elementwise. `set_step` sets the number of the next step. Returns the same optimizer.
+    Gradients and state are fp32. `next_step` is the number of the next step, counted from 0.
     """
-    optimizer.rounding = Rounding(optimizer, seed)  # type: ignore[attr-defined]
-    RoundedStep.put_on(optimizer)
-    return optimizer
 
+    def __init__(self, rule: Optimizer, seed: int) -> None:
+        super().__init__(rule)
+        self.seed, self.next_step = seed, 0
 
-def set_step(optimizer: Optimizer, step: int) -> None:
-    """Set the number of the optimizer's next step, counted from 0. It is part of the random counter."""
-    if isinstance(optimizer, RoundedStep):
-        optimizer.rounding.number = step
-
-
-class Rounding:
-    """Application of an optimizer's rule to an fp32 copy of each parameter, followed by stochastic rounding."""
-
-    def __init__(self, optimizer: Optimizer, seed: int) -> None:
-        self.seed, self.number = seed, 0
-        self._rule = PieceRule(optimizer)
-
-    def run(self, optimizer: Optimizer, options: dict[str, Any]) -> None:
+    def update(self, options: dict[str, Any]) -> None:
         """Take one step of all parameters that have a gradient."""
-        for group in optimizer.param_groups:
+        for group in self.param_groups:
             for name, parameter in zip(group["names"], group["params"], strict=True):
                 if parameter.grad is None:
                     continue
@@ -72,10 +50,16 @@ class Rounding:
                 wide.grad = local_tensor(parameter.grad).float()
                 state = {
                     key: local_tensor(value) if isinstance(value, Tensor) else value
-                    for key, value in materialized(optimizer, parameter).items()
+                    for key, value in materialized(self, parameter).items()
                 }
-                self._rule.step([group | {"params": [wide]}], {wide: state}, options)
-                round_box_(parameter, wide, self.seed, self.number, name)
+                self.step_pieces([group | {"params": [wide]}], {wide: state}, options)
+                round_box_(parameter, wide, self.seed, self.next_step, name)
+
+
+def set_step(optimizer: Optimizer, step: int) -> None:
+    """Set the number of the optimizer's next step, counted from 0, if its random numbers depend on it."""
+    if isinstance(optimizer, RoundedOptimizer):
+        optimizer.next_step = step
 
 
 def round_box_(parameter: Tensor, values: Tensor, seed: int, step: int, name: str) -> None:

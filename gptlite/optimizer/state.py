@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adam, Optimizer
 
-from gptlite.optimizer.base import OwnOptimizer
+from gptlite.optimizer.base import OwnOptimizer, rule_of
 from gptlite.parallelism.state_file import InFiles
 
 
@@ -33,14 +33,16 @@ def optimizer_state(optimizer: Optimizer) -> dict[str, Tensor]:
 
 def take_optimizer_state(optimizer: Optimizer, tensors: dict[str, Tensor]) -> None:
     """Write values back into the optimizer where `optimizer_state` returned copies, after changes to `tensors`."""
-    if isinstance(optimizer, OwnOptimizer):
+    rule = rule_of(optimizer)
+    if isinstance(rule, OwnOptimizer):
         for name, parameter in _named_parameters(optimizer):
-            keys = optimizer.state_of(parameter)
-            optimizer.take(parameter, {key: tensors[f"optim.{name}.{key}"] for key in keys})
+            keys = rule.state_of(parameter)
+            rule.take(parameter, {key: tensors[f"optim.{name}.{key}"] for key in keys})
 
 
 def _stored(optimizer: Optimizer, parameter: Tensor) -> dict[str, Tensor]:
-    return optimizer.stored(parameter) if isinstance(optimizer, OwnOptimizer) else materialized(optimizer, parameter)
+    rule = rule_of(optimizer)
+    return rule.stored(parameter) if isinstance(rule, OwnOptimizer) else materialized(rule, parameter)
 
 
 def _named_parameters(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
@@ -50,16 +52,17 @@ def _named_parameters(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
 
 def materialized(optimizer: Optimizer, parameter: Tensor) -> dict[str, Tensor]:
     """Return one parameter's state tensors. Creates them as the first step would."""
-    if isinstance(optimizer, OwnOptimizer):
-        return optimizer.state_of(parameter)
-    state = optimizer.state[parameter]
-    if isinstance(optimizer, Adam) and not state:
+    rule = rule_of(optimizer)
+    if isinstance(rule, OwnOptimizer):
+        return rule.state_of(parameter)
+    state = rule.state[parameter]
+    if isinstance(rule, Adam) and not state:
         # A fused kernel counts steps on the parameter's device, the others on the host.
-        device = parameter.device if optimizer.defaults["fused"] else "cpu"
+        device = parameter.device if rule.defaults["fused"] else "cpu"
         state["step"] = torch.zeros((), dtype=torch.float32, device=device)
         state["exp_avg"] = torch.zeros_like(parameter, dtype=torch.float32)
         state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=torch.float32)
-    elif isinstance(optimizer, SGD) and optimizer.defaults["momentum"] and state.get("momentum_buffer") is None:
+    elif isinstance(rule, SGD) and rule.defaults["momentum"] and state.get("momentum_buffer") is None:
         # torch's first step sets the buffer to the gradient. From zeros it computes 0 * momentum + gradient: same bits.
         state["momentum_buffer"] = torch.zeros_like(parameter, dtype=torch.float32)
     return {key: value for key, value in state.items() if isinstance(value, Tensor)}

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from gptlite.errors import ConfigError, RunEnded
-from gptlite.optimizer.base import PieceRule, PiecewiseStep
+from gptlite.optimizer.base import PiecewiseOptimizer
 from gptlite.optimizer.state import materialized
 from gptlite.parallelism.boxes import cut_like, local_tensor
 from gptlite.parallelism.config import Offload, ParallelismConfig
@@ -56,10 +56,15 @@ class ParameterPiece:
     place: int
 
 
-class StreamedStep(PiecewiseStep, InFiles):
-    """Step of an optimizer whose state is in a file."""
+class StreamedOptimizer(PiecewiseOptimizer, InFiles):
+    """Optimizer whose state is in a file in `folder`. Each of the two buffers takes up to `buffer_bytes`.
 
-    stream: StateStream
+    The parameters must be on the CPU. Raises OSError if the file cannot be created.
+    """
+
+    def __init__(self, rule: Optimizer, folder: Path, buffer_bytes: int) -> None:
+        super().__init__(rule)
+        self.stream = StateStream(rule, folder, buffer_bytes)
 
     def settle(self) -> None:
         """Bring the memory-mapped state up to date. Changes made to it before the next step take effect."""
@@ -69,13 +74,13 @@ class StreamedStep(PiecewiseStep, InFiles):
         """Return the tensors that take memory: the two buffers, and the state other than moments."""
         return self.stream.resident()
 
-    def take(self, options: dict[str, Any]) -> None:
+    def update(self, options: dict[str, Any]) -> None:
         """Take a step. Raises OffloadFailed."""
-        self.stream.run({key: value.cpu() for key, value in options.items()})
+        self.stream.run(self, {key: value.cpu() for key, value in options.items()})
 
 
 def offload_state(optimizer: Optimizer, config: ParallelismConfig, mesh: Mesh) -> Optimizer:
-    """Move the optimizer's state into files if configured. All ranks call this once. Returns the optimizer.
+    """Return the optimizer with its state in files if configured. All ranks call this once.
 
     Raises ConfigError on all ranks if one of them cannot create its file.
     """
@@ -96,16 +101,11 @@ def offload_state(optimizer: Optimizer, config: ParallelismConfig, mesh: Mesh) -
 
 
 def stream_state(optimizer: Optimizer, folder: Path, buffer_bytes: int) -> Optimizer:
-    """Move the optimizer's state into a file in `folder`, before the first step and before loading a checkpoint.
+    """Return the optimizer with its state in a file, or the optimizer itself if it has no moments.
 
-    Each of the two buffers takes up to `buffer_bytes`. The rule must be elementwise, and the parameters on the CPU.
-    Returns the same optimizer. Raises OSError if the file cannot be created.
+    Call this before the first step and before loading a checkpoint. See StreamedOptimizer for the arguments.
     """
-    if not moments_of(optimizer):
-        return optimizer
-    optimizer.stream = StateStream(optimizer, folder, buffer_bytes)  # type: ignore[attr-defined]
-    StreamedStep.put_on(optimizer)
-    return optimizer
+    return StreamedOptimizer(optimizer, folder, buffer_bytes) if moments_of(optimizer) else optimizer
 
 
 def moments_of(optimizer: Optimizer) -> list[str]:
@@ -136,7 +136,6 @@ class StateStream:
         self._chunks, size = _chunks(places, total, buffer_bytes // (ITEM * len(self._keys)))
         self.file = StateFile(folder, ITEM * total * len(self._keys))
         self._fill_state(optimizer, places)
-        self._rule = PieceRule(optimizer)
         # Two buffers with one row per moment.
         self._memory = [[aligned(ITEM * max(size, UNIT)) for _ in self._keys] for _ in range(2)]
         self._buffers = [[torch.frombuffer(row, dtype=torch.float32) for row in rows] for rows in self._memory]
@@ -163,8 +162,8 @@ class StateStream:
         numbers = [value for state in self._state.values() for key, value in state.items() if key not in self._keys]
         return [row for rows in self._buffers for row in rows] + [v for v in numbers if isinstance(v, Tensor)]
 
-    def run(self, options: dict[str, Any]) -> None:
-        """Take one step for the parameters that have gradients. Raises OffloadFailed."""
+    def run(self, optimizer: PiecewiseOptimizer, options: dict[str, Any]) -> None:
+        """Take one step of the optimizer for the parameters that have gradients. Raises OffloadFailed."""
         if self._mapped:
             with _told():
                 self.file.flush()
@@ -180,7 +179,8 @@ class StateStream:
             assert future is not None
             with _told():
                 future.result()
-            self._step(chunk, self._buffers[slot], numbers, options)
+            groups, state = self._pieces(chunk, self._buffers[slot], numbers)
+            optimizer.step_pieces(groups, state, options)
             self._there[slot] = self._thread.submit(self._write_and_read, self._count)
             self._count += 1
         for parameter, stepped in numbers.items():
@@ -191,14 +191,11 @@ class StateStream:
         """Return the buffer of chunk number `count`, counted over all steps. A single chunk always uses buffer 0."""
         return count % 2 if len(self._chunks) > 1 else 0
 
-    def _step(
-        self,
-        chunk: Sequence[ParameterPiece],
-        rows: list[Tensor],
-        numbers: dict[Tensor, Numbers],
-        options: dict[str, Any],
-    ) -> None:
-        """Step a chunk, whose moments are in the buffer `rows`. Store the other state after the step in `numbers`."""
+    def _pieces(
+        self, chunk: Sequence[ParameterPiece], rows: list[Tensor], numbers: dict[Tensor, Numbers]
+    ) -> tuple[list[dict[str, Any]], dict[Tensor, Numbers]]:
+        """Return parameter groups and state of a chunk, whose moments are in the buffer `rows`. The state other than
+        moments, which the step changes, is also stored in `numbers`."""
         groups: list[dict[str, Any]] = [group | {"params": []} for group in self._groups]
         state: dict[Tensor, dict[str, Tensor]] = {}
         for piece in chunk:
@@ -214,7 +211,7 @@ class StateStream:
             moments = {key: row[piece.place : piece.place + length] for key, row in zip(self._keys, rows, strict=True)}
             state[view] = others | moments
             numbers[piece.parameter] = others
-        self._rule.step([group for group in groups if group["params"]], state, options)
+        return [group for group in groups if group["params"]], state
 
     def _fill_state(self, optimizer: Optimizer, places: list[tuple[int, Tensor, int]]) -> None:
         """Create every parameter's state: moments in the mapped file, the other tensors in memory."""

@@ -23,7 +23,7 @@ from gptlite.ops.backend import sdpa_words
 from gptlite.ops.config import Attention
 from gptlite.ops.select import Ops
 from gptlite.optimizer.schedule import resolve_warmup_steps
-from gptlite.optimizer.streamed import StreamedStep
+from gptlite.optimizer.streamed import StreamedOptimizer
 from gptlite.parallelism.boxes import local_tensor, num_local_elements
 from gptlite.parallelism.collectives import gather_objects
 from gptlite.parallelism.config import Offload, ParallelismConfig
@@ -156,7 +156,7 @@ def offload_words(state: TrainState, config: ParallelismConfig) -> list[tuple[st
     dtype = "bf16" if weights < gradients else "fp32"
     text = f"{config.offload.value}: on rank 0 {format_bytes(weights)} of {dtype} weights"
     text += f" and {format_bytes(gradients)} of gradients"
-    if not isinstance(state.optimizer, StreamedStep):
+    if not isinstance(state.optimizer, StreamedOptimizer):
         return [("offload", f"{text}, and the optimizer state, in host memory")]
     stream = state.optimizer.stream
     way = "O_DIRECT" if stream.file.direct else "the page cache, without O_DIRECT"

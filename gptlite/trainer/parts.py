@@ -13,7 +13,7 @@ from gptlite.models.parallelize import parallelize
 from gptlite.ops.select import Ops
 from gptlite.optimizer.build import build_optimizer
 from gptlite.optimizer.config import OptimizerConfig
-from gptlite.optimizer.rounded import round_steps
+from gptlite.optimizer.rounded import RoundedOptimizer
 from gptlite.optimizer.streamed import offload_state
 from gptlite.parallelism.config import ParallelismConfig
 from gptlite.parallelism.mesh import Mesh
@@ -51,5 +51,5 @@ def build_updates(
     others = config.left_to_adamw((name for name, _ in weights), matrices.embeddings)
     optimizer = build_optimizer(config, weights, ops.adamw, *structure, policy.compute_dtype, matrices.batched, others)
     if not policy.master_weights:
-        optimizer = round_steps(optimizer, seed)
+        optimizer = RoundedOptimizer(optimizer, seed)
     return offload_state(optimizer, parallelism, mesh)

@@ -14,7 +14,7 @@ from gptlite.errors import RunEnded
 from gptlite.models.metrics import Recording
 from gptlite.models.parallelize import finish_gradients
 from gptlite.optimizer.clip import local_grad_norm
-from gptlite.optimizer.fused import FusedStep, clip_and_step
+from gptlite.optimizer.fused import clip_and_step, is_fused
 from gptlite.optimizer.rounded import set_step
 from gptlite.optimizer.schedule import set_lr
 from gptlite.parallelism.axes import CONTEXT, DATA_AXES
@@ -160,7 +160,7 @@ class Step:
         """Return the totals over all ranks, on the device. `loss` is this rank's share."""
         forward = self.passes.forward
         metrics = forward.take(loss.device) if isinstance(forward, Recording) else None
-        fused, mesh = isinstance(state.optimizer, FusedStep), self.mesh
+        fused, mesh = is_fused(state.optimizer), self.mesh
         if mesh.world_size == 1:
             norm = local_grad_norm((p for part in state.parts for p in part.parameters()), fused)
             return StepTotals(loss=loss, norm=norm.to(loss.device), metrics=metrics)

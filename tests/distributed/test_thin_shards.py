@@ -15,7 +15,7 @@ from distributed.cells.steps import joined
 from gptlite.config.plugins import import_installed
 from gptlite.optimizer.build import build_optimizer
 from gptlite.optimizer.config import OPTIMIZERS
-from gptlite.optimizer.rounded import round_steps, set_step
+from gptlite.optimizer.rounded import RoundedOptimizer, set_step
 from gptlite.optimizer.state import optimizer_state
 from gptlite.parallelism.boxes import local_box, local_tensor
 from gptlite.parallelism.config import ParallelismConfig
@@ -108,7 +108,7 @@ def _steps(name: str, module: Holder, mesh: Mesh, config: ParallelismConfig) -> 
     batched = [key for key, parameter in parameters.items() if parameter.ndim == 3]
     optimizer = build_optimizer(OPTIMIZERS[name](lr=0.05), parameters.items(), batched=batched)
     if dtype == torch.bfloat16:
-        round_steps(optimizer, seed=3)
+        optimizer = RoundedOptimizer(optimizer, seed=3)
     for step in range(STEPS):
         set_step(optimizer, step)
         for key, parameter in parameters.items():

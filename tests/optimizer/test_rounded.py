@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +14,10 @@ from gptlite.errors import ConfigError
 from gptlite.optimizer import rounded
 from gptlite.optimizer.build import build_optimizer
 from gptlite.optimizer.config import AdamConfig, AdamWConfig, OptimizerConfig, SGDConfig
-from gptlite.optimizer.rounded import round_box_, round_steps, set_step
-from gptlite.optimizer.state import optimizer_state
+from gptlite.optimizer.rounded import RoundedOptimizer, round_box_, set_step
+from gptlite.optimizer.state import optimizer_state, take_optimizer_state
 from gptlite.optimizers.configs import LionConfig
+from gptlite.optimizers.lion import Lion
 
 BF16_STOCHASTIC = "precision=bf16_stochastic"
 
@@ -98,7 +100,7 @@ class Small:
     def __init__(self, config: OptimizerConfig) -> None:
         self.weight = nn.Parameter(torch.ones(4096, dtype=torch.bfloat16))
         self.weight.grad_dtype = torch.float32
-        self.optimizer = round_steps(build_optimizer(config, [("w", self.weight)]), seed=0)
+        self.optimizer = RoundedOptimizer(build_optimizer(config, [("w", self.weight)]), seed=0)
 
     def train(self, first: int, last: int) -> None:
         for step in range(first, last):
@@ -136,12 +138,40 @@ def test_state_is_fp32_and_a_resumed_run_goes_on_to_the_bit(kind: type[Optimizer
     unbroken, first, second = (Small(kind(lr=1e-2)) for _ in range(3))
     unbroken.train(0, 8)
     first.train(0, 4)
-    for key, value in optimizer_state(second.optimizer).items():
+    tensors = optimizer_state(second.optimizer)
+    for key, value in tensors.items():
         assert value.dtype == torch.float32
         value.copy_(optimizer_state(first.optimizer)[key])
+    take_optimizer_state(second.optimizer, tensors)
     second.weight.data.copy_(first.weight.data)
     second.train(4, 8)
     assert torch.equal(second.weight, unbroken.weight)
+
+
+class Scaled(Lion):
+    """A rule with an attribute, as an optimizer of one's own may have."""
+
+    def __init__(self, groups: list[dict[str, Any]], factor: float) -> None:
+        super().__init__(groups, {"lr": 0.0, "betas": (0.95, 0.98), "weight_decay": 0.0})
+        self.factor = factor
+
+    def update(self) -> None:
+        for group in self.param_groups:
+            group["lr"] = self.factor
+        super().update()
+
+
+def test_a_rule_keeps_its_attributes_and_hooks_run_once_in_a_step():
+    weight = nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
+    weight.grad_dtype = torch.float32
+    weight.grad = torch.ones(8)
+    optimizer = RoundedOptimizer(Scaled([{"params": [weight], "names": ["w"]}], factor=0.5), seed=0)
+    calls = []
+    optimizer.register_step_post_hook(lambda *_: calls.append(weight.detach().clone()))
+    optimizer.step()
+    assert [call.tolist() for call in calls] == [[0.5] * 8]
+    assert optimizer.param_groups[0]["params"] == [weight]
+    assert optimizer_state(optimizer)["optim.w.exp_avg"].shape == (8,)
 
 
 @pytest.mark.parametrize(

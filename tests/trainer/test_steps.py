@@ -27,8 +27,8 @@ from gptlite.models.gpt.model import GPT
 from gptlite.models.parallelize import copy_weights
 from gptlite.optimizer.build import build_optimizer
 from gptlite.optimizer.config import AdamConfig, AdamWConfig, MuonConfig, SGDConfig
-from gptlite.optimizer.fused import clip_and_step, decides_on_device
-from gptlite.optimizer.rounded import round_steps
+from gptlite.optimizer.fused import clip_and_step, decides_on_device, is_fused
+from gptlite.optimizer.rounded import RoundedOptimizer
 from gptlite.optimizers.configs import LambConfig, LionConfig
 from gptlite.parallelism.mesh import Mesh
 from gptlite.parity.record import build
@@ -296,7 +296,9 @@ def test_which_optimizers_decide_on_the_device(config: type, fused: bool) -> Non
     assert not decides_on_device(optimizer, torch.device("cuda"))  # offloaded: its parameters are on the host
     if not DECIDES[config]:
         return
-    assert not decides_on_device(round_steps(build_optimizer(config(), named, fused), 0), CPU)
+    in_pieces = RoundedOptimizer(build_optimizer(config(), named, fused), 0)
+    assert not decides_on_device(in_pieces, CPU)
+    assert is_fused(in_pieces) is is_fused(optimizer) is fused
     for _, parameter in named:
         parameter.grad = torch.full_like(parameter, math.nan)
     before = [parameter.detach().clone() for _, parameter in named]
