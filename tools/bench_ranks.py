@@ -142,7 +142,7 @@ def report(title: str, size: Size, times: dict[str, list[Time]], peer_flops: flo
 
 def our_step(config: "GPTConfig", batch: int, layout: dict[str, Any], precision: str) -> Callable[[], Any]:
     """Return a step of the trainer that uses the same batch in every call."""
-    from real_step import build_step
+    from real_step import build_step, run_config
 
     from gptlite.parallelism.config import ParallelismConfig
     from gptlite.parallelism.mesh import build_mesh
@@ -150,7 +150,7 @@ def our_step(config: "GPTConfig", batch: int, layout: dict[str, Any], precision:
     parallelism = ParallelismConfig(**layout)
     mesh, count = build_mesh(parallelism), MICRO_BATCHES if parallelism.pipeline > 1 else 1
     size = batch // (count * mesh.data_size)
-    return build_step(config, mesh, size, precision=precision, layout=parallelism, micro_batches=count)
+    return build_step(run_config(config, precision, parallelism), mesh, size, count)
 
 
 def _check(arguments: Arguments) -> list[str]:

@@ -154,7 +154,7 @@ def our_step(size: Size, arguments: Arguments, other: str = "") -> Callable[[], 
 
     if arguments.keep_freed_memory:
         keep_freed_memory()  # before imports that create tensors: torch reads the setting only once
-    from real_step import build_step, config_of
+    from real_step import build_step, config_of, run_config
 
     from gptlite.config import load
     from gptlite.models.gpt.config import MLPKind, Norm, Position
@@ -165,7 +165,6 @@ def our_step(size: Size, arguments: Arguments, other: str = "") -> Callable[[], 
     from gptlite.parallelism.mesh import build_mesh
 
     mesh = build_mesh(ParallelismConfig())
-    how = {"precision": arguments.precision, "compile": arguments.compile}
     ops = select_ops(OpsConfig(Implementation[arguments.ops]), mesh.device)
     modern = {"position": Position.rope, "norm": Norm.rms_norm, "qk_norm": True}
     if other == "default":
@@ -174,7 +173,8 @@ def our_step(size: Size, arguments: Arguments, other: str = "") -> Callable[[], 
     else:
         mlp, rule = other.removeprefix("muon").removeprefix("_"), MuonConfig() if "muon" in other else AdamWConfig()
         config = config_of(size, **modern, mlp=MLPKind[mlp]) if mlp else config_of(size)
-    return build_step(config, mesh, size.batch_size, ops=ops, rule=rule, **how)
+    run = run_config(config, arguments.precision, rule=rule, compile=arguments.compile)
+    return build_step(run, mesh, size.batch_size, ops=ops)
 
 
 def floor_step(size: Size, arguments: Arguments, other: str = "") -> Callable[[], None]:

@@ -51,44 +51,53 @@ def config_of(size: Size, **options: Any) -> GPTConfig:
     return GPTConfig(**shape, bias=False, **options)
 
 
-def build_step(
-    config: GPTConfig,
-    mesh: Mesh,
-    micro_batch: int,
-    *,
+def run_config(
+    model: GPTConfig,
     precision: str = "bf16",
-    ops: Ops | None = None,
     layout: ParallelismConfig | None = None,
-    micro_batches: int = 1,
-    compile: bool = False,
     rule: OptimizerConfig | None = None,
+    compile: bool = False,
+) -> Config:
+    """Return the configuration of a run with a constant learning rate. The optimizer is AdamW unless `rule` is set."""
+    return Config(
+        seed=0,
+        model=model,
+        precision=PrecisionConfig(Precision[precision]),
+        parallelism=layout or ParallelismConfig(),
+        optimizer=rule or AdamWConfig(),
+        schedule=ConstantConfig(),
+        trainer=TrainerConfig(max_steps=1000, compile=compile),
+    )
+
+
+def build_step(
+    config: Config, mesh: Mesh, micro_batch: int, micro_batches: int = 1, ops: Ops | None = None
 ) -> Callable[[], Any]:
-    """Build a training step as pretrain.py does, with AdamW or `rule` and clipping at `rule.clip_norm`.
+    """Build a training step as pretrain.py does, for a configuration by `run_config`.
 
     Each step of a rank has `micro_batches` micro-batches of `micro_batch` sequences. `ops` defaults to a run's ops on
     this machine. As in the training loop, on a GPU the result of a step is read after the next step is enqueued. On the
     meta device, weights are not initialized.
     """
-    layout, device, rule = layout or ParallelismConfig(), mesh.device, rule or AdamWConfig()
+    device, rule = mesh.device, config.optimizer
     ops = ops or select_ops(OpsConfig(), device)
-    policy = resolve_precision(PrecisionConfig(Precision[precision]), device)
-    model, loader = Model.of(config, policy), cast(Loader, SameBatch(config, mesh, micro_batch, micro_batches))
-    trainer = TrainerConfig(max_steps=1000, compile=compile)
-    run = Config(seed=0, model=config, parallelism=layout, optimizer=rule, schedule=ConstantConfig(), trainer=trainer)
+    policy = resolve_precision(config.precision, device)
+    model = Model.of(config.model, policy)
+    loader = cast(Loader, SameBatch(config.model, mesh, micro_batch, micro_batches))
 
     def fill(parts: Sequence[nn.Module]) -> None:
         for part in parts if device.type != "meta" else ():
-            init_weights(model, part, run.seed)
+            init_weights(model, part, config.seed)
 
-    state = build_state(run, mesh, policy, ops, model, fill, loader, {})
+    state = build_state(config, mesh, policy, ops, model, fill, loader, {})
     optimizer_state(state.optimizer)  # creates the state, so that the first step is not slower
     passes = build_passes(
         model,
         state.runner,
-        layout,
+        config.parallelism,
         micro_batches=micro_batches,
         micro_batch_size=micro_batch,
-        sequence_length=config.sequence_length,
+        sequence_length=config.model.sequence_length,
     )
     step = Step(mesh, passes, rule.lr, rule.clip_norm, Stopping(mesh, StopSignal()))
     steps = Steps(step, lag_of(state.optimizer, device, 1 if device.type == "meta" else None))

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from gptlite.models.config import ModelConfig
 from gptlite.models.facts import Description, Limits
+from gptlite.ops.matrices import Matrices as Matrices
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -62,22 +63,6 @@ class Constant:
     """The same initial value for all elements."""
 
     value: float
-
-
-@dataclass(frozen=True)
-class Matrices:
-    """Matrix structure of the parameters, for Muon.
-
-    `edges`: name suffixes of matrices that AdamW updates instead (embeddings, the head). `fused`: `{name suffix:
-    (number of groups, relative rows of each matrix in a group)}` of parameters that consist of several matrices.
-    `batched`: name suffixes of parameters [E, rows, columns] with one matrix per expert. `embeddings`: names of
-    embeddings found by the type of their module, which AdamW updates unless `optimizer.adamw_names` is null.
-    """
-
-    edges: tuple[str, ...] = ()
-    fused: Mapping[str, tuple[int, tuple[int, ...]]] | None = None
-    batched: tuple[str, ...] = ()
-    embeddings: tuple[str, ...] = ()
 
 
 def builds_model(method: M) -> M:

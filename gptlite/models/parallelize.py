@@ -179,7 +179,8 @@ def build_passes(
     shape, dtype = ((length,), torch.int64) if example is None else (example.shape, example.dtype)
     tokens = torch.empty((micro_batch_size, *shape), dtype=dtype, device="meta")
     shapes = model.boundaries(tokens, runner.slice_length(length), runner.num_stages)
-    return Pipeline(forward, runner.parts, runner.mesh, config, micro_batches, tokens, shapes, model.dtype)
+    between = [torch.empty(shape, dtype=model.dtype, device="meta", requires_grad=True) for shape in shapes[1:]]
+    return Pipeline(forward, runner.parts, runner.mesh, config, micro_batches, [tokens, *between])
 
 
 @torch.no_grad()

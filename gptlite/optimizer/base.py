@@ -19,7 +19,8 @@ Closure = Callable[[], float]  # torch's optional argument of `step`, which reco
 @dataclass(frozen=True)
 class BuildContext:
     """Arguments of a rule module's `build`, besides the configuration. `kernels` are the options that
-    select torch's fastest optimizer kernels. See `build_optimizer` for `fused_adam`, `stacked` and `dtype`."""
+    select torch's fastest optimizer kernels, `stacked` is the model's `Matrices.fused`. See `build_optimizer` for
+    `fused_adam` and `dtype`."""
 
     groups: list[dict[str, Any]]
     fused_adam: bool

@@ -1,6 +1,6 @@
 """Construction of a torch optimizer from a configuration and named parameters."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -9,22 +9,21 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from gptlite.ops.matrices import Matrices
 from gptlite.optimizer.base import BuildContext
 from gptlite.optimizer.config import OptimizerConfig
 
 # Devices on which torch computes the whole update in one pass over each parameter, its gradient and state.
 FUSED_DEVICES = ("cpu", "cuda")
+NO_MATRICES = Matrices()
 
 
 def build_optimizer(
     config: OptimizerConfig,
     parameters: Iterable[tuple[str, nn.Parameter]],
+    matrices: Matrices = NO_MATRICES,
     fused_adam: bool = False,
-    edges: Sequence[str] = (),
-    stacked: Mapping[str, tuple[int, tuple[int, ...]]] | None = None,
     dtype: torch.dtype = torch.float32,
-    batched: Sequence[str] = (),
-    others: Collection[str] = (),
 ) -> torch.optim.Optimizer:
     """Return the optimizer of `config` for those named parameters (`model.named_parameters()`) that are not frozen.
 
@@ -33,32 +32,27 @@ def build_optimizer(
     not accept a mix of meshes.
 
     The module `config.rule` builds the optimizer. If the rule has `group_keys(edges, batched, name, parameter)`, groups
-    are split further by the returned values. `fused_adam` selects our kernel for Adam and AdamW; it must be loaded.
-    Muon leaves matrices whose names end in one of `edges` or are in `others` to AdamW, since they are not linear maps
-    between hidden activations. `stacked` maps name endings of fused parameters to (groups, relative rows of each matrix
-    in a group), by which Muon splits them; `batched` are name endings of parameters [experts, rows, columns] with one
-    matrix per expert. `dtype` is the dtype of the model's GEMMs; with `newton_schulz_dtype: auto`, Muon's GEMMs are in
-    bf16 if the model's are. Raises ValueError if nothing is trainable.
+    are split further by the returned values. `matrices` is the structure by which Muon splits parameters and leaves
+    some to AdamW, since they are not linear maps between hidden activations. `fused_adam` selects our kernel for Adam
+    and AdamW; it must be loaded. `dtype` is the dtype of the model's GEMMs; with `newton_schulz_dtype: auto`, Muon's
+    GEMMs are in bf16 if the model's are. Raises ValueError if nothing is trainable.
     """
-    rule = import_module(config.rule)
+    rule, parameters = import_module(config.rule), list(parameters)
     keys = getattr(rule, "group_keys", None)
-    more = None if keys is None else partial(_keys, keys, tuple(edges), tuple(batched), others)
+    left = config.left_to_adamw((name for name, _ in parameters), matrices.embeddings)
+    more = None if keys is None else partial(_keys, keys, matrices, left)
     groups = _parameter_groups(parameters, config.weight_decay, more)
     fused = all(parameter.device.type in FUSED_DEVICES for group in groups for parameter in group["params"])
     kernels: dict[str, Any] = {"fused": True} if fused else {"foreach": True}
-    return rule.build(config, BuildContext(groups, fused_adam, kernels, stacked or {}, dtype))
+    return rule.build(config, BuildContext(groups, fused_adam, kernels, matrices.fused or {}, dtype))
 
 
 def _keys(
-    keys: Callable[..., dict[str, Any]],
-    edges: tuple[str, ...],
-    batched: tuple[str, ...],
-    others: Collection[str],
-    name: str,
-    parameter: nn.Parameter,
+    keys: Callable[..., dict[str, Any]], matrices: Matrices, left: Collection[str], name: str, parameter: nn.Parameter
 ) -> dict[str, Any]:
-    """Call a rule's `group_keys` for a parameter; a name in `others` is an edge by itself."""
-    return keys((name,), (), name, parameter) if name in others else keys(edges, batched, name, parameter)
+    """Call a rule's `group_keys` for a parameter; a name in `left` is an edge by itself."""
+    edges, batched = ((name,), ()) if name in left else (matrices.edges, matrices.batched)
+    return keys(edges, batched, name, parameter)
 
 
 def _parameter_groups(

@@ -82,9 +82,8 @@ def known_upstream(valid: Tensor) -> float | None:
 class Pipeline:
     """This rank's parts of a pipeline.
 
-    `tokens` is the first stage's input for a micro-batch, on the meta device; `shapes` are the input shapes of all
-    stages, and `dtype` is the dtype of activations. If the number of micro-batches differs from the previous step's, a
-    new schedule is built.
+    `inputs` are the inputs of all stages for a micro-batch, on the meta device. If the number of micro-batches differs
+    from the previous step's, a new schedule is built.
     """
 
     def __init__(
@@ -94,17 +93,14 @@ class Pipeline:
         mesh: Mesh,
         config: ParallelismConfig,
         micro_batches: int,
-        tokens: Tensor,
-        shapes: Sequence[tuple[int, ...]],
-        dtype: torch.dtype,
+        inputs: Sequence[Tensor],
     ) -> None:
         self.valid = torch.ones(())
         self.forward, self.parts, self.mesh, self.config = forward, parts, mesh, config
         self._numbers = stages_of_rank(config, mesh.coordinate("pp"))
         self.has_first, self.has_last = 0 in self._numbers, num_stages(config) - 1 in self._numbers
-        # With shapes given, torch does not run a forward pass to infer them.
-        between = [torch.empty(shape, dtype=dtype, device="meta", requires_grad=True) for shape in shapes[1:]]
-        self._inputs = [tokens, *between, torch.empty((), device="meta")]  # of each stage, and the loss
+        # With these, torch does not run a forward pass to infer shapes.
+        self._inputs = [*inputs, torch.empty((), device="meta")]  # of each stage, and the loss
         self._build(micro_batches)
 
     def _build(self, micro_batches: int) -> None:

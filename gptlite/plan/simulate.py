@@ -35,7 +35,6 @@ from gptlite.ops.select import PLAIN, Ops
 from gptlite.optimizer.schedule import Schedule
 from gptlite.optimizer.schedule_config import ConstantConfig
 from gptlite.optimizer.state import optimizer_state
-from gptlite.parallelism.config import Offload
 from gptlite.parallelism.layout import Layout, rule
 from gptlite.parallelism.mesh import Mesh, mesh_over_world
 from gptlite.parallelism.pipeline import OnePart
@@ -256,8 +255,7 @@ def _build(work: Workload, mesh: Mesh, model: Model, parts: list[nn.Module], loa
     """Return the step and the state that `pretrain` would build, but without data and initial weights."""
     config, runner, policy = work.parallelism, StageRunner(parts, mesh, work.parallelism), policy_of(work)
     materialize(model, parts, CPU)
-    on_device = replace(config, offload=Offload.none)
-    optimizer = build_updates(work.optimizer, model, parts, on_device, mesh, policy, ops_of(work))
+    optimizer = build_updates(work.optimizer, model, parts, policy, ops_of(work))
     optimizer_state(optimizer)  # creates the state
     passes = build_passes(
         model,

@@ -20,6 +20,7 @@ from gptlite.models.parallelize import build_passes, copy_weights, materialize
 from gptlite.ops.select import Ops
 from gptlite.optimizer.fused import writes_copies
 from gptlite.optimizer.schedule import Schedule
+from gptlite.optimizer.streamed import offload_state
 from gptlite.parallelism.mesh import Mesh
 from gptlite.parallelism.pipeline import OnePart, Pipeline
 from gptlite.parallelism.stage_runner import StageRunner
@@ -104,7 +105,8 @@ def build_state(
     parts = build_parts(model, layout, mesh, policy, ops, config.seed, compile=compiles)
     materialize(model, parts, storage_device(mesh, layout))
     fill(parts)
-    optimizer = build_updates(config.optimizer, model, parts, layout, mesh, policy, ops, config.seed)
+    updates = build_updates(config.optimizer, model, parts, policy, ops, config.seed)
+    optimizer = offload_state(updates, layout, mesh)
     if ops.weight_copies and writes_copies(optimizer) and not compiles:
         copy_weights(parts, mesh, policy)
     return TrainState(

@@ -14,7 +14,6 @@ from gptlite.ops.select import Ops
 from gptlite.optimizer.build import build_optimizer
 from gptlite.optimizer.config import OptimizerConfig
 from gptlite.optimizer.rounded import RoundedOptimizer
-from gptlite.optimizer.streamed import offload_state
 from gptlite.parallelism.config import ParallelismConfig
 from gptlite.parallelism.mesh import Mesh
 from gptlite.precision import Policy
@@ -35,21 +34,9 @@ def build_parts(
 
 
 def build_updates(
-    config: OptimizerConfig,
-    model: Model,
-    parts: Sequence[nn.Module],
-    parallelism: ParallelismConfig,
-    mesh: Mesh,
-    policy: Policy,
-    ops: Ops,
-    seed: int = 0,
+    config: OptimizerConfig, model: Model, parts: Sequence[nn.Module], policy: Policy, ops: Ops, seed: int = 0
 ) -> Optimizer:
-    """Build the optimizer for materialized parts, wrapped for stochastic rounding and offload if configured."""
+    """Build the optimizer for materialized parts, which rounds stochastically to bf16 weights if configured."""
     weights = [named for part in parts for named in model.named_weights(part)]
-    matrices = model.matrices()  # which parameters Muon splits, and which it leaves to AdamW
-    structure = matrices.edges, matrices.fused
-    others = config.left_to_adamw((name for name, _ in weights), matrices.embeddings)
-    optimizer = build_optimizer(config, weights, ops.adamw, *structure, policy.compute_dtype, matrices.batched, others)
-    if not policy.master_weights:
-        optimizer = RoundedOptimizer(optimizer, seed)
-    return offload_state(optimizer, parallelism, mesh)
+    optimizer = build_optimizer(config, weights, model.matrices(), ops.adamw, policy.compute_dtype)
+    return optimizer if policy.master_weights else RoundedOptimizer(optimizer, seed)

@@ -13,6 +13,7 @@ from distributed.cells.reshard_pairs import Layout
 from distributed.cells.run import GrowingRanks
 from distributed.cells.steps import joined
 from gptlite.config.plugins import import_installed
+from gptlite.ops.matrices import Matrices
 from gptlite.optimizer.build import build_optimizer
 from gptlite.optimizer.config import OPTIMIZERS
 from gptlite.optimizer.rounded import RoundedOptimizer, set_step
@@ -105,8 +106,8 @@ def _steps(name: str, module: Holder, mesh: Mesh, config: ParallelismConfig) -> 
     dtype = next(module.parameters()).dtype
     shard(module, [], mesh, config, dtype)
     parameters = dict(module.named_parameters())
-    batched = [key for key, parameter in parameters.items() if parameter.ndim == 3]
-    optimizer = build_optimizer(OPTIMIZERS[name](lr=0.05), parameters.items(), batched=batched)
+    batched = tuple(key for key, parameter in parameters.items() if parameter.ndim == 3)
+    optimizer = build_optimizer(OPTIMIZERS[name](lr=0.05), parameters.items(), Matrices(batched=batched))
     if dtype == torch.bfloat16:
         optimizer = RoundedOptimizer(optimizer, seed=3)
     for step in range(STEPS):

@@ -77,7 +77,7 @@ def test_a_plug_in_follows_the_same_rule_and_the_planner_knows_it(names: str):
     model = Model.of(config.model, policy)
     part = model.build(Ops(), 0)
     assert isinstance(config.optimizer, MuonConfig)
-    optimizer = build_updates(config.optimizer, model, [part], config.parallelism, mesh, policy, Ops())
+    optimizer = build_updates(config.optimizer, model, [part], policy, Ops())
     found = [name for group in optimizer.param_groups if group["muon"] for name in group["names"]]
     assert ("table.weight" in found) is (names == "null")
     assert "out.weight" in found

@@ -207,9 +207,7 @@ def test_muon_steps_each_experts_matrices_by_themselves():
 
     def stepped(named: list[tuple[str, nn.Parameter]], gradients: list[Tensor]) -> list[Tensor]:
         structure = GPTSpec().matrices(GPTConfig(mlp=MLPKind.swiglu, moe=MoEConfig(experts=3, d_ff=4)))
-        optimizer = build_optimizer(
-            MuonConfig(lr=0.1), named, False, structure.edges, structure.fused, batched=structure.batched
-        )
+        optimizer = build_optimizer(MuonConfig(lr=0.1), named, structure)
         for (_, parameter), each in zip(named, gradients, strict=True):
             parameter.grad = each.clone()
         optimizer.step()

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.optim._muon import _zeropower_via_newtonschulz
 
 from gptlite.models.gpt.spec import EDGES
+from gptlite.ops.matrices import Matrices
 from gptlite.optimizer.build import build_optimizer
 from gptlite.optimizer.config import (
     AdamConfig,
@@ -48,7 +49,7 @@ def stepped(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, gradients
 def optimized(config: OptimizerConfig, start: Tensor, gradients: list[Tensor], name: str = "weight") -> Tensor:
     parameter = nn.Parameter(start.clone())
     return stepped(
-        build_optimizer(config, [(name, parameter)], edges=EDGES, stacked={"attn.qkv.weight": (1, (1, 1, 1))}),
+        build_optimizer(config, [(name, parameter)], Matrices(EDGES, {"attn.qkv.weight": (1, (1, 1, 1))})),
         parameter,
         gradients,
     )
@@ -266,7 +267,7 @@ def test_muon_takes_q_k_and_v_apart():
     config = MuonConfig(lr=0.02)
     parameter = nn.Parameter(start.clone())
     optimizer = build_optimizer(
-        config, [("layers.0.attn.qkv.weight", parameter)], stacked={"attn.qkv.weight": (heads, (1, 1, 1))}
+        config, [("layers.0.attn.qkv.weight", parameter)], Matrices(fused={"attn.qkv.weight": (heads, (1, 1, 1))})
     )
     found = stepped(optimizer, parameter, gradients)
     for place in range(3):
@@ -296,7 +297,7 @@ def test_muon_computes_matrices_of_equal_shape_together(monkeypatch):
     monkeypatch.setattr("gptlite.optimizer.muon.newton_schulz", counted)
     sizes = {"0.attn.qkv.weight": (18, 6), "1.attn.qkv.weight": (18, 6), "proj": (6, 6), "up": (24, 6), "down": (6, 24)}
     named = [(name, nn.Parameter(start_of(shape))) for name, shape in sizes.items()]
-    optimizer = build_optimizer(MuonConfig(lr=0.02), named, stacked={"attn.qkv.weight": (1, (1, 1, 1))})
+    optimizer = build_optimizer(MuonConfig(lr=0.02), named, Matrices(fused={"attn.qkv.weight": (1, (1, 1, 1))}))
     for _, parameter in named:
         parameter.grad = gradients_of(parameter.shape)[0]
     optimizer.step()
@@ -310,7 +311,9 @@ def test_muon_takes_grouped_queries_apart():
     """2 heads of keys of width 3 with 2 queries each: rows q00 q01 k0 v0 q10 q11 k1 v1, three of each."""
     start, gradients = start_of((24, 6)), gradients_of((24, 6))
     config, parameter = MuonConfig(lr=0.02), nn.Parameter(start.clone())
-    optimizer = build_optimizer(config, [("attn.qkv.weight", parameter)], stacked={"attn.qkv.weight": (2, (2, 1, 1))})
+    optimizer = build_optimizer(
+        config, [("attn.qkv.weight", parameter)], Matrices(fused={"attn.qkv.weight": (2, (2, 1, 1))})
+    )
     found = stepped(optimizer, parameter, gradients)
     for places in ((0, 1), (2,), (3,)):
         rows = [12 * head + 3 * place + row for head in range(2) for place in places for row in range(3)]

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from gptlite.ops.matrices import Matrices
 from gptlite.optimizer import config as classes
 from gptlite.optimizer.build import build_optimizer
 from gptlite.optimizer.state import optimizer_state
@@ -130,5 +131,5 @@ def test_foreach_optimizers_count_steps_on_the_host():
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_the_planners_bytes_of_a_state_are_those_of_the_optimizer(config, shape):
     held = [("layers.0.weight", nn.Parameter(torch.zeros(shape)))]
-    state = optimizer_state(build_optimizer(config, held, batched=["weight"]))
+    state = optimizer_state(build_optimizer(config, held, Matrices(batched=("weight",))))
     assert state_bytes(config, [Shard(shape, True, 1)]) == sum(tensor.nbytes for tensor in state.values())

@@ -25,6 +25,7 @@ from gptlite.config import load
 from gptlite.data.loader import Batch, Loader
 from gptlite.models.gpt.model import GPT
 from gptlite.models.parallelize import copy_weights
+from gptlite.ops.matrices import Matrices
 from gptlite.optimizer.build import build_optimizer
 from gptlite.optimizer.config import AdamConfig, AdamWConfig, MuonConfig, SGDConfig
 from gptlite.optimizer.fused import clip_and_step, decides_on_device, is_fused
@@ -289,14 +290,14 @@ DECIDES = {kind: kind in KINDS[:2] for kind in KINDS}
 @pytest.mark.parametrize("config", DECIDES)
 def test_which_optimizers_decide_on_the_device(config: type, fused: bool) -> None:
     named = [("a.weight", nn.Parameter(torch.ones(4, 4))), ("a.bias", nn.Parameter(torch.ones(4)))]
-    optimizer = build_optimizer(config(), named, fused, stacked={"attn.qkv.weight": (1, (1, 1, 1))})
+    optimizer = build_optimizer(config(), named, Matrices(fused={"attn.qkv.weight": (1, (1, 1, 1))}), fused)
     assert decides_on_device(optimizer, CPU) is DECIDES[config]
     assert lag_of(optimizer, CPU) == 0
     assert lag_of(optimizer, CPU, 1) == int(DECIDES[config])
     assert not decides_on_device(optimizer, torch.device("cuda"))  # offloaded: its parameters are on the host
     if not DECIDES[config]:
         return
-    in_pieces = RoundedOptimizer(build_optimizer(config(), named, fused), 0)
+    in_pieces = RoundedOptimizer(build_optimizer(config(), named, fused_adam=fused), 0)
     assert not decides_on_device(in_pieces, CPU)
     assert is_fused(in_pieces) is is_fused(optimizer) is fused
     for _, parameter in named:

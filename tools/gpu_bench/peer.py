@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from nanogpt import Size, nanogpt_step
-from real_step import BATCH, build_step, model_of
+from real_step import BATCH, build_step, model_of, run_config
 
 from gptlite.models.gpt.config import GPTConfig
 from gptlite.parallelism.mesh import Mesh
@@ -57,6 +57,6 @@ def run(part: Part, options: Arguments) -> None:
 def step_of(who: str, config: GPTConfig, micro_batch: int, device: torch.device, folder: Path) -> Callable[[], Any]:
     """Return the training step of an implementation. `folder` is the clone of nanoGPT."""
     if who.startswith("gptlite"):
-        return build_step(config, Mesh(device), micro_batch, compile="compiled" in who)
+        return build_step(run_config(config, compile="compiled" in who), Mesh(device), micro_batch)
     shape = (config.vocab_size or 0, config.d_model, config.num_heads, config.num_layers, config.sequence_length)
     return nanogpt_step(folder, Size(*shape, micro_batch), "bf16_compile" if "compiled" in who else "bf16")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from real_step import BATCH, build_step, model_of
+from real_step import BATCH, build_step, model_of, run_config
 from torch.profiler import DeviceType, ProfilerActivity, profile
 
 from gptlite.parallelism.mesh import Mesh
@@ -46,7 +46,7 @@ def run(part: Part, options: Arguments) -> None:
     """Profile an eager step of GPT-3 Small in bf16."""
     size, device = "tiny" if options.size == "tiny" else "small", torch.device(options.device)
     model, config = model_of_trace(trace_step(size, BATCH[size])), model_of(size)
-    slices = slices_of(build_step(config, Mesh(device), BATCH[size]), device.type == "cuda")
+    slices = slices_of(build_step(run_config(config), Mesh(device), BATCH[size]), device.type == "cuda")
     if not slices:
         part.failed("the profiler recorded nothing on the device")
         return

@@ -102,10 +102,10 @@ def _of(kind: type[Any], data: Any) -> Any:
 
 def trace_step(size: str, micro_batch: int) -> Trace:
     """Trace the second step of a model in bf16, with the ops of a GPU. Loads the kernels for their shape functions."""
-    from real_step import build_step, model_of
+    from real_step import build_step, model_of, run_config
 
     config = model_of(size)
-    step = build_step(config, Mesh(META), micro_batch, ops=gpu_ops())
+    step = build_step(run_config(config), Mesh(META), micro_batch, ops=gpu_ops())
     shape = (micro_batch * config.sequence_length, config.d_model, config.head_width, config.vocab_size or 0)
     with _Functions(Trace(size, micro_batch, *shape)):
         step()  # untraced, to leave out work that only the first step does

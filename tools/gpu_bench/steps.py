@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from real_step import build_step, model_of
+from real_step import build_step, model_of, run_config
 from torch.utils.benchmark import Timer
 
 from gptlite.metrics.devices import device_peak_flops
@@ -141,8 +141,8 @@ def measured(cell: Cell, device: torch.device, ops: Ops) -> dict[str, Any]:
     cuda, config = device.type == "cuda", model_of(cell.size)
     if cuda:
         torch.cuda.reset_peak_memory_stats(device)
-    how = {"precision": cell.precision, "ops": ops, "compile": cell.compile}
-    step = build_step(config, Mesh(device), cell.micro_batch, **how)
+    run = run_config(config, cell.precision, compile=cell.compile)
+    step = build_step(run, Mesh(device), cell.micro_batch, ops=ops)
     seconds = step_seconds(step)
     memory = torch.cuda.max_memory_allocated(device) if cuda else 0
     rate = tokens_of(cell) / seconds
