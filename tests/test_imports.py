@@ -62,7 +62,7 @@ ROOMS = {
     "tokenizers": Room(
         packages="numpy sentencepiece tiktoken tiktoken_ext tokenizers",
     ),
-    "data": Room("ops parallelism tokenizers", packages="torch numpy", lazy="datasets hydra"),
+    "data": Room("ops parallelism tokenizers", packages="torch numpy", lazy="hydra"),
     "models": Room("ops", packages="torch", lazy="hydra"),
     "optimizer": Room("ops parallelism", packages="numpy torch", lazy="hydra"),
     "checkpoint": Room("parallelism", packages="torch"),
@@ -81,6 +81,7 @@ ROOMS = {
     ),
     # Satellites.
     "monitor": Room("parallelism trainer", packages="torch"),
+    "corpus": Room("data parallelism tokenizers", packages="numpy", lazy="datasets"),
     "optimizers": Room("ops optimizer parallelism", packages="torch", lazy="torchao"),
     "plots": Room("metrics trainer", lazy="matplotlib numpy"),
     "plan": Room(
@@ -88,10 +89,10 @@ ROOMS = {
         packages="numpy torch",
         lazy="matplotlib yaml",
     ),
-    "preprocess": Room("data tokenizers", packages="numpy", lazy="pyarrow zstandard"),
+    "preprocess": Room("corpus data tokenizers", packages="numpy", lazy="pyarrow zstandard"),
     "deepspeed": Room("config precision"),
     "huggingface": Room("models", packages="torch"),
-    "images": Room("data", packages="numpy torch", lazy="PIL datasets"),
+    "images": Room("corpus data", packages="numpy torch", lazy="PIL datasets"),
     "start": Room("config deepspeed launch metrics monitor parallelism plan plots pretrain trainer"),
     "engine": Room(
         "checkpoint config data deepspeed launch models ops parallelism precision trainer", packages="numpy torch"
@@ -102,19 +103,19 @@ ROOMS = {
         lazy="jinja2 matplotlib",
     ),
     "checkpoint_tool": Room(
-        "config checkpoint data huggingface metrics models ops tokenizers",
+        "config checkpoint corpus data huggingface metrics models ops tokenizers",
         packages="torch omegaconf",
         lazy="transformers",
     ),
-    "data_tool": Room("config data metrics plots tokenizers", packages="numpy", lazy="matplotlib"),
+    "data_tool": Room("config corpus data metrics plots tokenizers", packages="numpy", lazy="matplotlib"),
     "harness": Room("data models ops parallelism tokenizers", packages="lm_eval torch"),
     "parity": Room("config launch parallelism precision trainer", packages="torch"),
     "template": Room("data models ops", lazy="torch"),  # the files of `gptlite new`
-    "recipes": Room("config data", packages="numpy", lazy="sentencepiece"),
+    "recipes": Room("config corpus", packages="numpy", lazy="sentencepiece"),
     # The commands, which compose the others.
     "commands": Room(
-        "checkpoint config data deepspeed harness launch models parallelism parity plan precision preprocess start "
-        "sweep trainer tokenizers",
+        "checkpoint config corpus data deepspeed harness launch models parallelism parity plan precision preprocess "
+        "start sweep trainer tokenizers",
         packages="hydra numpy omegaconf",
         lazy="torch",
     ),
@@ -198,7 +199,7 @@ def test_no_room_imports_one_above_it():
     assert [str(f) for name, f, other in rooms if layers.get(other, 0) > layers[name]] == []
 
 
-BASES = ("data.config.DatasetConfig",)  # which configurations of other rooms extend
+BASES = ("data.config.DataConfig", "data.config.DatasetConfig")  # which configurations of other rooms extend
 
 
 @pytest.mark.parametrize("path", sorted(PACKAGE.glob("*/**/config.py")), ids=lambda path: path.parent.name)
@@ -220,6 +221,7 @@ def test_the_root_configuration_takes_only_config_classes_from_rooms():
     others = ["gptlite.optimizer.schedule_config.ScheduleConfig", "gptlite.precision.PrecisionConfig"]
     assert [f.module for f in inside] == [
         "gptlite.config.cluster.ClusterConfig",
+        "gptlite.config.plugins.import_included",
         "gptlite.config.trainer.TrainerConfig",
         *models,
         *optimizer,
@@ -243,8 +245,8 @@ def test_the_core_imports_no_satellite():
     # The table of commands, which `python -m gptlite` imports, is not read here.
     texts = {path: path.read_text(encoding="utf-8") for name in CORE - {"invocation"} for path in files_of(name)}
     quoted = {(path.name, text) for path in texts for text in re.findall(r'"(gptlite(?:\.\w+)+)"', texts[path])}
-    # Imported by their names: the plug-ins that come with gptlite, as a user's are, and the recipe of a corpus.
-    named = {("plugins.py", "gptlite.images"), ("plugins.py", "gptlite.optimizers"), ("check.py", "gptlite.recipes")}
+    # Imported by their names: the plug-ins that come with gptlite, as a user's are.
+    named = {("plugins.py", f"gptlite.{name}") for name in ("corpus", "images", "optimizers")}
     assert {each for each in quoted if f"{each[1]}.".startswith(satellites)} == named
 
 

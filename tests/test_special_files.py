@@ -16,11 +16,11 @@ from gptlite.checkpoint.manifest import verify
 from gptlite.checkpoint_tool import diff, places
 from gptlite.config import load
 from gptlite.config.saved import read_saved
-from gptlite.data.foreign import open_datatrove, open_llmc, open_nanogpt
+from gptlite.corpus.sources import SourceFile
+from gptlite.corpus.text import scan, split
 from gptlite.data.indexed import IndexedDataset
 from gptlite.data.order_log import note_spike, read_order
-from gptlite.data.sources import SourceFile
-from gptlite.data.text import scan, split
+from gptlite.data_tool.foreign import open_datatrove, open_llmc, open_nanogpt
 from gptlite.errors import ConfigError
 from gptlite.images.folder import ImageFolder
 from gptlite.metrics.jsonl import read_rows

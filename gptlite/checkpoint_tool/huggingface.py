@@ -29,7 +29,8 @@ from gptlite.config.overrides import hydra_value
 from gptlite.config.plugins import as_override, import_plugins
 from gptlite.config.saved import from_yaml, leaves, override_value, to_yaml
 from gptlite.config.schema import Config
-from gptlite.data.config import DataConfig, TextConfig
+from gptlite.corpus.config import TextConfig
+from gptlite.data.config import DataConfig
 from gptlite.documents import shown
 from gptlite.errors import ConfigError, did_you_mean, system_error
 from gptlite.files import new_folder, refuse_used, write_synced

@@ -107,10 +107,10 @@ def held_out(source: str | None, config: Config, tokenizer: Tokenizer) -> Prepar
     """Return the data to evaluate on. Raises ConfigError if the source is missing or has another tokenizer."""
     import numpy as np
 
+    from gptlite.corpus.cuts import encoded
+    from gptlite.corpus.text import Span, find_files, scan
     from gptlite.data.build import prepare
-    from gptlite.data.cuts import encoded
     from gptlite.data.prepared import PreparedData, TokenSet
-    from gptlite.data.text import Span, find_files, scan
 
     prepared = source is not None and (Path(source).expanduser() / "train.idx").is_file()
     if source is not None and Path(source).expanduser().exists() and not prepared:

@@ -20,7 +20,7 @@ from gptlite.errors import ConfigError, text_of
 from gptlite.parallelism.messages import passed_on
 
 GROUP = "gptlite.plugins"  # group of the entry points
-INCLUDED = ("gptlite.images", "gptlite.optimizers")  # plugins that come with gptlite
+INCLUDED = ("gptlite.corpus", "gptlite.images", "gptlite.optimizers")  # plugins that come with gptlite
 GIVEN = re.compile(r"\+{0,2}plugins=\[?([^\]]*)\]?$")
 RESOLVER = re.compile(r"\$\{[^}]*:")  # ${oc.env:NAME}, ${now:...}; ${model.peak_lr} is of the configuration
 KEY = re.compile(r"(\+{0,2}|~)[A-Za-z_][\w./-]*")
@@ -67,6 +67,12 @@ def import_plugins(names: Iterable[str]) -> None:
             raise ConfigError(f"plugins=[{name}]: {_in_words(error)}") from error
 
 
+def import_included() -> None:
+    """Import the plugins that come with gptlite."""
+    for name in INCLUDED:
+        import_module(name)
+
+
 @cache
 def import_installed() -> None:
     """Import the plugins that come with gptlite, and the modules that installed packages declare as entry points of the
@@ -74,8 +80,7 @@ def import_installed() -> None:
 
     Raises ConfigError, with the name of the package, if an entry point cannot be imported.
     """
-    for name in INCLUDED:
-        import_module(name)
+    import_included()
     for point in entry_points(group=GROUP):
         try:
             point.load()

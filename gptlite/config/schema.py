@@ -15,6 +15,7 @@ from omegaconf import OmegaConf
 import gptlite
 from gptlite.checkpoint.config import CheckpointConfig
 from gptlite.config.cluster import ClusterConfig
+from gptlite.config.plugins import import_included
 from gptlite.config.trainer import TrainerConfig
 from gptlite.data import registry as data_registry
 from gptlite.data.config import DataConfig
@@ -116,6 +117,7 @@ SCHEMAS: dict[str, dict[str, type]] = {
 def register() -> None:
     """Register the schemas with Hydra, prepared folders as presets of `data`, and the resolver of conf/config.yaml. Can
     be called repeatedly."""
+    import_included()  # their schemas too
     OmegaConf.register_new_resolver("gptlite.model_name", lambda *, _root_: model_name(_root_.model), replace=True)
     store = ConfigStore.instance()
     if not _is_stored(store.repo, "config_schema", Config):

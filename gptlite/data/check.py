@@ -1,21 +1,16 @@
 """Checks of the data configuration before anything is written. Imports neither torch nor numpy."""
 
-import importlib.util
 import math
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-import gptlite
 from gptlite.data.batches import batch_schedule
-from gptlite.data.config import CorpusConfig, DataConfig, DatasetConfig, SyntheticConfig, TextConfig, TokensConfig
-from gptlite.data.registry import source_of
-from gptlite.data.text import refuse_records
+from gptlite.data.config import DataConfig, DatasetConfig, SyntheticConfig, TokensConfig
+from gptlite.data.registry import kind_of, source_of
 from gptlite.errors import ConfigError, did_you_mean
 from gptlite.invocation import command
 from gptlite.limits import SIZE, VOCABULARY
-
-TOKENIZERS = ("sentencepiece", "char", "byte")
 
 
 def check_settings(config: DataConfig) -> None:
@@ -24,47 +19,7 @@ def check_settings(config: DataConfig) -> None:
         if (value := getattr(config, key)) is not None and not 1 <= value <= SIZE:
             raise ConfigError(f"data.{key}={value} must be {'at least 1' if value < 1 else f'at most {SIZE:,}'}")
     batch_schedule(config.global_batch_size, config.batch_ramp)
-    match config:
-        case TextConfig():
-            check_tokenizer(config.tokenizer, config.vocab_size)
-            refuse_records(config.path)
-            if not 0 < config.validation_fraction < 1:
-                value = config.validation_fraction
-                raise ConfigError(f"data.validation_fraction={value} must be above 0 and below 1, e.g. 0.1")
-        case CorpusConfig():
-            check_tokenizer(config.tokenizer, config.vocab_size)
-            find_recipe(config.corpus)
-            if config.path is not None and not Path(config.path).expanduser().exists():
-                raise ConfigError(
-                    f"data.path={config.path} does not exist; give the corpus's source, or null to download it"
-                )
-        case TokensConfig():
-            check_tokens(config)
-        case SyntheticConfig():
-            if not 2 <= config.vocab_size <= VOCABULARY:
-                raise ConfigError(f"data.vocab_size={config.vocab_size} must be from 2 to {VOCABULARY:,}")
-            if config.num_tokens <= config.sequence_length:
-                raise ConfigError(
-                    f"data.num_tokens={config.num_tokens} is too few for one sequence; "
-                    f"give more than data.sequence_length={config.sequence_length}"
-                )
-        case DatasetConfig():
-            source_of(config)
-            for key, value, only in (
-                ("sequence_length", config.sequence_length, 1),
-                ("packing", config.packing.value, "concatenate"),
-            ):
-                if value != only:
-                    raise ConfigError(
-                        f"data.{key}={value} must be {only}: this dataset has samples, not sequences of tokens"
-                    )
-            if config.workers < 0:
-                raise ConfigError(f"data.workers={config.workers} must be at least 0")
-        case _:
-            raise ConfigError(
-                "no data source is set; choose data=shakespeare, data=text data.path=..., "
-                "data=tokens data.path=..., or data=synthetic"
-            )
+    kind_of(config).check(config)
 
 
 def check_tokens(config: TokensConfig) -> None:
@@ -94,28 +49,25 @@ def prepared_beside(folder: str) -> Iterable[str]:
     return sorted(str(Path(folder).parent / index.parent.name) for index in parent.glob("*/train.idx"))
 
 
-def check_tokenizer(kind: str, vocab_size: int, section: str = "data.") -> None:
-    """Raise ConfigError for an unknown tokenizer, or a SentencePiece vocabulary size below 1.
-
-    `section` is the prefix of the keys in the message; "" for a recipe's arguments.
-    """
-    if kind not in TOKENIZERS:
-        raise ConfigError(f"{section}tokenizer={kind} is not {' or '.join(TOKENIZERS)}{did_you_mean(kind, TOKENIZERS)}")
-    if kind == "sentencepiece" and vocab_size < 1:
-        raise ConfigError(f"{section}vocab_size={vocab_size} must be at least 1; 4096 suits a few megabytes of text")
-    if vocab_size > VOCABULARY:
-        raise ConfigError(f"{section}vocab_size={vocab_size} must be at most {VOCABULARY:,}")
+def check_synthetic(config: SyntheticConfig) -> None:
+    """Raise ConfigError for a vocabulary size that is out of range, and for too few tokens."""
+    if not 2 <= config.vocab_size <= VOCABULARY:
+        raise ConfigError(f"data.vocab_size={config.vocab_size} must be from 2 to {VOCABULARY:,}")
+    if config.num_tokens <= config.sequence_length:
+        raise ConfigError(
+            f"data.num_tokens={config.num_tokens} is too few for one sequence; "
+            f"give more than data.sequence_length={config.sequence_length}"
+        )
 
 
-def find_recipe(corpus: str) -> Path:
-    """Return a corpus's prepare.py in the installed package or the checkout. Raises ConfigError if there is none."""
-    roots = [Path(gptlite.__file__).parents[1] / "data"]
-    if (spec := importlib.util.find_spec("gptlite.recipes")) and spec.submodule_search_locations:
-        roots = [Path(location) for location in spec.submodule_search_locations] + roots
-    # Reversed, so that of two recipes with the same name, the one in the first root is kept.
-    recipes = {script.parent.name: script for root in reversed(roots) for script in root.glob("*/prepare.py")}
-    if corpus not in recipes:
-        known = ", ".join(sorted(recipes)) or "none"
-        hint = did_you_mean(corpus, recipes)
-        raise ConfigError(f"data.corpus={corpus} has no recipe data/{corpus}/prepare.py; the recipes are {known}{hint}")
-    return recipes[corpus]
+def check_samples(config: DatasetConfig) -> None:
+    """Raise ConfigError for a dataset that is not registered, and for settings that only sequences of tokens have."""
+    source_of(config)
+    for key, value, only in (
+        ("sequence_length", config.sequence_length, 1),
+        ("packing", config.packing.value, "concatenate"),
+    ):
+        if value != only:
+            raise ConfigError(f"data.{key}={value} must be {only}: this dataset has samples, not sequences of tokens")
+    if config.workers < 0:
+        raise ConfigError(f"data.workers={config.workers} must be at least 0")

@@ -1,6 +1,6 @@
 """Data configuration: the source of the tokens, and the shape of the batches."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -41,34 +41,6 @@ class DataConfig:
     def documents(self) -> bool:
         """True if documents that share a sequence are isolated from each other."""
         return self.packing is Packing.documents
-
-
-@dataclass
-class TextConfig(DataConfig):
-    """Text file, or folder of *.txt files, tokenized on first use into `cache_dir`.
-
-    `tokenizer` is sentencepiece (trained on the text), char or byte. `vocab_size` applies to sentencepiece.
-    `validation_fraction` of the text is held out, from the end of every file.
-    """
-
-    path: str = "???"
-    tokenizer: str = "sentencepiece"
-    vocab_size: int = 4096
-    validation_fraction: float = 0.1
-
-
-@dataclass
-class CorpusConfig(DataConfig):
-    """Corpus with a recipe, data/<corpus>/prepare.py, which runs on first use and writes into `cache_dir`.
-
-    `arguments` are specific to the recipe, such as `{max_documents: 1000}`. Arguments that are null are not passed.
-    """
-
-    corpus: str = "???"
-    tokenizer: str = "sentencepiece"
-    vocab_size: int = 4096
-    path: str | None = None  # local copy of the raw source; null: download it
-    arguments: dict[str, str | None] = field(default_factory=dict)
 
 
 @dataclass

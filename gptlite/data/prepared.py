@@ -7,8 +7,17 @@ from typing import Any
 
 import numpy as np
 
-from gptlite.data.corpus import TOKENIZER, TRAIN, VALIDATION, open_split, require_length
+from gptlite.data.batch_loader import Share
+from gptlite.data.batches import BatchSchedule
+from gptlite.data.config import DataConfig
+from gptlite.data.folder import TOKENIZER, TRAIN, VALIDATION, open_split, require_length
+from gptlite.data.loader import HeldOut, Loader
+from gptlite.data.opened import Identity, OpenedData
+from gptlite.data.stream import SampleStream
 from gptlite.errors import ConfigError
+from gptlite.parallelism.axes import CONTEXT
+from gptlite.parallelism.layout import chunk_starts
+from gptlite.parallelism.mesh import Mesh
 from gptlite.tokenizers.base import Tokenizer, load_tokenizer
 
 
@@ -29,12 +38,9 @@ class TokenSet:
     validation_bytes: int | None = None
 
 
-Identity = dict[str, str | dict[str, dict[str, str]]]
-
-
 @dataclass(frozen=True)
-class PreparedData:
-    """Data of a run and its tokenizer. A resumed run compares `identity` to detect changed data."""
+class PreparedData(OpenedData):
+    """Tokens of a run and their tokenizer."""
 
     name: str
     folder: Path | None  # None for a blend, and for synthetic data in memory
@@ -66,6 +72,35 @@ class PreparedData:
             f"{self.name}: {self.num_train_tokens:,} training and {self.num_validation_tokens:,} held-out tokens, "
             f"{self.tokenizer.kind} vocabulary of {self.tokenizer.vocab_size}{where}"
         )
+
+    def loader(
+        self, config: DataConfig, schedule: BatchSchedule, micro_batch_size: int, mesh: Mesh, seed: int
+    ) -> Loader:
+        """Return this rank's loader of sequences."""
+        length = config.sequence_length
+        held_out = HeldOut(
+            {each.name: each.validation for each in self.sets},
+            self.tokenizer.token_bytes(),
+            {each.name: each.validation_bytes for each in self.sets},
+        )
+        return Loader(
+            SampleStream.begin(seed, length, {each.name: (each.data, each.train, each.weight) for each in self.sets}),
+            held_out,
+            schedule=schedule,
+            micro_batch_size=micro_batch_size,
+            device=mesh.device,
+            share=Share(mesh.data_rank, mesh.data_size, _positions(length, mesh)),
+            document_end=self.tokenizer.eod if config.documents else None,
+        )
+
+
+def _positions(length: int, mesh: Mesh) -> np.ndarray | None:
+    """Return the positions in a sequence that this rank holds under context parallelism; None for all."""
+    ranks = mesh.size(CONTEXT)
+    if ranks == 1:
+        return None
+    chunk = np.arange(length // (2 * ranks))
+    return np.concatenate([start + chunk for start in chunk_starts(length, ranks, mesh.coordinate(CONTEXT))])
 
 
 def make_identity(corpus: str, tokenizer: Tokenizer, sequence_length: int, **tokens: Any) -> Identity:

@@ -1,13 +1,44 @@
-"""Registry of map-style datasets, which plugins define. Does not import torch."""
+"""Registry of kinds of data, and of map-style datasets, which plugins define. Does not import torch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from gptlite.data.config import CorpusConfig, DatasetConfig, SyntheticConfig, TextConfig, TokensConfig
+from gptlite.data.config import DataConfig, DatasetConfig
 from gptlite.errors import ConfigError
+from gptlite.progress import Log
+
+if TYPE_CHECKING:
+    from gptlite.data.opened import OpenedData
+    from gptlite.parallelism.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """Vocabulary size. `assumed` explains a guessed `size`; it is empty if the size comes from the data."""
+
+    size: int
+    assumed: str = ""
+
+
+@dataclass(frozen=True)
+class DataKind:
+    """Kind of data, for configurations of the class `schema` and of classes that extend it.
+
+    `check(config)` raises ConfigError for invalid settings. It runs before anything is written, and reads no data.
+    `open(config, seed, log, mesh)` checks the settings and returns the data of a run. All ranks of `mesh` call it.
+    `vocabulary(config, log)` returns the vocabulary size before the data is opened.
+    `why_changed(config)` returns a clause for the message that a resumed run's data has changed; empty if no cause is
+    known.
+    """
+
+    schema: type[DataConfig]
+    check: Callable[[Any], None]
+    open: Callable[[Any, int, Log, Mesh], OpenedData]
+    vocabulary: Callable[[Any, Log], Vocabulary] | None = None
+    why_changed: Callable[[Any], str] = lambda _: ""
 
 
 @dataclass(frozen=True)
@@ -22,14 +53,32 @@ class DataSource:
     open: Callable[[Any], tuple[Any, Any]]
 
 
-# Global on purpose: a plugin adds its dataset when it is imported.
+# Global on purpose: a package adds its kinds and datasets when it is imported.
+KINDS: dict[type[DataConfig], DataKind] = {}
 SOURCES: dict[str, DataSource] = {}
-SCHEMAS: dict[str, type] = {
-    "text_schema": TextConfig,
-    "corpus_schema": CorpusConfig,
-    "tokens_schema": TokensConfig,
-    "synthetic_schema": SyntheticConfig,
-}
+SCHEMAS: dict[str, type] = {}  # that presets can extend
+
+
+def register_kind(kind: DataKind, name: str | None = None) -> None:
+    """Register a kind of data. Presets extend its schema as `<name>_schema`."""
+    KINDS[kind.schema] = kind
+    if name is not None:
+        SCHEMAS[f"{name}_schema"] = kind.schema
+
+
+def find_kind(config: DataConfig) -> DataKind | None:
+    """Return the kind of data of a configuration, or None."""
+    return next((KINDS[schema] for schema in type(config).__mro__ if schema in KINDS), None)
+
+
+def kind_of(config: DataConfig) -> DataKind:
+    """Return the kind of data of a configuration. Raises ConfigError if there is none."""
+    if kind := find_kind(config):
+        return kind
+    raise ConfigError(
+        "no data source is set; choose data=shakespeare, data=text data.path=..., "
+        "data=tokens data.path=..., or data=synthetic"
+    )
 
 
 def register_data(name: str, schema: type[DatasetConfig], open: Callable[[Any], tuple[Any, Any]]) -> None:

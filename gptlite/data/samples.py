@@ -22,18 +22,19 @@ from torch.utils.data import DataLoader, default_collate
 from gptlite.data.batch_loader import Batch, BatchLoader, Share, spread
 from gptlite.data.batches import BatchSchedule
 from gptlite.data.config import DatasetConfig
-from gptlite.data.prepared import Identity
+from gptlite.data.opened import Identity, OpenedData
 from gptlite.data.registry import source_of
 from gptlite.data.stream import SampleStream
 from gptlite.errors import ConfigError, first_line, text_of
+from gptlite.parallelism.mesh import Mesh
 from gptlite.torch_private.ops import tree_leaves, tree_map
 
 TARGETS = ("labels", "label", "targets", "target")  # keys of targets in a dict sample, in order of preference
 
 
 @dataclass(frozen=True)
-class SampleSets:
-    """Opened dataset of a run. A resumed run compares `identity` to detect changed data."""
+class SampleSets(OpenedData):
+    """Opened dataset of a run."""
 
     name: str
     train: Any
@@ -56,6 +57,20 @@ class SampleSets:
         classes = getattr(self.train, "classes", ())
         words = f", {len(classes)} classes" if classes else ""
         return f"{self.name}: {len(self.train):,} training and {held_out:,} held-out samples{words}"
+
+    def loader(
+        self, config: DatasetConfig, schedule: BatchSchedule, micro_batch_size: int, mesh: Mesh, seed: int
+    ) -> SampleLoader:
+        """Return this rank's loader of samples."""
+        return SampleLoader(
+            self,
+            seed,
+            schedule=schedule,
+            micro_batch_size=micro_batch_size,
+            device=mesh.device,
+            share=Share(mesh.data_rank, mesh.data_size),
+            workers=config.workers,
+        )
 
 
 class SampleBatch(Batch):
@@ -216,10 +231,6 @@ class SampleLoader(BatchLoader):
         self._train = _Seeded(self._key, sets.train, seed)
         self._ready: tuple[object, list[SampleBatch]] | None = None
         self._reading: tuple[object, Iterator[tuple[Any, Tensor] | ConfigError]] | None = None
-
-    def example(self) -> tuple[Any, Tensor]:
-        """Return the input and the target of the first training sample, as a batch of one."""
-        return self._sets.example()
 
     def batch(self, consumed_samples: int, micro_index: int) -> Batch:
         key = self.schedule, self.stream, consumed_samples

@@ -23,8 +23,12 @@ from pathlib import Path
 
 import numpy as np
 
-from gptlite.data.corpus import TOKENIZER, TRAIN, VALIDATION, document_hash, is_held_out, split_writers
-from gptlite.data.foreign import (
+from gptlite.corpus.indexed import IndexedWriter
+from gptlite.corpus.recognize import refuse_folder, refuse_suffix
+from gptlite.corpus.write import document_hash, is_held_out, split_writers
+from gptlite.data.folder import TOKENIZER, TRAIN, VALIDATION
+from gptlite.data.indexed import IndexedDataset
+from gptlite.data_tool.foreign import (
     RAW,
     Corrections,
     DocumentBatch,
@@ -35,8 +39,6 @@ from gptlite.data.foreign import (
     open_llmc,
     open_nanogpt,
 )
-from gptlite.data.indexed import IndexedDataset, IndexedWriter
-from gptlite.data.recognize import refuse_folder, refuse_suffix
 from gptlite.data_tool.places import as_prefix
 from gptlite.errors import ConfigError, did_you_mean
 from gptlite.files import new_folder, refuse_used

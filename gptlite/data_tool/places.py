@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from pathlib import Path
 
-from gptlite.data.corpus import TOKENIZER
+from gptlite.data.folder import TOKENIZER
 from gptlite.errors import ConfigError
 from gptlite.tokenizers.base import Tokenizer, load_tokenizer
 

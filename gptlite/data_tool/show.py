@@ -17,8 +17,8 @@ import numpy as np
 from gptlite.config.plugins import import_plugins
 from gptlite.config.saved import read_saved
 from gptlite.config.schema import Config
-from gptlite.data.corpus import TRAIN
 from gptlite.data.eras import Era
+from gptlite.data.folder import TRAIN
 from gptlite.data.indexed import IndexedDataset
 from gptlite.data.order_log import OrderRow, read_order, row_of_step
 from gptlite.data.stream import SampleStream, gather, num_chunks

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from gptlite.data.walk import files_below, refuse_loop
+from gptlite.corpus.walk import files_below, refuse_loop
 from gptlite.errors import ConfigError
 from gptlite.files import open_regular
 from gptlite.images.config import ImageFolderConfig

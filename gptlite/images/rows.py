@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from gptlite.corpus.walk import files_below
 from gptlite.data.samples import TARGETS
-from gptlite.data.walk import files_below
 from gptlite.errors import ConfigError, did_you_mean
 from gptlite.images.config import HuggingFaceConfig
 from gptlite.images.tensors import ToTensor, divided, require

@@ -7,8 +7,8 @@ import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from gptlite.data.corpus import document_hash
-from gptlite.data.cuts import WINDOW, context_before, last_cut
+from gptlite.corpus.cuts import WINDOW, context_before, last_cut
+from gptlite.corpus.write import document_hash
 from gptlite.errors import ConfigError
 from gptlite.preprocess.inputs import STDIN, Source
 from gptlite.preprocess.parquet import parquet_pieces

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from gptlite.data.corpus import document_hash, is_held_out
-from gptlite.data.cuts import encode_after
+from gptlite.corpus.cuts import encode_after
+from gptlite.corpus.write import document_hash, is_held_out
 from gptlite.data.indexed import token_dtype
 from gptlite.preprocess.blocks import BLANK_LINES, Cutting, InputBlock
 from gptlite.preprocess.pieces import Piece

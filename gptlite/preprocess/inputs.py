@@ -4,8 +4,8 @@ import glob
 from dataclasses import dataclass
 from pathlib import Path
 
-from gptlite.data.recognize import refuse_folder, refuse_suffix
-from gptlite.data.walk import files_below, refuse_broken_link, refuse_loop
+from gptlite.corpus.recognize import refuse_folder, refuse_suffix
+from gptlite.corpus.walk import files_below, refuse_broken_link, refuse_loop
 from gptlite.errors import ConfigError, did_you_mean, system_error
 from gptlite.files import open_regular
 

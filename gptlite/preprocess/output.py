@@ -16,7 +16,7 @@ from typing import Annotated
 
 import numpy as np
 
-from gptlite.data.corpus import is_held_out, split_writers
+from gptlite.corpus.write import is_held_out, split_writers
 from gptlite.data.indexed import Meta
 from gptlite.documents import Between, Count, DocumentError, read_json
 from gptlite.errors import ConfigError

@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 
-from gptlite.data.corpus import TOKENIZER, TRAIN, VALIDATION
+from gptlite.data.folder import TOKENIZER, TRAIN, VALIDATION
 from gptlite.data.indexed import IndexedDataset
 from gptlite.errors import ConfigError, did_you_mean
 from gptlite.files import sync_folder, sync_tree, try_lock, write_synced, write_whole

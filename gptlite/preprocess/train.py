@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from itertools import chain
 
-from gptlite.data.corpus import document_hash, is_held_out, limited
+from gptlite.corpus.write import document_hash, is_held_out, limited
 from gptlite.errors import ConfigError, did_you_mean
 from gptlite.preprocess.blocks import read_blocks
 from gptlite.preprocess.encode import Bad, documents

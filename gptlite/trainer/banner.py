@@ -10,8 +10,7 @@ import torch.distributed as dist
 from gptlite.config.saved import to_dict
 from gptlite.config.schema import Config, schema_names
 from gptlite.cpu import cpu_name
-from gptlite.data.prepared import PreparedData
-from gptlite.data.samples import SampleSets
+from gptlite.data.opened import OpenedData
 from gptlite.metrics.console import banner, format_bytes, format_count, format_parameters
 from gptlite.metrics.devices import device_peak_flops
 from gptlite.metrics.meter import Throughput
@@ -113,9 +112,7 @@ def announce(run: Run, folder: RunFolder, attached: Attached) -> Reporter:
     )
 
 
-def _flops(
-    model: Model, length: int, peak: float | None, data: PreparedData | SampleSets
-) -> tuple[int | None, list[tuple[str, str]]]:
+def _flops(model: Model, length: int, peak: float | None, data: OpenedData) -> tuple[int | None, list[tuple[str, str]]]:
     """Return the FLOPs per token (or per sample), or None, and a banner line with the reason if counting failed.
 
     If the model has no formula, its FLOPs are counted, but only if the device's peak FLOP/s is known.
@@ -125,14 +122,14 @@ def _flops(
     if found is not None or peak is None or plain is None:
         return found, []
     try:
-        return plain.count_flops(model.config, length, data.example() if isinstance(data, SampleSets) else None), []
+        return plain.count_flops(model.config, length, data.example()), []
     except Uncounted as error:
         return None, [("MFU", f"n/a: {error}")]
 
 
-def _tokenizer_warning(data: PreparedData | SampleSets) -> list[tuple[str, str]]:
+def _tokenizer_warning(data: OpenedData) -> list[tuple[str, str]]:
     """Return the banner's line on data that its tokenizer may have changed; no line without such a reason."""
-    tokenizer = data.tokenizer if isinstance(data, PreparedData) else None
+    tokenizer = data.tokenizer
     return [("warning", f"{tokenizer.warning}; prepare the data again")] if tokenizer and tokenizer.warning else []
 
 

@@ -11,8 +11,7 @@ from gptlite.config.schema import Config
 from gptlite.config.vocabulary import refuse_larger_vocabulary, with_vocabulary
 from gptlite.data.batch_loader import BatchLoader
 from gptlite.data.build import build_loader, open_data
-from gptlite.data.prepared import PreparedData
-from gptlite.data.samples import SampleLoader, SampleSets
+from gptlite.data.opened import OpenedData
 from gptlite.errors import ConfigError
 from gptlite.models.init import init_weights
 from gptlite.models.model import Model
@@ -42,7 +41,7 @@ class Run:
     mesh: Mesh
     policy: Policy
     ops: Ops
-    data: PreparedData | SampleSets
+    data: OpenedData
     state: TrainState
     passes: OnePart | Pipeline
 
@@ -63,10 +62,9 @@ def build_run(config: Config, mesh: Mesh, log: Log) -> Run:
     model = Model.of(config.model, policy)
     loader = build_loader(config.data, data, mesh, config.seed, config.parallelism)
     example = None
-    if isinstance(loader, SampleLoader):
-        x, target = loader.example()
-        model.check_pass(x, target)
-        example = single_input(x, config.parallelism.pipeline)
+    if sample := data.example():
+        model.check_pass(*sample)
+        example = single_input(sample[0], config.parallelism.pipeline)
 
     def fill(parts: Sequence[nn.Module]) -> None:
         for part in parts:

@@ -23,9 +23,8 @@ from gptlite.checkpoint.store import step_folders
 from gptlite.config.saved import from_yaml, read_saved, to_dict, to_yaml
 from gptlite.config.schema import Config
 from gptlite.config.vocabulary import too_few_ids
-from gptlite.data.config import TextConfig
 from gptlite.data.order_log import OrderRow, note_order, note_spike
-from gptlite.data.text import newly_followed
+from gptlite.data.registry import kind_of
 from gptlite.documents import read_text
 from gptlite.errors import ConfigError, RunEnded, printable, system_error
 from gptlite.files import existing, open_inside, open_regular, try_lock, unwritable, write_whole
@@ -297,9 +296,9 @@ class RunFolder:
         old, new = ({"data_identity": each} for each in (manifest.meta["data_identity"], state.data_identity))
         if refusal := compare_configs(old, new, load).refusal(load):
             path = getattr(self.config.data, "path", None)
-            followed = newly_followed(path or "") if isinstance(self.config.data, TextConfig) else ""
+            cause = kind_of(self.config.data).why_changed(self.config.data)
             where = f"checkpoint {self.resume_from}{f', data.path={path}' if path else ''}"
-            raise ConfigError(f"{where}: {refusal}{followed}")
+            raise ConfigError(f"{where}: {refusal}{cause}")
         size, was = (spec_of(each).vocab_size(each) for each in (state.model.config, self._saved.model))
         if was is not None and size is not None and was < size:
             raise ConfigError(too_few_ids(str(self.resume_from), was, size))

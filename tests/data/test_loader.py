@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
+from gptlite.corpus.write import write_split
 from gptlite.data.batch_loader import Batch
 from gptlite.data.batches import BatchSchedule
-from gptlite.data.corpus import write_split
 from gptlite.data.loader import HeldOut, Loader, Share
 from gptlite.data.order import order_key, permute
 from gptlite.data.prepared import open_folder

@@ -5,7 +5,8 @@ from token_folders import write_folder
 
 from gptlite.config import load
 from gptlite.data.build import prepare
-from gptlite.data.vocabulary import Vocabulary, find_vocabulary
+from gptlite.data.registry import Vocabulary
+from gptlite.data.vocabulary import find_vocabulary
 from gptlite.models.gpt.flops import num_parameters
 from gptlite.plan.planning import make_plan
 from gptlite.tokenizers.base import CharTokenizer

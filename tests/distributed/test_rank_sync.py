@@ -14,8 +14,9 @@ import pytest
 from distributed.cells.checkpoints import Unknown, fails
 from distributed.cells.run import Ranks
 from gptlite.config import load
-from gptlite.data import build
-from gptlite.data.config import TextConfig
+from gptlite.corpus import prepare as preparation
+from gptlite.corpus.config import TextConfig
+from gptlite.data.build import prepare as prepare_data
 from gptlite.errors import ConfigError
 from gptlite.parallelism.config import ParallelismConfig
 from gptlite.parallelism.mesh import Mesh, build_mesh
@@ -56,7 +57,7 @@ def words_of_ranks() -> dict[str, Any]:
 
 def prepare(text: Path, cache: Path, seconds: float) -> tuple[int, dict[str, str], Path | None]:
     """Digests of the text made here, while rank 0 takes `seconds`; and what came of it."""
-    mesh, digested, original = world(), [], build.text_digest
+    mesh, digested, original = world(), [], preparation.text_digest
 
     def digest(*args: Any) -> str:
         digested.append(args)
@@ -64,11 +65,11 @@ def prepare(text: Path, cache: Path, seconds: float) -> tuple[int, dict[str, str
             time.sleep(seconds)
         return original(*args)
 
-    build.text_digest = digest
+    preparation.text_digest = digest
     try:
-        data = build.prepare(settings(text, cache), 1, print, mesh)
+        data = prepare_data(settings(text, cache), 1, print, mesh)
     finally:
-        build.text_digest = original
+        preparation.text_digest = original
     return len(digested), data.identity, data.folder
 
 
@@ -82,16 +83,16 @@ def settings(text: Path, cache: Path) -> TextConfig:
 def prepare_wrongly(text: Path, cache: Path) -> list[str]:
     """Text that is not there; and machines with disks of their own, whose text differs."""
     mesh = world()
-    missing = fails(lambda: build.prepare(settings(text.with_name("none"), cache), 1, print, mesh))
+    missing = fails(lambda: prepare_data(settings(text.with_name("none"), cache), 1, print, mesh))
     other = text.with_name("other.txt")
-    original = build._opened
+    original = preparation._opened
     if mesh.rank == 1:
         other.write_text(text.read_text()[::-1])
-        build._opened = lambda _, config, log: original(cache / "not here", settings(other, cache), log)
+        preparation._opened = lambda _, config, log: original(cache / "not here", settings(other, cache), log)
     try:
-        return [missing, fails(lambda: build.prepare(settings(text, cache), 1, print, mesh))]
+        return [missing, fails(lambda: prepare_data(settings(text, cache), 1, print, mesh))]
     finally:
-        build._opened = original
+        preparation._opened = original
 
 
 def run_folders(text: Path, root: Path) -> dict[str, Any]:

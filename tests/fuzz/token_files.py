@@ -12,9 +12,9 @@ from fuzz.reader import TEXT, Reader, quiet, reader
 from hypothesis import strategies as st
 from token_folders import documents, write_folder
 
-from gptlite.data.foreign import Corrections, datatrove_documents, open_datatrove
 from gptlite.data.indexed import IndexedDataset
-from gptlite.data.vocabulary import _of_folder
+from gptlite.data.vocabulary import vocabulary_of_folder
+from gptlite.data_tool.foreign import Corrections, datatrove_documents, open_datatrove
 from gptlite.data_tool.verify import verify
 from gptlite.preprocess.blocks import Cutting
 from gptlite.preprocess.encode import _document
@@ -166,7 +166,7 @@ def _prepared(folder: Path, suffix: str, files: Callable[[Path], st.SearchStrate
         replaced = path.with_name("next")
         replaced.write_bytes(content)
         replaced.replace(path)  # an earlier one may still be mapped
-        _of_folder(folder)
+        vocabulary_of_folder(folder)
         verify(IndexedDataset(folder / "train"), None, quiet)
 
     return Reader(files(path), read)

@@ -24,7 +24,7 @@ def main() -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
 
     from gptlite.commands.preprocess import main as preprocess
-    from gptlite.data.indexed import IndexedWriter
+    from gptlite.corpus.indexed import IndexedWriter
     from gptlite.preprocess import blocks, run
 
     blocks.BLOCK, blocks._PART, run.SAVED_BYTES = 2000, 500, 20_000

@@ -18,8 +18,8 @@ from marking import marked
 
 from gptlite.commands.preprocess import main
 from gptlite.config import load
+from gptlite.corpus.write import is_held_out
 from gptlite.data.build import prepare as data
-from gptlite.data.corpus import is_held_out
 from gptlite.data.indexed import IndexedDataset
 from gptlite.errors import ConfigError
 from gptlite.tokenizers.base import ByteTokenizer

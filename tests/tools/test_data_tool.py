@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from run_files import snapshot
 from token_folders import write_folder, write_megatron
 
-from gptlite.data.indexed import IndexedWriter
+from gptlite.corpus.indexed import IndexedWriter
 from gptlite.data_tool import command
 from gptlite.data_tool.inspect import histogram, plot_lengths
 

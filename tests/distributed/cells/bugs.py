@@ -17,7 +17,7 @@ from torch.distributed.pipelining import Schedule1F1B
 
 from distributed.cells import experts as moe
 from distributed.cells.layouts import Cell
-from gptlite.data import build
+from gptlite.data import prepared
 from gptlite.data.loader import Loader
 from gptlite.models import experts, init, parallelize
 from gptlite.models.gpt import attention
@@ -225,7 +225,7 @@ BUGS: dict[str, Bug] = {
         PIPELINE, ((pipeline._Plain, "forward", _next_samples),)
     ),
     "context: positions are those of one run": Bug(CONTEXT, ((context.ContextAxis, "positions", _as_they_lie),)),
-    "context: a rank reads two chunks side by side": Bug(CONTEXT, ((build, "chunk_starts", _one_after_the_other),)),
+    "context: a rank reads two chunks side by side": Bug(CONTEXT, ((prepared, "chunk_starts", _one_after_the_other),)),
     "context: attention drops by the place within a chunk": Bug(
         CONTEXT, ((attention, "replace", _without("first_position")),)
     ),

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from gptlite.data.recognize import refuse_folder, refuse_suffix
-from gptlite.data.walk import files_below, linked_folders, refuse_broken_link
+from gptlite.corpus.recognize import refuse_folder, refuse_suffix
+from gptlite.corpus.walk import files_below, linked_folders, refuse_broken_link
 from gptlite.documents import Digest, read_json
 from gptlite.errors import ConfigError
 from gptlite.files import open_regular, write_whole

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
+from gptlite.corpus.recognize import refuse_start
 from gptlite.data.indexed import IndexedDataset, damaged, file_size, outside
-from gptlite.data.recognize import refuse_start
 from gptlite.errors import ConfigError
 from gptlite.progress import Progress
 

@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from gptlite.data import text
-from gptlite.data.text import scan, text_digest
+from gptlite.corpus import text
+from gptlite.corpus.text import scan, text_digest
 from gptlite.errors import ConfigError
 
 

@@ -10,9 +10,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from gptlite.data.check import TOKENIZERS
-from gptlite.data.corpus import SAMPLE, TOKENIZER, document_hash, is_held_out, limited, split_writers, train_tokenizer
-from gptlite.data.walk import files_below
+from gptlite.corpus.check import TOKENIZERS
+from gptlite.corpus.walk import files_below
+from gptlite.corpus.write import SAMPLE, document_hash, is_held_out, limited, split_writers, train_tokenizer
+from gptlite.data.folder import TOKENIZER
 from gptlite.errors import ConfigError, needed_package
 from gptlite.progress import Progress, format_duration
 from gptlite.tokenizers.base import Tokenizer

@@ -9,8 +9,8 @@ import pytest
 import sentencepiece
 import tokenizers as rust
 
-from gptlite.data import cuts
-from gptlite.data.cuts import encoded, last_cut
+from gptlite.corpus import cuts
+from gptlite.corpus.cuts import encoded, last_cut
 from gptlite.preprocess import blocks
 from gptlite.preprocess.encode import Encoder
 from gptlite.preprocess.inputs import find_sources

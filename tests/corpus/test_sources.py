@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from gptlite.data import sources
-from gptlite.data.sources import SourceFile
+from gptlite.corpus import sources
+from gptlite.corpus.sources import SourceFile
 from gptlite.errors import ConfigError
 
 SOURCE = SourceFile("shakespeare", "plays.whl", "0" * 64, "2 MB", requirement="plays==1.0")

@@ -11,9 +11,9 @@ import pytest
 from recipe_modules import load_recipe
 
 from gptlite.config import load
+from gptlite.corpus.config import CorpusConfig
 from gptlite.data.build import prepare
-from gptlite.data.config import CorpusConfig
-from gptlite.data.corpus import open_split
+from gptlite.data.folder import open_split
 from gptlite.errors import ConfigError
 from gptlite.tokenizers.base import load_tokenizer
 

@@ -12,8 +12,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from gptlite.data.check import check_tokenizer
-from gptlite.data.corpus import TOKENIZER, TRAIN, VALIDATION, train_tokenizer, write_split
+from gptlite.corpus.check import check_tokenizer
+from gptlite.corpus.write import train_tokenizer, write_split
+from gptlite.data.folder import TOKENIZER, TRAIN, VALIDATION
 from gptlite.errors import ConfigError
 from gptlite.files import open_regular
 from gptlite.progress import Progress, format_duration

@@ -11,11 +11,11 @@ import pytest
 from preprocess.corpora import read_documents
 from recipe_modules import load_recipe
 
-from gptlite.data import streaming
+from gptlite.corpus import streaming
+from gptlite.corpus.config import CorpusConfig
+from gptlite.corpus.streaming import StreamArguments, open_rows, texts, write_stream
+from gptlite.corpus.write import document_hash, is_held_out
 from gptlite.data.build import prepare
-from gptlite.data.config import CorpusConfig
-from gptlite.data.corpus import document_hash, is_held_out
-from gptlite.data.streaming import StreamArguments, open_rows, texts, write_stream
 from gptlite.errors import ConfigError
 from gptlite.progress import Progress
 from gptlite.tokenizers.base import ByteTokenizer
