@@ -126,7 +126,7 @@ def bytes_of(stage: int, ranks: int, width: int) -> dict[str, float]:
 
 def zero() -> Figure:
     """Draw the bytes per parameter of each ZeRO stage, in bf16 and fp32, compared with the ZeRO paper."""
-    from gptlite.parallelism.memory import paper_bytes_a_parameter
+    from gptlite.monitor.model_state import paper_bytes_a_parameter
 
     figure = Figure(figsize=(11, 4.4), layout=ConstrainedLayoutEngine(wspace=0.04))
     for axes, (dtype, width) in zip(figure.subplots(1, 2, sharey=True), (("bf16", 2), ("fp32", 4)), strict=True):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from gptlite.config.batch import check_batch
 from gptlite.config.bounds import check_bounds
-from gptlite.config.length import check_length
+from gptlite.config.completed import check_length
 from gptlite.config.schema import Config, RunConfig, schema_names
 from gptlite.data.check import check_settings as check_data
 from gptlite.errors import ConfigError, did_you_mean

@@ -44,7 +44,7 @@ from gptlite.precision import resolve_precision
 from gptlite.torch_private.ops import tree_map_only
 from gptlite.trainer.build import build_state, single_input
 from gptlite.trainer.eval import Evaluation, evaluate
-from gptlite.trainer.ops import agreed_ops
+from gptlite.trainer.parts import agreed_ops
 from gptlite.trainer.signals import Stopping, StopSignal
 from gptlite.trainer.state import TrainState
 from gptlite.trainer.step import Step, StepResult

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 from gptlite.config.batch import check_world
 from gptlite.config.checks import check_device
+from gptlite.config.completed import refuse_larger_vocabulary, with_vocabulary
 from gptlite.config.schema import Config
-from gptlite.config.vocabulary import refuse_larger_vocabulary, with_vocabulary
 from gptlite.data.config import SyntheticConfig, TokensConfig
 from gptlite.data.vocabulary import find_vocabulary
 from gptlite.errors import ConfigError

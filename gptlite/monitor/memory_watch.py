@@ -14,8 +14,8 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.optim import Optimizer
 
 from gptlite.monitor.memory_phases import AFTER, Phases
+from gptlite.monitor.model_state import StateBytes, shards_of, state_of, storage_sizes
 from gptlite.parallelism.boxes import local_tensor
-from gptlite.parallelism.memory import StateBytes, shards_of, state_of, storage_sizes
 from gptlite.torch_private.allocations import recorded_allocations
 from gptlite.torch_private.fsdp import fsdp_buffers
 from gptlite.torch_private.ops import tree_leaves

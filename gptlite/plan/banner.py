@@ -11,10 +11,10 @@ from gptlite.config.cluster import ClusterConfig
 from gptlite.config.schema import Config
 from gptlite.errors import first_line, without_exit
 from gptlite.metrics.console import format_bytes
+from gptlite.monitor.model_state import paper_bytes_a_parameter
 from gptlite.ops.config import Attention
 from gptlite.ops.select import select_ops
 from gptlite.parallelism.layout import Layout
-from gptlite.parallelism.memory import paper_bytes_a_parameter
 from gptlite.plan.memory import estimate, most
 from gptlite.plan.parameters import stages
 from gptlite.plan.planning import assumed_words, running, with_planned_vocabulary, workload_of

@@ -1,6 +1,6 @@
 """Predicted memory of a rank in a training step, without running it.
 
-Model state is counted as in gptlite.parallelism.memory. It peaks at the start of a backward pass or at the update. All
+Model state is counted as in gptlite.monitor.model_state. It peaks at the start of a backward pass or at the update. All
 other memory (activations and temporary memory of ops, collectives and FSDP2) is accumulated over the rank's passes in
 order. A pass of a stage is represented by a tape: a list of bytes in order, allocated if positive, freed if negative.
 Its entries come from the stage's profile, and from FSDP2's gathers and reductions in between.

@@ -9,10 +9,10 @@ from typing import Any
 
 from gptlite.config.checks import check_layout
 from gptlite.config.cluster import ClusterConfig
+from gptlite.config.completed import with_vocabulary
 from gptlite.config.overrides import key_of
 from gptlite.config.saved import override_value
 from gptlite.config.schema import Config
-from gptlite.config.vocabulary import with_vocabulary
 from gptlite.data.batches import batch_schedule
 from gptlite.data.vocabulary import find_vocabulary
 from gptlite.errors import ConfigError

@@ -27,7 +27,6 @@ from gptlite.parallelism.boxes import local_tensor, num_local_elements
 from gptlite.parallelism.collectives import gather_objects
 from gptlite.parallelism.config import Offload, ParallelismConfig
 from gptlite.parallelism.layout import splits_backward, stages_per_rank
-from gptlite.parallelism.memory import MASTER
 from gptlite.parallelism.mesh import Mesh
 from gptlite.parallelism.rank_sync import from_main
 from gptlite.precision import Policy
@@ -149,7 +148,7 @@ def offload_words(state: TrainState, config: ParallelismConfig) -> list[tuple[st
     if config.offload is Offload.none:
         return []
     shards = [local_tensor(p) for part in state.parts for p in part.parameters()]
-    weights, gradients = sum(p.nbytes for p in shards), sum(MASTER * p.numel() for p in shards)
+    weights, gradients = sum(p.nbytes for p in shards), sum(torch.float32.itemsize * p.numel() for p in shards)
     dtype = "bf16" if weights < gradients else "fp32"
     text = f"{config.offload.value}: on rank 0 {format_bytes(weights)} of {dtype} weights"
     text += f" and {format_bytes(gradients)} of gradients"

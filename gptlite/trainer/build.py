@@ -6,9 +6,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from gptlite.config.length import with_epochs
+from gptlite.config.completed import refuse_larger_vocabulary, with_epochs, with_vocabulary
 from gptlite.config.schema import Config
-from gptlite.config.vocabulary import refuse_larger_vocabulary, with_vocabulary
 from gptlite.data.batch_loader import BatchLoader
 from gptlite.data.build import build_loader, open_data
 from gptlite.data.opened import OpenedData
@@ -27,8 +26,7 @@ from gptlite.parallelism.zero import storage_device
 from gptlite.precision import Policy, resolve_precision
 from gptlite.progress import Log
 from gptlite.trainer.loss_scale import build_scaler
-from gptlite.trainer.ops import agreed_ops
-from gptlite.trainer.parts import build_parts, build_updates
+from gptlite.trainer.parts import agreed_ops, build_parts, build_updates
 from gptlite.trainer.spike import build_spike_watch
 from gptlite.trainer.state import TrainState
 

@@ -20,9 +20,9 @@ from gptlite.checkpoint.compare import compare_configs
 from gptlite.checkpoint.load import load_tensors, read_config
 from gptlite.checkpoint.manifest import environment_changes, read_manifest
 from gptlite.checkpoint.store import step_folders
+from gptlite.config.completed import too_few_ids
 from gptlite.config.saved import from_yaml, read_saved, to_dict, to_yaml
 from gptlite.config.schema import Config
-from gptlite.config.vocabulary import too_few_ids
 from gptlite.data.order_log import OrderRow, note_order, note_spike
 from gptlite.data.registry import kind_of
 from gptlite.documents import read_text

@@ -22,8 +22,7 @@ from gptlite.parallelism.zero import storage_device
 from gptlite.precision import Precision, PrecisionConfig, resolve_precision
 from gptlite.tokenizers.base import Tokenizer, load_tokenizer
 from gptlite.tokenizers.find import find_tokenizer
-from gptlite.trainer.ops import agreed_ops
-from gptlite.trainer.parts import build_parts
+from gptlite.trainer.parts import agreed_ops, build_parts
 from gptlite.trainer.state import model_tensors
 
 

@@ -25,10 +25,9 @@ from gptlite.parallelism.mesh import Mesh
 from gptlite.parallelism.pipeline import MicroBatches, OnePart, Pipeline
 from gptlite.parallelism.tensor import is_cut, of_experts
 from gptlite.trainer.decisions import Decisions
-from gptlite.trainer.loads import Loads
 from gptlite.trainer.signals import Stopping
 from gptlite.trainer.state import TrainingProgress, TrainState
-from gptlite.trainer.totals import StepTotals
+from gptlite.trainer.totals import Loads, StepTotals
 
 
 class Diverged(RunEnded):

@@ -26,7 +26,7 @@ from gptlite.optimizer.config import MuonConfig
 from gptlite.parallelism.mesh import Mesh
 from gptlite.plan.parameters import num_parameters as planned_parameters
 from gptlite.precision import Policy, Precision
-from gptlite.trainer.loads import Loads
+from gptlite.trainer.totals import Loads
 
 ONE = Mesh(torch.device("cpu"))
 

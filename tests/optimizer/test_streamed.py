@@ -10,11 +10,11 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
+from gptlite.monitor.model_state import state_of, storage_sizes
 from gptlite.optimizer.state import optimizer_state, take_optimizer_state
 from gptlite.optimizer.streamed import OffloadFailed, StateStream, stream_state
 from gptlite.optimizers.lion import Lion
 from gptlite.parallelism.config import Offload, ParallelismConfig
-from gptlite.parallelism.memory import state_of, storage_sizes
 from gptlite.parallelism.state_file import ALIGN, StateFile
 from gptlite.trainer.banner import offload_words
 

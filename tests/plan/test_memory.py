@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 from marking import combinations, marked
 
+from gptlite.monitor.model_state import paper_bytes_a_parameter
 from gptlite.optimizer.config import AdamWConfig, MuonConfig, SGDConfig
 from gptlite.optimizers.configs import AdafactorConfig, LambConfig, LionConfig
-from gptlite.parallelism.memory import paper_bytes_a_parameter
 from gptlite.plan import watch
 from gptlite.plan.memory import estimate, most, passes_of
 from gptlite.plan.profile import profile_of

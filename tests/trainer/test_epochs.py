@@ -8,7 +8,7 @@ from models.resnet import config_of, train
 from run_files import read_metrics
 
 from gptlite.config import load
-from gptlite.config.length import with_epochs
+from gptlite.config.completed import with_epochs
 from gptlite.config.saved import read_saved
 from gptlite.data.batches import BatchSchedule
 from gptlite.data.build import open_data

@@ -16,10 +16,10 @@ from distributed.cells.steps import built, planned_work
 from gptlite.config import Config, load
 from gptlite.models.parallelize import finish_gradients
 from gptlite.monitor.memory_watch import MemoryWatch, StepBytes
+from gptlite.monitor.model_state import StateBytes
 from gptlite.ops.select import select_ops
 from gptlite.parallelism import pipeline
 from gptlite.parallelism.config import ParallelismConfig
-from gptlite.parallelism.memory import StateBytes
 from gptlite.parallelism.pipeline import MicroBatches
 from gptlite.parallelism.zero import before_backward
 from gptlite.plan.memory import estimate

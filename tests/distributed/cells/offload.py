@@ -11,10 +11,10 @@ from distributed.cells.layouts import BASE, GLOBAL_BATCH
 from distributed.cells.steps import built, planned_work
 from gptlite.config import Config, load
 from gptlite.monitor.memory_watch import MemoryWatch
+from gptlite.monitor.model_state import StateBytes
 from gptlite.optimizer.streamed import StateStream
 from gptlite.parallelism.boxes import local_tensor
 from gptlite.parallelism.config import Offload
-from gptlite.parallelism.memory import StateBytes
 from gptlite.plan.memory import estimate
 from gptlite.plan.traffic import OffloadBytes, moved
 from gptlite.plan.workload import RankBytes

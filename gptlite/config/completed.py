@@ -1,4 +1,4 @@
-"""Length of a run: `trainer.max_steps`, as given or derived from `trainer.max_epochs`."""
+"""Values of a configuration that the data completes: the vocabulary size, and the steps of a number of epochs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import math
 from typing import TYPE_CHECKING
 
 from gptlite.data.batches import batch_schedule
+from gptlite.data.config import SyntheticConfig
 from gptlite.errors import ConfigError
+from gptlite.models.registry import spec_of
 from gptlite.optimizer.checks import check_optimizer
 
 if TYPE_CHECKING:
@@ -51,3 +53,34 @@ def with_epochs(config: Config, samples: int) -> Config:
     steps = batch_schedule(data.global_batch_size, data.batch_ramp).batches(total)
     _check_steps(config, steps)
     return dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, max_steps=steps))
+
+
+def with_vocabulary(config: Config, vocab_size: int) -> Config:
+    """Return the configuration; if `model.vocab_size` is null, it is set for a tokenizer of this vocabulary size.
+    Raises ConfigError if the configured size is smaller."""
+    spec = spec_of(config.model)
+    config = dataclasses.replace(config, model=spec.with_vocabulary(config.model, vocab_size))
+    size = spec.vocab_size(config.model)
+    if size is not None and size < vocab_size:
+        raise ConfigError(
+            f"model.vocab_size={size} is less than the tokenizer's vocabulary size {vocab_size}; "
+            f"set model.vocab_size={vocab_size}, or null to use the tokenizer's"
+        )
+    return config
+
+
+def refuse_larger_vocabulary(config: Config, vocab_size: int) -> None:
+    """Raise ConfigError if the vocabulary of a run's data is larger than that of the weights it starts from."""
+    size = spec_of(config.model).vocab_size(config.model)
+    if config.checkpoint.load == "weights" and size is not None and size < vocab_size:
+        synthetic = f", or data.vocab_size={size}" if isinstance(config.data, SyntheticConfig) else ""
+        raise ConfigError(too_few_ids(config.checkpoint.resume, size, vocab_size) + synthetic)
+
+
+def too_few_ids(checkpoint: str, size: int, vocab_size: int) -> str:
+    """Return the message for a checkpoint with a smaller vocabulary than the data's, which no key can fix."""
+    return (
+        f"checkpoint.resume={checkpoint} has a vocabulary size of {size}, less than the {vocab_size} of the data's "
+        f"tokenizer; use data prepared with the checkpoint's tokenizer, or leave out checkpoint.resume and "
+        "checkpoint.load to train new weights"
+    )
