@@ -124,7 +124,6 @@ ROOMS = {
 # A submodule that may import more than its room.
 WIDER = {
     PACKAGE / "models" / "parallelize.py": "parallelism precision",
-    PACKAGE / "models" / "vocab_parallel.py": "parallelism",
     PACKAGE / "models" / "base.py": "parallelism precision",  # for types alone
     PACKAGE / "models" / "spec.py": "parallelism",  # for types alone
     PACKAGE / "models" / "capabilities.py": "parallelism",  # for types alone
@@ -132,7 +131,7 @@ WIDER = {
     PACKAGE / "models" / "gpt" / "spec.py": "parallelism precision",  # for types alone
     PACKAGE / "models" / "gpt" / "model.py": "precision",  # for types alone
     PACKAGE / "models" / "experts.py": "parallelism",
-    PACKAGE / "models" / "heads_norm.py": "parallelism",
+    PACKAGE / "models" / "parallel_layers.py": "parallelism",
     PACKAGE / "models" / "batch_norm.py": "parallelism",  # statistics over the data ranks
     PACKAGE / "models" / "init.py": "parallelism",  # which box of a weight is this rank's
     PACKAGE / "models" / "gpt" / "generate.py": "parallelism",  # through the parts of a pipeline

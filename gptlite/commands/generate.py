@@ -17,8 +17,7 @@ from typing import NoReturn
 
 from gptlite.config.command_line import LITERAL, run_tool
 from gptlite.errors import ConfigError, printable
-from gptlite.models.capabilities import TextGeneration, required
-from gptlite.models.sampling import Sampling
+from gptlite.models.capabilities import Sampling, TextGeneration, required
 
 
 @dataclass

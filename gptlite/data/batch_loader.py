@@ -10,7 +10,7 @@ import torch
 from gptlite.data.batches import BatchSchedule
 from gptlite.data.eras import Era
 from gptlite.data.stream import SampleStream
-from gptlite.ops.documents import Documents
+from gptlite.ops.inputs import Documents
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,7 @@ from gptlite.data.indexed import outside
 from gptlite.data.stream import SampleStream, num_chunks, read_chunk
 from gptlite.errors import ConfigError
 from gptlite.invocation import command
-from gptlite.ops.documents import Documents
-from gptlite.ops.inputs import IGNORE
+from gptlite.ops.inputs import IGNORE, Documents
 
 _BLOCK = 1 << 22  # tokens read at a time
 _Key = tuple[BatchSchedule, SampleStream, int]  # the int is the number of samples before the step

@@ -13,8 +13,7 @@ from gptlite.errors import ConfigError
 from gptlite.harness.ranks import SharedScorer
 from gptlite.harness.scorer import Prompt, Scored
 from gptlite.models.base import BaseSpec
-from gptlite.models.capabilities import TextGeneration, required
-from gptlite.models.sampling import Sampling
+from gptlite.models.capabilities import Sampling, TextGeneration, required
 from gptlite.tokenizers.base import Tokenizer
 
 MAX_TOKENS = 256  # limit of a generated text if the task sets none, as in lm-eval's HFLM

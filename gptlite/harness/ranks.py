@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from gptlite.harness.scorer import Prompt, Scored, Scorer
-from gptlite.models.sampling import Sampling
+from gptlite.models.capabilities import Sampling
 from gptlite.parallelism.collectives import broadcast_bytes
 from gptlite.parallelism.mesh import Mesh
 from gptlite.parallelism.messages import decode, encode

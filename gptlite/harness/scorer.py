@@ -10,9 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gptlite.models.capabilities import TextGeneration, required
+from gptlite.models.capabilities import Sampling, TextGeneration, required
 from gptlite.models.model import Model
-from gptlite.models.sampling import Sampling
 from gptlite.models.scores import scores
 from gptlite.ops.inputs import IGNORE, Inputs
 from gptlite.parallelism.axes import CONTEXT

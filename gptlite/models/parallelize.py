@@ -13,11 +13,10 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from gptlite.models.base import Cut
 from gptlite.models.capabilities import BatchNorms, capability
-from gptlite.models.heads_norm import HeadsNorm
 from gptlite.models.layers import Head, LayerNorm, Linear, RMSNorm
 from gptlite.models.metrics import Recording
 from gptlite.models.model import Model
-from gptlite.models.vocab_parallel import VocabParallelHead
+from gptlite.models.parallel_layers import HeadsNorm, VocabParallelHead
 from gptlite.ops.fp8 import fp8_linear
 from gptlite.ops.weight_copies import keep_copies
 from gptlite.parallelism.activation_offload import ActivationOffload

@@ -22,8 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining.schedules import get_schedule_class
 
 from gptlite.errors import ConfigError
-from gptlite.ops.documents import Documents, joined
-from gptlite.ops.inputs import Inputs
+from gptlite.ops.inputs import Documents, Inputs, joined
 from gptlite.parallelism.boxes import local_tensor
 from gptlite.parallelism.config import ParallelismConfig
 from gptlite.parallelism.layout import num_stages, rule, splits_backward, stages_of_rank

@@ -19,8 +19,7 @@ from gptlite.config.schema import Config
 from gptlite.errors import RunEnded, one_line, printable, text_of
 from gptlite.invocation import command, launched_command
 from gptlite.metrics.console import banner, format_duration
-from gptlite.models.capabilities import TextGeneration, capability
-from gptlite.models.sampling import Sampling
+from gptlite.models.capabilities import Sampling, TextGeneration, capability
 from gptlite.optimizer.schedule import Schedule
 from gptlite.parallelism.layout import num_stages, stages_per_rank
 from gptlite.progress import counted

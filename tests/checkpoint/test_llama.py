@@ -28,9 +28,9 @@ from transformers import (
 
 from gptlite.checkpoint_tool.huggingface import export, import_
 from gptlite.errors import ConfigError
+from gptlite.models.capabilities import Sampling
 from gptlite.models.gpt.generate import generate
 from gptlite.models.gpt.model import GPT
-from gptlite.models.sampling import Sampling
 
 VOCABULARY = 53
 SIZES = {

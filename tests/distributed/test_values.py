@@ -11,7 +11,7 @@ from distributed.cells.run import GrowingRanks
 from distributed.cells.steps import joined
 from distributed.test_reshard import config_of
 from gptlite.config import Config
-from gptlite.models.sampling import Sampling
+from gptlite.models.capabilities import Sampling
 from gptlite.parallelism.mesh import build_mesh
 
 CUT = VALUES.source

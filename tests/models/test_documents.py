@@ -18,8 +18,7 @@ from gptlite.models.parallelize import set_dtypes
 from gptlite.ops import attention
 from gptlite.ops.attention import Spans
 from gptlite.ops.config import Attention
-from gptlite.ops.documents import Documents, joined
-from gptlite.ops.inputs import IGNORE, Inputs
+from gptlite.ops.inputs import IGNORE, Documents, Inputs, joined
 from gptlite.ops.select import Ops
 from gptlite.parallelism.pipeline import _Plain
 from gptlite.precision import Policy

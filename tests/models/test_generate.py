@@ -8,10 +8,10 @@ import pytest
 import torch
 from models.conftest import CHOICES, MODERN, VALUES, build
 
+from gptlite.models.capabilities import Sampling
 from gptlite.models.gpt.cache import LayerCache
 from gptlite.models.gpt.config import MoEConfig, Norm, Position
 from gptlite.models.gpt.generate import _draw, generate
-from gptlite.models.sampling import Sampling
 from gptlite.ops.select import Ops
 
 GREEDY = Sampling(temperature=0.0)

@@ -30,7 +30,7 @@ AREAS: dict[str, tuple[str, ...]] = {
             "gptlite/ops/cross_entropy.py",
             "gptlite/ops/embedding.py",
         ),
-        *("gptlite/ops/linear.py", "gptlite/models/vocab_parallel.py"),
+        *("gptlite/ops/linear.py", "gptlite/models/parallel_layers.py"),
     ),
     "data order": ("gptlite/data/*.py", "gptlite/images/*.py"),
     "checkpoint": (

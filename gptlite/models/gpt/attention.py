@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from gptlite.models.gpt.cache import LayerCache
 from gptlite.models.gpt.config import GPTConfig
 from gptlite.models.gpt.values import ValueMix
-from gptlite.models.heads_norm import HeadsNorm
 from gptlite.models.layers import Linear, RMSNorm
+from gptlite.models.parallel_layers import HeadsNorm
 from gptlite.ops.attention import Spans, causal_attention, heads, packed_causal_attention
 from gptlite.ops.dropout import DropoutKey
 from gptlite.ops.rope import Angles, rope

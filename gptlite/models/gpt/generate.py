@@ -6,9 +6,9 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from gptlite.models.capabilities import Sampling
 from gptlite.models.gpt.cache import LayerCache
 from gptlite.models.gpt.model import GPT
-from gptlite.models.sampling import Sampling
 from gptlite.parallelism.stage_runner import StageRunner
 
 

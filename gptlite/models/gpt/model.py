@@ -19,9 +19,9 @@ from gptlite.models.gpt.values import parted, with_values
 from gptlite.models.layers import Head, LayerNorm, ResidualNorm, RMSNorm
 from gptlite.ops.attention import Spans
 from gptlite.ops.cross_entropy import LossGradient
-from gptlite.ops.documents import Documents
 from gptlite.ops.dropout import DropoutKey, dropout
 from gptlite.ops.embedding import TableGradient, copied_rows, embedding
+from gptlite.ops.inputs import Documents
 from gptlite.ops.rope import Angles, frequencies, rotary, scaled_frequencies
 from gptlite.ops.select import Ops
 from gptlite.ops.token_scores import token_scores

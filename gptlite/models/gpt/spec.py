@@ -17,8 +17,8 @@ from gptlite.parallelism.layout import divisors, listed
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from gptlite.models.capabilities import Sampling
     from gptlite.models.gpt.model import GPT
-    from gptlite.models.sampling import Sampling
     from gptlite.ops.inputs import Inputs
     from gptlite.ops.select import Ops
     from gptlite.parallelism.mesh import Mesh

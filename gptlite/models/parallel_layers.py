@@ -1,4 +1,6 @@
-"""Vocabulary-parallel output head: each tensor-parallel rank holds some rows of the head's weight."""
+"""Layers that communicate over the tensor axis: the vocabulary-parallel output head, and the norm over all heads."""
+
+from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
@@ -6,11 +8,11 @@ from torch import Tensor, nn
 from gptlite.models.layers import Head
 from gptlite.ops.cross_entropy import NOTHING_KNOWN, LossGradient, VocabShard, linear_cross_entropy, soft_capped
 from gptlite.parallelism.boxes import local_tensor
-from gptlite.parallelism.tensor import TensorAxis, cut, enter, first_row, rows_per_rank
+from gptlite.parallelism.tensor import TensorAxis, cut, enter, first_row, rows_per_rank, summed
 
 
 class VocabParallelHead(nn.Module):
-    """Head with this rank's rows of the weight. In training, logits are not gathered."""
+    """Head with this rank's rows of the weight, its part of the vocabulary. In training, logits are not gathered."""
 
     matmul_dtype: torch.dtype | None = None
 
@@ -39,3 +41,35 @@ class VocabParallelHead(nn.Module):
         terms = self.terms.in_mode(self.training)
         options = {"choice": self.cross_entropy, "terms": terms, "known": known}
         return linear_cross_entropy(rows, weight, targets.flatten(), vocab_size, shard, **options)
+
+
+class HeadsNorm(nn.Module):
+    """RMS norm over all query heads together, or over all key heads together (OLMo 2, arXiv:2501.00656; OLMoE,
+    arXiv:2409.02060): of x [B, S, K, G, D], K groups of G heads, over the last three dimensions, in fp32, with a gain
+    for each element.
+
+    A tensor-parallel rank has some of the K groups, so the sum of squares is added up over the ranks.
+    """
+
+    def __init__(self, heads: int, width: int, eps: float, *, gain: bool) -> None:
+        super().__init__()
+        self.axis: TensorAxis | None = None
+        self.size, self.eps = heads * width, eps
+        self.weight = nn.Parameter(torch.ones(self.size)) if gain else None
+
+    def cut_(self, axis: TensorAxis) -> HeadsNorm:
+        """Keep only this rank's heads, and return the module."""
+        self.axis = axis
+        if self.weight is not None:
+            self.weight = cut(self.weight, axis, 0)
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        squares = wide.square().sum((-3, -2, -1), keepdim=True)
+        if self.axis is not None:
+            squares = summed(squares, self.axis)
+        normed = wide * torch.rsqrt(squares / self.size + self.eps)
+        if self.weight is not None:
+            normed = normed * local_tensor(self.weight).to(x.dtype).float().view(x.shape[2:])
+        return normed.to(x.dtype)
