@@ -84,6 +84,11 @@ class PlainModule(Protocol):
         """Return the shape of each block's input for a micro-batch x, whose values are not read."""
         ...
 
+    def check_pass(self, config: Any, x: Any, targets: Tensor) -> None:
+        """Raise ConfigError if a forward pass on inputs of these shapes fails, its loss is not a scalar tensor, or the
+        loss does not record the metrics that the spec declares."""
+        ...
+
     def count_flops(self, config: Any, length: int, example: tuple[Any, Tensor] | None) -> int:
         """Return the FLOPs per token of a forward and backward pass on a sequence of `length`, or those of an example.
         Raises Uncounted if they cannot be counted."""

@@ -10,17 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gptlite.errors import ConfigError, one_line, text_of
+from gptlite.errors import ConfigError, one_line
 from gptlite.models.base import BaseSpec, Matrices
 from gptlite.models.capabilities import MuonMatrices, PlainModule, capability, required
-from gptlite.models.metrics import check_metrics
 from gptlite.models.registry import spec_of
 from gptlite.ops.inputs import Inputs
 from gptlite.ops.select import Ops
 from gptlite.parallelism.layout import split_layers
 from gptlite.precision import Policy
 from gptlite.torch_private.modules import is_persistent
-from gptlite.torch_private.ops import tree_leaves, tree_map
 
 
 @dataclass(frozen=True)
@@ -87,36 +85,9 @@ class Model:
         return torch.as_tensor(self.spec.count(targets), device=targets.device)
 
     def check_pass(self, x: Any, targets: Tensor) -> None:
-        """Raise ConfigError if a forward pass on inputs of these shapes fails, its loss is not a scalar tensor, or the
-        loss does not record the metrics that the spec declares.
-
-        The pass runs on the meta device, without computing values. A model that needs values, or whose spec sets
-        `casts`, is not checked.
-        """
-        if self.spec.casts:
-            return
-        metrics: dict[str, Any] = {}
-        key = f"the {self.spec.name} model, given {_shapes(x)} and targets {_shapes(targets)}"
-        try:
-            with torch.device("meta"):
-                x, targets = tree_map(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype), (x, targets))
-                loss = self.spec.forward(self.build(Ops(), 0).eval(), x, Inputs(targets, metrics=metrics))
-        except NotImplementedError as error:
-            if type(self.spec).__name__ in text_of(error):  # a method that the spec does not define
-                raise ConfigError(text_of(error)) from error
-            return
-        except ConfigError:
-            raise
-        except Exception as error:  # a model may raise anything
-            if "meta" in text_of(error):
-                return
-            double = any(leaf.dtype == torch.float64 for leaf in tree_leaves(x))
-            hint = "; return float32 samples" if double else ""
-            raise ConfigError(f"{key}: {one_line(error)}{hint}") from error
-        if not isinstance(loss, Tensor) or loss.dim():
-            words = _shapes(loss) if isinstance(loss, Tensor) else type(loss).__name__
-            raise ConfigError(f"{key}: the loss is {words}; return a scalar tensor, the sum over the samples")
-        check_metrics(self.spec, metrics)
+        """Raise ConfigError if a forward pass on inputs of these shapes fails: see PlainModule.check_pass."""
+        if (plain := capability(self.spec, PlainModule)) is not None:
+            plain.check_pass(self.config, x, targets)
 
     def activations(self, batch: int, length: int) -> tuple[int, ...]:
         """Return the shape of the activations between blocks. Raises ValueError if the spec gives no single shape for
@@ -205,11 +176,6 @@ class Model:
         with torch.no_grad():
             for name, buffer in mine.items():
                 buffer.copy_(values[name])
-
-
-def _shapes(x: Any) -> str:
-    """Format the shapes of inputs, e.g. `float32 [8, 3, 32, 32]`."""
-    return ", ".join(f"{str(leaf.dtype).removeprefix('torch.')} {list(leaf.shape)}" for leaf in tree_leaves(x))
 
 
 def _parameter(part: nn.Module, name: str) -> nn.Parameter | None:

@@ -10,10 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gptlite.errors import ConfigError
+from gptlite.errors import ConfigError, one_line, text_of
+from gptlite.models.metrics import check_metrics
 from gptlite.models.model import Model
 from gptlite.ops.inputs import IGNORE, Inputs
 from gptlite.ops.select import Ops
+from gptlite.torch_private.ops import tree_leaves, tree_map
 
 # Number of blocks by `build` method and configuration. Global on purpose: a search over layouts needs it for the same
 # model thousands of times.
@@ -88,6 +90,44 @@ def input_shapes(spec: Any, config: Any, x: Tensor) -> list[tuple[int, ...]]:
             shapes.append(tuple(out.shape))
             out = block(out)
     return shapes
+
+
+def check_pass(spec: Any, config: Any, x: Any, targets: Tensor) -> None:
+    """Raise ConfigError if a forward pass on inputs of these shapes fails, its loss is not a scalar tensor, or the loss
+    does not record the metrics that the spec declares.
+
+    The pass runs on the meta device, without computing values. A model that needs values, or whose spec sets `casts`,
+    is not checked.
+    """
+    if spec.casts:
+        return
+    metrics: dict[str, Any] = {}
+    key = f"the {spec.name} model, given {_shapes(x)} and targets {_shapes(targets)}"
+    try:
+        with torch.device("meta"):
+            x, targets = tree_map(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype), (x, targets))
+            loss = spec.forward(Model(spec, config).build(Ops(), 0).eval(), x, Inputs(targets, metrics=metrics))
+    except NotImplementedError as error:
+        if type(spec).__name__ in text_of(error):  # a method that the spec does not define
+            raise ConfigError(text_of(error)) from error
+        return
+    except ConfigError:
+        raise
+    except Exception as error:  # a model may raise anything
+        if "meta" in text_of(error):
+            return
+        double = any(leaf.dtype == torch.float64 for leaf in tree_leaves(x))
+        hint = "; return float32 samples" if double else ""
+        raise ConfigError(f"{key}: {one_line(error)}{hint}") from error
+    if not isinstance(loss, Tensor) or loss.dim():
+        words = _shapes(loss) if isinstance(loss, Tensor) else type(loss).__name__
+        raise ConfigError(f"{key}: the loss is {words}; return a scalar tensor, the sum over the samples")
+    check_metrics(spec, metrics)
+
+
+def _shapes(x: Any) -> str:
+    """Format the shapes of inputs, e.g. `float32 [8, 3, 32, 32]`."""
+    return ", ".join(f"{str(leaf.dtype).removeprefix('torch.')} {list(leaf.shape)}" for leaf in tree_leaves(x))
 
 
 def has_end(part: nn.Module) -> bool:

@@ -112,6 +112,12 @@ class ModelSpec(BaseSpec[C]):
 
         return input_shapes(self, config, x)
 
+    def check_pass(self, config: C, x: Any, targets: Tensor) -> None:
+        """Raise ConfigError if a forward pass fails on the meta device."""
+        from gptlite.models.plain import check_pass
+
+        check_pass(self, config, x, targets)
+
     def count_flops(self, config: C, length: int, example: tuple[Any, Tensor] | None) -> int:
         """Return the FLOPs per token of a sequence, or those of an example, counted on the meta device."""
         from gptlite.models.flops import count_flops
