@@ -11,11 +11,13 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from gptlite.config import load
 from gptlite.huggingface.adapters import BUILT_IN
 from gptlite.models.gpt.config import GPTConfig
 from gptlite.models.gpt.flops import num_parameters
 from gptlite.models.gpt.model import GPT
 from gptlite.models.gpt.spec import GPTSpec
+from gptlite.optimizer.config import MuonConfig
 
 ROOT = Path(__file__).parents[2]
 UNITS = {"M": 1e6, "B": 1e9}
@@ -28,6 +30,7 @@ ROWS = [
 ]
 TABLE, IMPORTED = ([row for row in ROWS if len(row) == columns] for columns in (9, 5))
 OUR_OWN = {"gpt-lite", "gpt-lite-modern", "moe-lite"}
+SPEEDRUN = "modded-nanogpt"
 
 
 @cache
@@ -78,7 +81,7 @@ def test_gpt3_small_is_gpt2_with_twice_the_positions():
 
 
 def test_the_table_has_every_published_preset():
-    published = {path.stem for path in (ROOT / "conf" / "model").glob("*.yaml")} - OUR_OWN
+    published = {path.stem for path in (ROOT / "conf" / "model").glob("*.yaml")} - OUR_OWN - {SPEEDRUN}
     assert published == {row[0] for row in (*TABLE, *IMPORTED)}
 
 
@@ -95,3 +98,17 @@ def test_an_imported_preset_has_the_parameters_of_its_class(row):
     assert [f"{size:,}" for size in (*sizes, num_parameters(config))] == [parameters] * 3
     assert sizes[0] == pytest.approx(float(published[:-1]) * UNITS[published[-1]], rel=0.02)
     assert f"{parameters} parameters" in (ROOT / "conf" / "model" / f"{name}.yaml").read_text()
+
+
+def test_the_speed_record_has_the_sources_parameters_and_trains_with_muon():
+    run = load([f"model={SPEEDRUN}"])
+    assert isinstance(run.model, GPTConfig)
+    with torch.device("meta"):
+        total = sum(parameter.numel() for parameter in GPT(run.model).parameters())
+    matrices, table = 12 * (4 * 768 * 768 + 2 * 768 * 3072), 50304 * 768
+    assert total == num_parameters(run.model) == matrices + 2 * table + 2 * 11
+    for text in (ROOT / "conf" / "model" / f"{SPEEDRUN}.yaml", ROOT / "docs" / "models.md"):
+        assert f"{total:,} parameters" in text.read_text()
+    assert isinstance(run.optimizer, MuonConfig)
+    assert run.optimizer.lr * 0.2 * 768**0.5 == pytest.approx(0.02, rel=0.01)
+    assert (run.model.softcap, run.model.head_width) == (30.0, 128)
