@@ -82,20 +82,23 @@ ROOMS = {
     # Satellites.
     "monitor": Room("parallelism trainer", packages="torch"),
     "corpus": Room("data parallelism tokenizers", packages="numpy", lazy="datasets"),
+    "samples": Room("data parallelism", packages="numpy torch"),
     "optimizers": Room("ops optimizer parallelism", packages="torch", lazy="torchao"),
     "plots": Room("metrics trainer", lazy="matplotlib numpy"),
     "plan": Room(
-        "config data kernels metrics models monitor ops optimizer optimizers parallelism plots precision trainer",
+        "config data kernels metrics models monitor ops optimizer optimizers parallelism plots precision samples "
+        "trainer",
         packages="numpy torch",
         lazy="matplotlib yaml",
     ),
     "preprocess": Room("corpus data tokenizers", packages="numpy", lazy="pyarrow zstandard"),
     "deepspeed": Room("config precision"),
     "huggingface": Room("models", packages="torch"),
-    "images": Room("corpus data", packages="numpy torch", lazy="PIL datasets"),
+    "images": Room("corpus data samples", packages="numpy torch", lazy="PIL datasets"),
     "start": Room("config deepspeed launch metrics monitor parallelism plan plots pretrain trainer"),
     "engine": Room(
-        "checkpoint config data deepspeed launch models ops parallelism precision trainer", packages="numpy torch"
+        "checkpoint config data deepspeed launch models ops parallelism precision samples trainer",
+        packages="numpy torch",
     ),
     "sweep": Room(
         "checkpoint config launch metrics parallelism plan plots start trainer",
@@ -245,7 +248,7 @@ def test_the_core_imports_no_satellite():
     texts = {path: path.read_text(encoding="utf-8") for name in CORE - {"invocation"} for path in files_of(name)}
     quoted = {(path.name, text) for path in texts for text in re.findall(r'"(gptlite(?:\.\w+)+)"', texts[path])}
     # Imported by their names: the plug-ins that come with gptlite, as a user's are.
-    named = {("plugins.py", f"gptlite.{name}") for name in ("corpus", "images", "optimizers")}
+    named = {("plugins.py", f"gptlite.{name}") for name in ("corpus", "images", "optimizers", "samples")}
     assert {each for each in quoted if f"{each[1]}.".startswith(satellites)} == named
 
 

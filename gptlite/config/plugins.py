@@ -20,7 +20,8 @@ from gptlite.errors import ConfigError, text_of
 from gptlite.parallelism.messages import passed_on
 
 GROUP = "gptlite.plugins"  # group of the entry points
-INCLUDED = ("gptlite.corpus", "gptlite.images", "gptlite.optimizers")  # plugins that come with gptlite
+# Plugins that come with gptlite.
+INCLUDED = ("gptlite.corpus", "gptlite.images", "gptlite.optimizers", "gptlite.samples")
 GIVEN = re.compile(r"\+{0,2}plugins=\[?([^\]]*)\]?$")
 RESOLVER = re.compile(r"\$\{[^}]*:")  # ${oc.env:NAME}, ${now:...}; ${model.peak_lr} is of the configuration
 KEY = re.compile(r"(\+{0,2}|~)[A-Za-z_][\w./-]*")

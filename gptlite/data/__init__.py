@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from gptlite.data.check import check_samples, check_synthetic, check_tokens
-from gptlite.data.config import DatasetConfig, SyntheticConfig, TokensConfig
+from gptlite.data.check import check_synthetic, check_tokens
+from gptlite.data.config import SyntheticConfig, TokensConfig
 from gptlite.data.registry import DataKind, register_kind
 from gptlite.progress import Log
 
@@ -26,12 +26,5 @@ def _open_synthetic(config: SyntheticConfig, seed: int, log: Log, mesh: Mesh) ->
     return open_synthetic(config, seed)
 
 
-def _open_samples(config: DatasetConfig, seed: int, log: Log, mesh: Mesh) -> OpenedData:
-    from gptlite.data.build import open_sample_sets
-
-    return open_sample_sets(config, mesh)
-
-
 register_kind(DataKind(TokensConfig, check_tokens, _open_tokens), "tokens")
 register_kind(DataKind(SyntheticConfig, check_synthetic, _open_synthetic), "synthetic")
-register_kind(DataKind(DatasetConfig, check_samples, _open_samples))

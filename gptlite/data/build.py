@@ -10,7 +10,6 @@ from gptlite.data.indexed import token_dtype
 from gptlite.data.opened import OpenedData, require_same
 from gptlite.data.prepared import PreparedData, TokenSet, make_identity, open_blend
 from gptlite.data.registry import kind_of
-from gptlite.data.samples import SampleSets, open_samples
 from gptlite.errors import ConfigError
 from gptlite.parallelism.config import ParallelismConfig
 from gptlite.parallelism.layout import largest_micro_batch
@@ -89,11 +88,3 @@ def open_synthetic(config: SyntheticConfig, seed: int) -> PreparedData:
     only = TokenSet("synthetic", source, tokens[: config.num_tokens], tokens[config.num_tokens :])
     identity = make_identity("synthetic", tokenizer, config.sequence_length, train=source, validation=source)
     return PreparedData("synthetic", None, tokenizer, (only,), identity)
-
-
-def open_sample_sets(config: DatasetConfig, mesh: Mesh) -> SampleSets:
-    """Return the samples of a registered dataset. All ranks of `mesh` must call this."""
-    check_settings(config)
-    data = together(mesh, lambda: open_samples(config))
-    require_same(data.identity, mesh, f"data={data.name}: ranks opened different datasets")
-    return data

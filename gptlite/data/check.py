@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from gptlite.data.batches import batch_schedule
-from gptlite.data.config import DataConfig, DatasetConfig, SyntheticConfig, TokensConfig
-from gptlite.data.registry import kind_of, source_of
+from gptlite.data.config import DataConfig, SyntheticConfig, TokensConfig
+from gptlite.data.registry import kind_of
 from gptlite.errors import ConfigError, did_you_mean
 from gptlite.invocation import command
 from gptlite.limits import SIZE, VOCABULARY
@@ -58,16 +58,3 @@ def check_synthetic(config: SyntheticConfig) -> None:
             f"data.num_tokens={config.num_tokens} is too few for one sequence; "
             f"give more than data.sequence_length={config.sequence_length}"
         )
-
-
-def check_samples(config: DatasetConfig) -> None:
-    """Raise ConfigError for a dataset that is not registered, and for settings that only sequences of tokens have."""
-    source_of(config)
-    for key, value, only in (
-        ("sequence_length", config.sequence_length, 1),
-        ("packing", config.packing.value, "concatenate"),
-    ):
-        if value != only:
-            raise ConfigError(f"data.{key}={value} must be {only}: this dataset has samples, not sequences of tokens")
-    if config.workers < 0:
-        raise ConfigError(f"data.workers={config.workers} must be at least 0")

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from gptlite.data.batch_loader import Batch, BatchLoader
 from gptlite.data.batches import BatchSchedule
-from gptlite.data.samples import SampleBatch, split
 from gptlite.data.stream import SampleStream
 from gptlite.errors import ConfigError
 from gptlite.parallelism.collectives import all_reduce
 from gptlite.parallelism.mesh import Mesh
 from gptlite.progress import counted
+from gptlite.samples.batch import SampleBatch, split
 from gptlite.torch_private.ops import tree_leaves, tree_map
 
 

@@ -23,7 +23,6 @@ from gptlite.config.batch import check_world
 from gptlite.config.checks import check_device
 from gptlite.config.saved import from_yaml, to_yaml
 from gptlite.config.schema import Config
-from gptlite.data.samples import SampleBatch
 from gptlite.engine.batches import HandedOver, agreed_samples, in_step, micro_batches
 from gptlite.engine.module import ModuleSpec
 from gptlite.engine.settings import compose
@@ -41,6 +40,7 @@ from gptlite.parallelism.pipeline import OnePart, Pipeline
 from gptlite.parallelism.process_group import join, leave
 from gptlite.parallelism.rank_sync import from_main
 from gptlite.precision import resolve_precision
+from gptlite.samples.batch import SampleBatch
 from gptlite.torch_private.ops import tree_map_only
 from gptlite.trainer.build import build_state, single_input
 from gptlite.trainer.eval import Evaluation, evaluate

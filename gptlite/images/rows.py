@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from gptlite.corpus.walk import files_below
-from gptlite.data.samples import TARGETS
 from gptlite.errors import ConfigError, did_you_mean
 from gptlite.images.config import HuggingFaceConfig
 from gptlite.images.tensors import ToTensor, divided, require
+from gptlite.samples.batch import TARGETS
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -206,7 +206,7 @@ def running(work: Workload, config: Config, policy: Policy) -> Workload:
 @cached(Same)
 def planned_sample(data: Any) -> Sample:
     """Return the shapes of a dataset's first sample. Raises ConfigError if the dataset cannot be opened."""
-    from gptlite.data.samples import open_samples
+    from gptlite.samples.dataset import open_samples
     from gptlite.torch_private.ops import tree_leaves, tree_map
 
     x, target = tree_map(lambda leaf: leaf.to("meta"), open_samples(data).example())

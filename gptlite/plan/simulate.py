@@ -24,7 +24,6 @@ from torch import Tensor, nn
 
 from gptlite.data.batches import BatchSchedule
 from gptlite.data.loader import Batch, Loader
-from gptlite.data.samples import SampleBatch
 from gptlite.kernels.library import LoadedLibrary, load
 from gptlite.models.experts import Experts
 from gptlite.models.model import Model
@@ -45,6 +44,7 @@ from gptlite.plan.segments import Op
 from gptlite.plan.watch import Change, OpRecorder
 from gptlite.plan.workload import RankBytes, Transfer, Workload
 from gptlite.precision import Policy, Precision, Reduce
+from gptlite.samples.batch import SampleBatch
 from gptlite.torch_private.ops import tree_leaves, tree_map
 from gptlite.torch_private.recording import FakeTensorMode
 from gptlite.torch_private.simulation import imagined_world, schedule_stages

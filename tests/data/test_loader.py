@@ -10,11 +10,11 @@ from gptlite.data.batches import BatchSchedule
 from gptlite.data.loader import HeldOut, Loader, Share
 from gptlite.data.order import order_key, permute
 from gptlite.data.prepared import open_folder
-from gptlite.data.samples import SampleBatch
 from gptlite.data.stream import SampleStream, num_chunks, read_chunk
 from gptlite.errors import ConfigError
 from gptlite.ops.inputs import IGNORE
 from gptlite.progress import Progress
+from gptlite.samples.batch import SampleBatch
 from gptlite.tokenizers.base import ByteTokenizer, CharTokenizer
 
 LENGTH, TOKENS = 8, 1003

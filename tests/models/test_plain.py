@@ -22,7 +22,6 @@ from gptlite.data import registry
 from gptlite.data.build import build_loader, open_data
 from gptlite.data.config import DatasetConfig
 from gptlite.data.registry import register_data
-from gptlite.data.samples import SampleLoader, open_samples
 from gptlite.errors import ConfigError
 from gptlite.models.batch_norm import SyncedBatchNorm, sync_batch_norms
 from gptlite.models.capabilities import BatchNorms, required
@@ -37,6 +36,7 @@ from gptlite.ops.select import Ops
 from gptlite.parallelism.config import ActivationCheckpointing, ParallelismConfig
 from gptlite.parallelism.mesh import build_mesh
 from gptlite.precision import Policy
+from gptlite.samples.dataset import SampleLoader, open_samples
 from gptlite.trainer.build import build_run
 
 
@@ -292,9 +292,8 @@ def test_a_wrong_model_is_refused_by_a_pass_without_values(fault, refusal):
 
 
 def test_what_an_opened_dataset_has_to_be(monkeypatch):
-    monkeypatch.setitem(
-        registry.SOURCES, "points", registry.DataSource("points", PointsConfig, lambda config: {"train": 1})
-    )
+    wrong: Any = lambda config: {"train": 1}  # noqa: E731
+    monkeypatch.setitem(registry.SOURCES, "points", registry.DataSource("points", PointsConfig, wrong))
     with pytest.raises(ConfigError, match=r"data=points: opening it returned dict; return \(training, validation\)"):
         open_samples(PointsConfig())
 

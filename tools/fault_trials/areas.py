@@ -32,7 +32,7 @@ AREAS: dict[str, tuple[str, ...]] = {
         ),
         *("gptlite/ops/linear.py", "gptlite/models/parallel_layers.py"),
     ),
-    "data order": ("gptlite/data/*.py", "gptlite/images/*.py"),
+    "data order": ("gptlite/data/*.py", "gptlite/corpus/*.py", "gptlite/images/*.py", "gptlite/samples/*.py"),
     "checkpoint": (
         *("gptlite/checkpoint/*.py", "gptlite/checkpoint_tool/*.py", "gptlite/huggingface/*.py", "gptlite/files.py"),
     ),

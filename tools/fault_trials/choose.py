@@ -14,7 +14,10 @@ from fault_trials.fault import Fault
 MIRRORS = {
     "gptlite/checkpoint_tool": ("tests/checkpoint_tool", "tests/tools"),
     "gptlite/commands": ("tests/tools",),
+    "gptlite/data": ("tests/data", "tests/corpus"),
     "gptlite/data_tool": ("tests/tools",),
+    "gptlite/images": ("tests/data",),
+    "gptlite/samples": ("tests/models", "tests/data"),
     "gptlite/parallelism": ("tests/parallelism", "tests/distributed"),
     "gptlite/launch": ("tests/launch", "tests/distributed"),
     "kernels": ("tests/kernels", "tests/ops"),

@@ -1,15 +1,15 @@
 """Samples of a map-style dataset: opening, checks, order and loading.
 
 N samples are ordered like N sequences of one token, so epochs, resuming and a change of the data-parallel degree follow
-the rules of `stream.py`. Random augmentation of the run's n-th sample is a function of the seed and n: torch's, numpy's
-and Python's generators are seeded before each sample.
+the rules of gptlite/data/stream.py. Random augmentation of the run's n-th sample is a function of the seed and n:
+torch's, numpy's and Python's generators are seeded before each sample.
 """
 
 from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -17,19 +17,19 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import DataLoader
 
 from gptlite.data.batch_loader import Batch, BatchLoader, Share, spread
 from gptlite.data.batches import BatchSchedule
+from gptlite.data.check import check_settings
 from gptlite.data.config import DatasetConfig
-from gptlite.data.opened import Identity, OpenedData
+from gptlite.data.opened import Identity, OpenedData, require_same
 from gptlite.data.registry import source_of
 from gptlite.data.stream import SampleStream
-from gptlite.errors import ConfigError, first_line, text_of
+from gptlite.errors import ConfigError, first_line
 from gptlite.parallelism.mesh import Mesh
-from gptlite.torch_private.ops import tree_leaves, tree_map
-
-TARGETS = ("labels", "label", "targets", "target")  # keys of targets in a dict sample, in order of preference
+from gptlite.parallelism.rank_sync import together
+from gptlite.samples.batch import SampleBatch, collated, read_sample, split
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class SampleSets(OpenedData):
     def example(self) -> tuple[Any, Tensor]:
         """Return the input and the target of the first training sample, as a batch of one."""
         key = f"data={self.name}"
-        return split(key, _collated(self.train, [_sample(key, self.train, 0)], key))
+        return split(key, collated(self.train, [read_sample(key, self.train, 0)], key))
 
     def describe(self) -> str:
         """Return a one-line summary."""
@@ -73,16 +73,12 @@ class SampleSets(OpenedData):
         )
 
 
-class SampleBatch(Batch):
-    """One micro-batch of samples: `tokens` is the model's input, a tensor, tuple or dict of tensors [B, ...]."""
-
-    @property
-    def length(self) -> int:
-        return 1  # a sample counts as one position
-
-    def _each(self, change: Callable[[Tensor], Tensor]) -> SampleBatch:
-        x, targets = tree_map(change, (self.tokens, self.targets))
-        return SampleBatch(x, targets, change(self.sample_ids), counted=self.counted)
+def open_on_ranks(config: DatasetConfig, mesh: Mesh) -> SampleSets:
+    """Return `open_samples` on each rank. All ranks of `mesh` must call this; an error on one is raised on all."""
+    check_settings(config)
+    data = together(mesh, lambda: open_samples(config))
+    require_same(data.identity, mesh, f"data={data.name}: ranks opened different datasets")
+    return data
 
 
 def open_samples(config: DatasetConfig) -> SampleSets:
@@ -107,7 +103,7 @@ def open_samples(config: DatasetConfig) -> SampleSets:
             raise ConfigError(f"{key}: the {name} dataset, {type(dataset).__name__}, lacks __getitem__ or __len__")
         if len(dataset) < 1:
             raise ConfigError(f"{key}: the {name} dataset has length {len(dataset)}; it needs at least one sample")
-        split(key, _collated(dataset, [_sample(key, dataset, 0)], key))
+        split(key, collated(dataset, [read_sample(key, dataset, 0)], key))
     about: Identity = {"corpus": source.name, "tokenizer": "none", "sequence_length": "1"}
     return SampleSets(source.name, train, sets, about | {"train": _digest(config, train)})
 
@@ -123,44 +119,6 @@ def _digest(config: DatasetConfig, dataset: Any) -> str:
         common = set(DatasetConfig.__dataclass_fields__)
         fingerprint = sorted((key, value) for key, value in asdict(config).items() if key not in common)
     return hashlib.sha256(f"{len(dataset)} {fingerprint}".encode()).hexdigest()
-
-
-def split(key: str, batch: Any) -> tuple[Any, Tensor]:
-    """Return the model's input and the targets of a collated batch.
-
-    Raises ConfigError if the batch has no targets, or has values that are not tensors.
-    """
-    if isinstance(batch, Mapping):
-        named = next((name for name in TARGETS if name in batch), None)
-        if named is None:
-            raise ConfigError(f"{key}: a sample has the keys {', '.join(batch)}, but none of {', '.join(TARGETS)}")
-        x, targets = {name: value for name, value in batch.items() if name != named}, batch[named]
-    elif isinstance(batch, tuple | list) and len(batch) > 1:
-        *first, targets = batch
-        x = first[0] if len(first) == 1 else tuple(first)
-    else:
-        raise ConfigError(f"{key}: a sample is {type(batch).__name__}; return (input, target) or a dict of tensors")
-    for leaf in tree_leaves((x, targets)):
-        if not isinstance(leaf, Tensor):
-            raise ConfigError(f"{key}: a sample contains {type(leaf).__name__} {leaf!r:.40}; return tensors or numbers")
-    return x, targets
-
-
-def _sample(key: str, dataset: Any, index: int) -> Any:
-    try:
-        return dataset[index]
-    except ConfigError as error:
-        raise ConfigError(f"{key}: {error}") from error
-    except Exception as error:  # a plugin's dataset may raise anything
-        raise ConfigError(f"{key}: sample {index} raised {type(error).__name__}: {text_of(error)}") from error
-
-
-def _collated(dataset: Any, samples: list[Any], key: str) -> Any:
-    try:
-        return getattr(dataset, "collate", default_collate)(samples)
-    except Exception as error:
-        raise ConfigError(f"{key}: samples cannot be collated ({type(error).__name__}: {first_line(error)}); "
-                          "return samples of equal shapes, or define `collate` in the dataset") from error  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -179,7 +137,7 @@ class _Seeded:
         np.random.seed(int.from_bytes(digest[8:12]))
         random.seed(digest)
         try:
-            return _sample(self.key, self.dataset, index)
+            return read_sample(self.key, self.dataset, index)
         except ConfigError as error:
             return error
 
@@ -188,7 +146,7 @@ class _Seeded:
         try:
             if error := next((each for each in samples if isinstance(each, ConfigError)), None):
                 return error
-            return split(self.key, _collated(self.dataset, samples, self.key))
+            return split(self.key, collated(self.dataset, samples, self.key))
         except ConfigError as error:
             return error
 
