@@ -4,6 +4,7 @@ import pickle
 import re
 from dataclasses import dataclass
 from importlib import import_module
+from typing import Any
 
 import numpy as np
 import pytest
