@@ -35,7 +35,7 @@ from gptlite.parallelism.rank_sync import from_main
 from gptlite.progress import format_duration
 from gptlite.torch_private.distributed import default_store
 from gptlite.torch_private.flight_recorder import collectives_started
-from gptlite.trainer.watch import Unwatched, Watch
+from gptlite.trainer.observers import Unwatched, Watch
 
 LOOK_SECONDS = 0.05  # interval at which the position of the main thread is sampled
 ANSWER_SECONDS = 2.0  # time limit of a call to the store, which normally takes a millisecond or less

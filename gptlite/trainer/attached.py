@@ -7,8 +7,7 @@ from gptlite.metrics.meter import Throughput
 from gptlite.parallelism.mesh import Mesh
 from gptlite.trainer.build import Run
 from gptlite.trainer.folder import RunFolder
-from gptlite.trainer.observers import Observer
-from gptlite.trainer.watch import Unwatched, Watch
+from gptlite.trainer.observers import Observer, Unwatched, Watch
 
 
 @dataclass(frozen=True)

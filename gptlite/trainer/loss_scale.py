@@ -1,4 +1,5 @@
-"""Loss scaling for fp16 (Micikevicius et al. 2018, arXiv:1710.03740), which keeps gradients above fp16's minimum, 6e-8.
+"""Loss scaling for fp16 (Micikevicius et al. 2018, arXiv:1710.03740), which keeps gradients above fp16's minimum, 6e-8,
+and the decision on the device whether to apply a step.
 
 All ranks skip the same steps, since the decision depends only on the loss and gradient norm of the whole step. If the
 host runs ahead of the device (trainer/steps.py), `advanced` computes the update on the device, and the host reads the
@@ -8,13 +9,14 @@ result later.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gptlite.precision import LossScaleRule, Policy, PrecisionConfig
+from gptlite.trainer.totals import StepTotals
 
 SCALE_VALUES = ("scale", "good_steps", "overflows", "skipped")  # the mutable fields of LossScaler
 
@@ -105,3 +107,31 @@ def build_scaler(config: PrecisionConfig, policy: Policy) -> LossScaler | None:
         start, minimum, factor = 2.0**config.initial_scale_power, config.min_loss_scale, config.scale_factor
     by_deepspeed = config.loss_scale_rule is LossScaleRule.deepspeed
     return LossScaler(start, config.loss_scale_window, config.hysteresis, minimum, factor, deepspeed=by_deepspeed)
+
+
+class Decisions:
+    """Device tensors that decide whether to apply an optimizer step, and set the loss scale of the next step.
+
+    A step with a non-finite loss or gradient norm is not applied. If the loss scale cannot be reduced, or the run has
+    none, later steps are not applied either, since the host enqueues more steps before it reads the result.
+    """
+
+    def __init__(self, scaler: LossScaler | None, device: torch.device) -> None:
+        self._scaler, self._halted = scaler, torch.zeros((), dtype=torch.bool, device=device)
+        self._values = scaler.on_device(device) if scaler else None
+
+    @property
+    def scale(self) -> Tensor | float:
+        """Loss scale of the next step: fp32, 0-dim; 1.0 without loss scaling."""
+        return 1.0 if self._values is None else self._values[0].float()
+
+    def decide(self, totals: StepTotals) -> tuple[Tensor, StepTotals]:
+        """Return fp32 1 to skip the step, 0 to apply it; and the totals with the loss scale's new values."""
+        overflow = (totals.loss.isfinite() & totals.norm.isfinite()).logical_not()
+        # Tensor operations instead of branches: reading a value on the host would synchronise with the device.
+        skips, ends = overflow | self._halted, overflow
+        if self._scaler is not None and self._values is not None:
+            self._values, exhausted = self._scaler.advanced(self._values, overflow)
+            ends = overflow & exhausted
+        self._halted = self._halted | ends  # stays set until the host reads the result and raises
+        return skips.float(), replace(totals, scale=self._values)

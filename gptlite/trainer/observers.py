@@ -1,9 +1,10 @@
-"""Interface of a run's observers, which follow its steps without a part in them."""
+"""Interfaces of what follows a run's steps without a part in them: its observers, and the watch over its ranks."""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from gptlite.trainer.state import TrainState
@@ -50,6 +51,51 @@ class Observer:
     def closing(self) -> list[tuple[str, str]]:
         """Return lines for the table of results as [(label, text)]. Called on rank 0 if the run has not failed."""
         return []
+
+
+class Watch(Protocol):
+    """Watchdog of the ranks. `ending` is called from another thread, with the error that is about to end this
+    process."""
+
+    ending: Callable[[Exception], None]
+
+    def close(self) -> None:
+        """Stop watching."""
+        ...
+
+    def step(self, number: int) -> Any:
+        """Context manager for a training step, during which time in collectives is counted."""
+        ...
+
+    def verdict(self) -> str | None:
+        """Return the message of the rank that exited first, which explains later failures on this rank."""
+        ...
+
+    def communication(self, step_seconds: float) -> dict[str, Any]:
+        """Return entries for a metrics row on the time in collectives. All ranks must call it."""
+        ...
+
+
+class Unwatched:
+    """No watch: a single rank waits for no other, and several need none to train."""
+
+    def __init__(self) -> None:
+        self.ending: Callable[[Exception], None] = lambda error: None
+
+    def close(self) -> None:
+        """Do nothing."""
+
+    @contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        """Context manager for a training step."""
+        yield
+
+    def verdict(self) -> None:
+        """Return None."""
+
+    def communication(self, step_seconds: float) -> dict[str, Any]:
+        """Return no entries."""
+        return {}
 
 
 def due(step: int, interval: int) -> bool:

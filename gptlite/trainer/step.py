@@ -24,7 +24,7 @@ from gptlite.parallelism.host_copy import HostCopy, to_device
 from gptlite.parallelism.mesh import Mesh
 from gptlite.parallelism.pipeline import MicroBatches, OnePart, Pipeline
 from gptlite.parallelism.tensor import is_cut, of_experts
-from gptlite.trainer.decisions import Decisions
+from gptlite.trainer.loss_scale import Decisions
 from gptlite.trainer.signals import Stopping
 from gptlite.trainer.state import TrainingProgress, TrainState
 from gptlite.trainer.totals import Loads, StepTotals

@@ -7,8 +7,7 @@ import torch
 from torch.optim import Optimizer
 
 from gptlite.optimizer.fused import decides_on_device
-from gptlite.trainer.decisions import Decisions
-from gptlite.trainer.loss_scale import LossScaler
+from gptlite.trainer.loss_scale import Decisions, LossScaler
 from gptlite.trainer.state import TrainState
 from gptlite.trainer.step import Step, StepResult
 

@@ -25,10 +25,10 @@ from gptlite.parallelism.layout import num_stages, stages_per_rank
 from gptlite.progress import counted
 from gptlite.tokenizers.base import StreamDecoder
 from gptlite.trainer.folder import RunFolder
+from gptlite.trainer.observers import Watch
 from gptlite.trainer.report import Reporter
 from gptlite.trainer.state import TrainState
 from gptlite.trainer.trainer import Ending, Outcome
-from gptlite.trainer.watch import Watch
 
 
 @dataclass

@@ -12,16 +12,14 @@ from gptlite.checkpoint.config import CheckpointConfig
 from gptlite.config.trainer import TrainerConfig
 from gptlite.optimizer.config import OptimizerConfig
 from gptlite.parallelism.pipeline import OnePart, Pipeline
-from gptlite.trainer.clock import Clock
 from gptlite.trainer.eval import Evaluation, evaluate_sets
-from gptlite.trainer.observers import due
+from gptlite.trainer.observers import Watch, due
 from gptlite.trainer.report import Reporter
-from gptlite.trainer.signals import Stopping, StopSignal
+from gptlite.trainer.signals import Clock, Stopping, StopSignal
 from gptlite.trainer.spike import Spike, Spiked
 from gptlite.trainer.state import TrainState
 from gptlite.trainer.step import Diverged, Step
 from gptlite.trainer.steps import Steps, lag_of
-from gptlite.trainer.watch import Watch
 
 SLOW_DISK = 200e6  # bytes per second, for an estimate of the duration of the first save
 

@@ -390,7 +390,7 @@ def test_what_follows_from_a_rank_that_ended_all_is_put_down_to_it(run, tmp_path
         raise RuntimeError("the connection was closed")
 
     monkeypatch.setattr("gptlite.trainer.step.Step.begin", fail)
-    monkeypatch.setattr("gptlite.trainer.watch.Unwatched.verdict", lambda self: "rank 2 has said nothing for 9 s")
+    monkeypatch.setattr("gptlite.trainer.observers.Unwatched.verdict", lambda self: "rank 2 has said nothing for 9 s")
     with pytest.raises(RuntimeError, match="closed"):
         run("a")
     result = json.loads((tmp_path / "a" / "result.json").read_text())

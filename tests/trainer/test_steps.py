@@ -34,8 +34,7 @@ from gptlite.optimizers.configs import LambConfig, LionConfig
 from gptlite.parallelism.mesh import Mesh
 from gptlite.parity.record import build
 from gptlite.precision import Policy
-from gptlite.trainer.decisions import Decisions
-from gptlite.trainer.loss_scale import LossScaler
+from gptlite.trainer.loss_scale import Decisions, LossScaler
 from gptlite.trainer.report import Reporter
 from gptlite.trainer.state import TrainState
 from gptlite.trainer.step import Diverged
