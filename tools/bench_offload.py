@@ -43,7 +43,7 @@ def main(options: Arguments) -> None:
     fused = select_ops(OpsConfig(), torch.device("cpu")).adamw
     parameter = nn.Parameter(torch.randn(int(options.elements)))
     parameter.grad = torch.randn_like(parameter)
-    optimizer = build_optimizer(AdamWConfig(), [("p", parameter)], fused)
+    optimizer = build_optimizer(AdamWConfig(), [("p", parameter)], fused_adam=fused)
     plain = seconds_a_step(optimizer, options.steps)
     optimizer.state.clear()
     optimizer = stream_state(optimizer, folder, options.buffer_mib * 2**20)
