@@ -36,12 +36,6 @@ def cpu_flags() -> set[str]:
     return allowed - {"avx512_fp16", "amx_fp16"} if _limit("ONEDNN_MAX_CPU_ISA") in FP16 else allowed
 
 
-def cpu_level() -> str:
-    """Return the highest level that the CPU has and the environment allows."""
-    flags = cpu_flags()
-    return next(level for level in reversed(LEVELS) if not LEVELS[level] or LEVELS[level] in flags)
-
-
 def cpu_name() -> str:
     """Return the name of the CPU; empty if the operating system does not report it."""
     return _cpuinfo("model name")

@@ -3,7 +3,7 @@
 A document is described by a type: `int`, `float`, `str`, `bool`, `None`, `Any`, `list[T]`, `dict[str, T]`, `A | B`,
 `Literal["a", "b"]`, `Annotated[int, Between(0, 9)]`, a dataclass, or a TypedDict. A dataclass refuses other keys, and
 the result has an instance of it. A TypedDict ignores them. An integer without a range has 64 bits. A number may be NaN
-or infinite, which Python reads and writes, unless it is `Finite`.
+or infinite, which Python reads and writes, unless it has a range.
 """
 
 from __future__ import annotations
@@ -75,7 +75,6 @@ class Matching:
 
 Count = Annotated[int, Between(0, limits.INTEGER)]
 Size = Annotated[int, Between(1, limits.SIZE)]
-Finite = Annotated[float, Between(-1e300, 1e300)]
 Digest = Annotated[str, Matching("[0-9a-f]{64}", "a SHA-256 hash")]
 
 

@@ -5,7 +5,6 @@ it. A model or file beyond a limit is more likely a mistake, or hostile, than me
 DOCUMENT_BYTES = 1 << 26  # JSON: manifests of thousands of tensors on thousands of ranks take some 10 MB
 TOKENIZER_BYTES = 1 << 28  # tokenizer.json: the largest published ones, of 262k tokens, take 33 MB
 YAML_BYTES = 1 << 20  # config.yaml: a run's takes about 5 kB
-LINE_BYTES = 1 << 24  # a line of JSON
 DEPTH = 64  # nesting of JSON and YAML: ours nests 6 deep, Hugging Face's files about 8
 
 # Numbers.
@@ -19,4 +18,3 @@ CELLS = 10_000  # of a sweep, each of which is composed before the first one sta
 RAMP_SIZES = 10_000  # sizes of the global batch in a ramp-up
 VOCABULARY = 1 << 24  # ids: the largest published vocabulary has about 1 million
 SPECIAL_TOKENS = 1 << 16  # of a tokenizer: Llama 4 has 2,048
-BLOB_BYTES = 1 << 31  # a field of a protobuf message, whose format has this limit

@@ -5,8 +5,9 @@ import platform
 from importlib.metadata import PackageNotFoundError, version
 
 import pytest
+from cpu_levels import cpu_level
 
-from gptlite.cpu import LIMITS, cpu_cores, cpu_level, cpu_name
+from gptlite.cpu import LIMITS, cpu_cores, cpu_name
 
 PACKAGES = ("torch", "numpy", "hydra-core", "transformers")
 

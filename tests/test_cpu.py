@@ -5,8 +5,9 @@ import ctypes
 import io
 
 import pytest
+from cpu_levels import cpu_level
 
-from gptlite.cpu import LEVELS, LIMITS, cpu_flags, cpu_level, cpu_name, level_limit
+from gptlite.cpu import LEVELS, LIMITS, cpu_flags, cpu_name, level_limit
 from gptlite.kernels.library import LoadedLibrary, _limited, load
 
 CPUINFO = (

@@ -15,7 +15,6 @@ from gptlite.documents import (
     Count,
     Digest,
     DocumentError,
-    Finite,
     checked,
     parse_json,
     read_bytes,
@@ -35,7 +34,7 @@ class Closed:
     step: Count
     ranges: list[Annotated[list[Count], Between(2, 2)]] = field(default_factory=list)
     inner: dict[str, Open] = field(default_factory=dict)
-    rate: Finite | None = None
+    rate: Annotated[float, Between(-1e300, 1e300)] | None = None
     hash: Digest | None = None
 
 

@@ -39,7 +39,7 @@ def main(arguments: Arguments) -> int:
     from gptlite.models.gpt.config import MLPKind
     from gptlite.models.gpt.model import GPT
     from gptlite.optimizer.build import build_optimizer
-    from gptlite.optimizer.clip import clip_grad_norm
+    from gptlite.optimizer.clip import clip_gradients, local_grad_norm
     from gptlite.optimizer.config import AdamWConfig
 
     torch.manual_seed(0)
@@ -62,7 +62,7 @@ def main(arguments: Arguments) -> int:
                 group["lr"] = arguments.lr * (step + 1) / (arguments.warmup + 1)
         loss = ours(x, y) / y.numel()
         loss.backward()
-        clip_grad_norm(ours.parameters(), 1.0)
+        clip_gradients(ours.parameters(), 1.0, local_grad_norm(ours.parameters()))
         peer_loss = peer(x, y)[1]
         peer_loss.backward()
         torch.nn.utils.clip_grad_norm_(peer.parameters(), 1.0)

@@ -6,7 +6,7 @@ independently, and has the same values as in the whole tensor, on CPUs and GPUs.
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -100,8 +100,3 @@ def _normal(start: int, count: int, key: tuple[int, int], device: torch.device) 
         r, a = (-2 * radius.log()).sqrt(), 2 * math.pi * angle
         pairs += [r * a.cos(), r * a.sin()]
     return torch.stack(pairs, dim=1).flatten()[start % 4 : start % 4 + count]
-
-
-def parameter_count(parameters: Iterable[Tensor]) -> int:
-    """Return the total number of elements of the parameters."""
-    return sum(p.numel() for p in parameters)

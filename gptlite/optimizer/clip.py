@@ -67,14 +67,6 @@ def clip_factor(max_norm: float, norm: Tensor, loss_scale: float | Tensor = 1.0)
     return 1 / loss_scale if isinstance(loss_scale, Tensor) else torch.full_like(norm, 1 / loss_scale)
 
 
-def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
-    """Compute the norm and clip the gradients, on one device. Returns the norm before clipping."""
-    parameters = list(parameters)
-    norm = local_grad_norm(parameters)
-    clip_gradients(parameters, max_norm, norm)
-    return norm
-
-
 def _pieces(gradient: Tensor) -> Sequence[Tensor]:
     """Return views of at most CPU_PIECE elements on a CPU, and the gradient itself on other devices."""
     if gradient.device.type != "cpu" or gradient.numel() <= CPU_PIECE:

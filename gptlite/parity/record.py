@@ -39,11 +39,6 @@ class StepRecord:
     buffers: dict[str, Whole] = field(default_factory=dict)
 
 
-def record(config: Config, steps: int, mesh: Mesh | None = None) -> list[StepRecord]:
-    """Return the first steps of a run as a list, empty on ranks other than 0. Collective, see `recorded`."""
-    return [each for each in recorded(config, steps, mesh) if each is not None]
-
-
 def recorded(config: Config, steps: int, mesh: Mesh | None = None) -> Iterator[StepRecord | None]:
     """Yield the first steps of a run one by one, or None on ranks other than 0. Without a mesh, there is one process.
 

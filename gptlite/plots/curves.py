@@ -23,11 +23,8 @@ SHORT = 10  # maximum length of a series whose points are marked
 Series = tuple[list[int], list[float]]
 
 
-def plot_curves(jsonl: Path, out: Path, title: str | None = None) -> Path:
+def plot_curves(jsonl: Path, out: Path) -> Path:
     """Plot the run in `jsonl` to the PNG `out`, whose folder must exist. Returns `out`.
-
-    Args:
-        title: by default the name of the folder that holds `jsonl`.
 
     Raises:
         ConfigError: the file is missing or has no training loss.
@@ -67,7 +64,7 @@ def plot_curves(jsonl: Path, out: Path, title: str | None = None) -> Path:
             axes.set_xlabel("step")
         for axes in small[:-1]:
             axes.tick_params(labelbottom=False)
-        title = printable(title or jsonl.resolve().parent.name)
+        title = printable(jsonl.resolve().parent.name)
         figure.text(LEFT, 0.945, title, fontsize=15, weight="bold", parse_math=False)
         figure.text(LEFT, 0.91, _summary(rows, unit), color=FAINT)
         with replacing(out) as file:  # an interrupted plot leaves the previous one

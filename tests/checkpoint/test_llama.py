@@ -78,7 +78,7 @@ def imported(folder: Path) -> Path:
 
 @torch.no_grad()
 def logits(model: GPT, tokens: Tensor) -> Tensor:
-    return torch.stack([model.logits(tokens[:, : end + 1]) for end in range(tokens.shape[1])], 1)
+    return torch.stack([model(tokens[:, : end + 1], None) for end in range(tokens.shape[1])], 1)
 
 
 @pytest.fixture

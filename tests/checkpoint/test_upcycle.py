@@ -23,7 +23,7 @@ def test_experts_start_as_copies_of_the_dense_mlp(tmp_path: Path, capsys, more):
     assert all(torch.equal(each, dense.layers["1"].mlp.up.weight) for each in experts.up)  # type: ignore[union-attr]
     assert len(model.layers["1"].mlp.router.weight.unique()) > 1  # type: ignore[union-attr]
     with torch.no_grad():
-        torch.testing.assert_close(model.logits(tokens), dense.eval().logits(tokens), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(model(tokens, None), dense.eval()(tokens, None), rtol=1e-5, atol=1e-5)
 
 
 def test_what_cannot_be_upcycled_is_refused_and_nothing_is_written(tmp_path: Path):

@@ -39,7 +39,7 @@ def test_scores_are_sums_of_log_probabilities_of_the_last_tokens(scorer):
     found = scorer.score(scored)
     for (tokens, count), (nats, greedy) in zip(scored, found, strict=True):
         with torch.no_grad():
-            log_p = [part.logits(torch.tensor([tokens[:end]])).log_softmax(-1)[0] for end in range(1, len(tokens))]
+            log_p = [part(torch.tensor([tokens[:end]]), None).log_softmax(-1)[0] for end in range(1, len(tokens))]
         last = list(zip(log_p, tokens[1:], strict=True))[-count:]
         assert nats == pytest.approx(sum(float(p[token]) for p, token in last), abs=1e-4)
         assert greedy == all(int(p.argmax()) == token for p, token in last)

@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 import torch
+from cpu_levels import cpu_level
 from torch import Tensor
 
-from gptlite.cpu import LEVELS, cpu_level
+from gptlite.cpu import LEVELS
 from kernels.loop import Test, columns, loop_count, loop_over
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16

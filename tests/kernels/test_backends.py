@@ -3,8 +3,9 @@
 import ctypes
 
 import pytest
+from cpu_levels import cpu_level
 
-from gptlite.cpu import LEVELS, LIMITS, cpu_level
+from gptlite.cpu import LEVELS, LIMITS
 from kernels.backends import Backend, limit_isa
 from kernels.cases import BEST, LOWER, on
 

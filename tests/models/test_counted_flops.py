@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from models.conftest import VALUES
 from models.toy import ConvConfig, ConvSpec, config_of
+from models.weights import matmul_parameters
 from run_files import read_metrics
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
@@ -15,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from gptlite.models.capabilities import Uncounted
 from gptlite.models.flops import count_flops
 from gptlite.models.gpt.config import GPTConfig
-from gptlite.models.gpt.flops import flops_per_token, matmul_parameters, num_parameters
+from gptlite.models.gpt.flops import flops_per_token, num_parameters
 from gptlite.models.gpt.model import GPT
 from gptlite.models.model import Model
 from gptlite.models.spec import ModelSpec

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from models.conftest import planned
+from models.weights import matmul_parameters
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -15,7 +16,7 @@ from gptlite.config.checks import check_layout
 from gptlite.errors import ConfigError
 from gptlite.models.experts import Experts, Router, balance, begin
 from gptlite.models.gpt.config import GPTConfig, MLPKind, MoEConfig, Score
-from gptlite.models.gpt.flops import matmul_parameters, num_parameters
+from gptlite.models.gpt.flops import num_parameters
 from gptlite.models.gpt.model import GPT
 from gptlite.models.gpt.moe import MoE
 from gptlite.models.gpt.spec import GPTSpec

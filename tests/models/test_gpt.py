@@ -161,7 +161,7 @@ def test_logits_of_every_position(tiny, batch):
     with torch.no_grad():
         want = gpt2(reference_weights(model), model.config, tokens)
         for length in (1, 5, tokens.shape[1]):
-            logits = model.logits(tokens[:, :length])
+            logits = model(tokens[:, :length], None)
             assert logits.shape == (4, model.config.vocab_size)
             assert_close(f"position {length}", logits, want[:, length - 1])
 
@@ -190,7 +190,7 @@ def test_the_qkv_projection_is_grouped_by_head(tiny, batch):
     with torch.no_grad():
         attention.qkv.weight[(3 * 1 + 2) * width : (3 * 1 + 3) * width] = 0
         attention.qkv.bias[(3 * 1 + 2) * width : (3 * 1 + 3) * width] = 0
-        model.logits(batch[0])
+        model(batch[0], None)
     heads = seen[0].unflatten(-1, (3, width)).abs().amax((0, 1, 3))
     assert heads[1] == 0
     assert heads[0] > 0

@@ -1,11 +1,13 @@
 """Clipping against torch's, and the norm against float64."""
 
+from collections.abc import Iterable
+
 import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from gptlite.optimizer.clip import CPU_PIECE, clip_grad_norm, local_grad_norm
+from gptlite.optimizer.clip import CPU_PIECE, clip_gradients, local_grad_norm
 
 SHAPES = [(300, 500), (500,), (), (CPU_PIECE + 1,)]
 
@@ -16,6 +18,14 @@ def with_gradients(dtype: torch.dtype = torch.float32, scale: float = 1.0) -> li
     for parameter in parameters:
         parameter.grad = (scale * torch.randn(parameter.shape, generator=generator)).to(dtype)
     return [*parameters, nn.Parameter(torch.zeros(3))]  # the last has no gradient
+
+
+def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
+    """Clips the gradients of one device by their norm, which is returned as before."""
+    parameters = list(parameters)
+    norm = local_grad_norm(parameters)
+    clip_gradients(parameters, max_norm, norm)
+    return norm
 
 
 def gradients(parameters: list[nn.Parameter]) -> list[Tensor]:

@@ -9,9 +9,9 @@ import pytest
 import torch.distributed as dist
 from distributed.cells.run import Ranks
 from marking import marked
+from models.weights import matmul_parameters
 
 from gptlite.config import Config, load
-from gptlite.models.gpt.flops import matmul_parameters
 from gptlite.ops.config import Attention
 from gptlite.parallelism.layout import resolve
 from gptlite.plan.simulate import Simulation, enough, peak, simulate

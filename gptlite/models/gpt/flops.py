@@ -3,12 +3,6 @@
 from gptlite.models.gpt.config import GPTConfig, Norm, Position
 
 
-def matmul_parameters(config: GPTConfig) -> int:
-    """Return the number of weights in a token's matrix products: those of the head and of the blocks' matrices,
-    including only the chosen and the shared experts. Embeddings, norms and biases do not count."""
-    return _matrices(config) + config.d_model * (config.vocab_size or config.padded_vocab_size)
-
-
 def flops_per_token(config: GPTConfig, sequence_length: int) -> int:
     """Return the FLOPs per token of a forward and backward pass: 6 per matmul weight, and 6·L·d·S for causal attention
     in L layers, where d is the total width of the query heads. A window of w positions replaces S by 2w - w²/S.

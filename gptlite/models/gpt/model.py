@@ -207,10 +207,6 @@ class GPT(nn.Module):
             return token_scores(hidden, targets, lambda rows: head(rows.unsqueeze(1), None, vocab_size))
         return self.head(hidden, targets, vocab_size, LossGradient(upstream, shared))
 
-    def logits(self, tokens: Tensor, caches: list[LayerCache] | None = None) -> Tensor:
-        """Return the logits [B, V] of the next token."""
-        return self(tokens, None, caches=caches)
-
     def hidden(
         self,
         x: Tensor,

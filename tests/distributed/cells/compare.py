@@ -32,7 +32,7 @@ from gptlite.parity.compare import (
     fp32_limits,
     half_limits,
 )
-from gptlite.parity.record import StepRecord, record, recorded
+from gptlite.parity.record import StepRecord, recorded
 from gptlite.parity.report import row, verdict
 
 
@@ -175,7 +175,7 @@ class References:
             threads = torch.get_num_threads()
             torch.set_num_threads(1)
             path = self.folder / f"{len(self._made)}.pickle"
-            path.write_bytes(pickle.dumps(record(load(overrides), steps)))
+            path.write_bytes(pickle.dumps(list(recorded(load(overrides), steps))))
             torch.set_num_threads(threads)
             self._made[key] = path
         return self._made[key]
