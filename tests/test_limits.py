@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from gptlite.checkpoint.huggingface import read_json
+from gptlite.checkpoint.huggingface import read_object
 from gptlite.config import load
 from gptlite.config.saved import read_saved, to_yaml
 from gptlite.data.order_log import FILE_NAME, read_order
@@ -31,7 +31,7 @@ def adapted(path: Path, kind: str, **changes: int) -> None:
     llama["num_key_value_heads"] = 2
     sizes = gpt2 if kind == "gpt2" else llama | {"max_position_embeddings": 16}
     path.write_text(json.dumps({"vocab_size": 50} | sizes | changes))
-    ADAPTERS[kind].from_json(read_json(path), "name")
+    ADAPTERS[kind].from_json(read_object(path), "name")
 
 
 def saved(path: Path, key: str, value: int) -> None:
@@ -76,7 +76,7 @@ def hosts(path: Path) -> None:
 
 def meta(path: Path, **changes: int) -> None:
     path.write_text(json.dumps({"dim": 8, "n_layers": 1, "n_heads": 2, "multiple_of": 8, "vocab_size": 50} | changes))
-    ADAPTERS["llama"].from_meta(read_json(path), [{}])
+    ADAPTERS["llama"].from_meta(read_object(path), [{}])
 
 
 def order(path: Path, **changes: object) -> None:

@@ -74,7 +74,7 @@ def main(arguments: Arguments) -> None:
 
     from gptlite.models.gpt.config import MLPKind
     from gptlite.models.gpt.flops import flops_per_token
-    from gptlite.parallelism.process_group import join, leave
+    from gptlite.parallelism.process_group import join, leave_group
 
     warnings.simplefilter("ignore", FutureWarning)  # torch warns about renamed collectives in each call
     torch.set_num_threads(1)
@@ -96,7 +96,7 @@ def main(arguments: Arguments) -> None:
             times = in_turn({"gptlite": timed(ours), arguments.peer: timed(peer)}, arguments.repeats)
             for line in report(f"{name} {layout}", size, times, peer_flops / flops):
                 say(line, flush=True)
-    leave()
+    leave_group()
 
 
 def timed(step: Callable[[], Any]) -> Callable[[], Time]:

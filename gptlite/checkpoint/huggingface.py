@@ -193,7 +193,7 @@ def _entry(path: Path, name: str, entry: _Entry, data: int, size: int) -> Stored
 
 
 def _of_index(path: Path) -> dict[str, Stored]:
-    where = read_json(path).get("weight_map")
+    where = read_object(path).get("weight_map")
     if not isinstance(where, dict) or not all(isinstance(name, str) for name in where.values()):
         raise ConfigError(f"{path} has no weight_map from names to files; download it again")
     files: dict[str, dict[str, Stored]] = {}
@@ -232,7 +232,7 @@ def load_pickle(path: Path, *, mapped: bool = False) -> dict[str, Tensor]:
     return content
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file.
 
     Raises ConfigError, naming the file, if it cannot be read or is not an object.

@@ -19,7 +19,7 @@ from gptlite.checkpoint import store
 from gptlite.checkpoint.checkpointer import Checkpointer
 from gptlite.checkpoint.config import CheckpointConfig
 from gptlite.checkpoint.find import find_checkpoint
-from gptlite.checkpoint.huggingface import INDEX, PICKLE, Stored, open_weights, read_json, write_weights
+from gptlite.checkpoint.huggingface import INDEX, PICKLE, Stored, open_weights, read_object, write_weights
 from gptlite.checkpoint.load import load_tensors, not_finite, read_config
 from gptlite.checkpoint.manifest import read_file, read_manifest
 from gptlite.checkpoint_tool.check_export import MOST_BYTES, can_load, check_export, transformers_version
@@ -268,7 +268,7 @@ def _other_files(source: Path) -> dict[str, bytes]:
 
 def _opened(source: Path) -> tuple[dict[str, Any], Adapter, dict[str, Stored]]:
     """Return the content of config.json, its adapter, and the tensors by canonical name."""
-    content = read_json(source / "config.json")
+    content = read_object(source / "config.json")
     adapter = _adapter_of(content)
     return content, adapter, open_weights(source, adapter.canonical)
 

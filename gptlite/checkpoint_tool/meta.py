@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from gptlite.checkpoint.huggingface import Stored, load_pickle, read_json
+from gptlite.checkpoint.huggingface import Stored, load_pickle, read_object
 from gptlite.errors import ConfigError
 from gptlite.huggingface.adapter import Adapter
 from gptlite.huggingface.adapters import all_adapters
@@ -26,7 +26,7 @@ def open_meta(source: Path) -> tuple[dict[str, Any], Adapter, dict[str, Stored]]
     Shards are memory-mapped, and read one tensor at a time. Raises ConfigError if shards are missing, or if no adapter
     supports the model.
     """
-    params, shard_paths = read_json(source / PARAMS), {}
+    params, shard_paths = read_object(source / PARAMS), {}
     for path in source.iterdir():
         if match := SHARD.fullmatch(path.name):
             shard_paths[int(match[1])] = path

@@ -54,9 +54,9 @@ def train(raw: DictConfig) -> int:
     """Check and launch a composed configuration. Return the exit code."""
     started = time.monotonic()
     config = typed(raw, HydraConfig.get().overrides.task)
-    from gptlite.start.run import launch  # only after the configuration is checked
+    from gptlite.start.run import launch_command  # only after the configuration is checked
 
-    return launch(config, started)
+    return launch_command(config, started)
 
 
 def main() -> NoReturn:

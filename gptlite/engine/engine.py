@@ -37,7 +37,7 @@ from gptlite.parallelism.collectives import broadcast_text
 from gptlite.parallelism.layout import check_micro_batches
 from gptlite.parallelism.mesh import Mesh, build_mesh
 from gptlite.parallelism.pipeline import OnePart, Pipeline
-from gptlite.parallelism.process_group import join, leave
+from gptlite.parallelism.process_group import join, leave_group
 from gptlite.parallelism.rank_sync import from_main
 from gptlite.precision import resolve_precision
 from gptlite.samples.batch import SampleBatch
@@ -85,7 +85,7 @@ def initialize(
         if outer is not None and outer.world_size > 1 and not dist.is_initialized():
             os.environ.update(outer.environment())
             join(settings.parallelism.timeout_seconds)
-            held.callback(leave)
+            held.callback(leave_group)
         world = dist.get_world_size() if dist.is_initialized() else 1
         if world > 1:
             # All ranks use rank 0's configuration, since the run folder's name contains the time.

@@ -30,14 +30,14 @@ T = TypeVar("T")
 def alone(config: Config, started: float, stop: StopSignal | None, pretrain: Callable[..., T]) -> T:
     """Train in this process, and return the result of `pretrain`. The memory limit remains set after an error, for
     `out_of_memory`."""
-    from gptlite.parallelism.process_group import leave
+    from gptlite.parallelism.process_group import leave_group
     from gptlite.torch_private.distributed import forget_meshes
 
     limit(config.trainer.host_memory_limit)
     try:
         return pretrain(config, started, stop)
     finally:
-        leave()  # the group of one rank that offloads
+        leave_group()  # the group of one rank that offloads
         forget_meshes()
 
 

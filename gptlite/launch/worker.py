@@ -56,7 +56,7 @@ def main(arguments: list[str], pretrain: Callable[..., int]) -> NoReturn:
 
             keep_freed_memory()  # before the imports below create tensors: torch reads its huge page setting only once
             from gptlite.launch.rank_stop import LauncherStop
-            from gptlite.parallelism.process_group import leave
+            from gptlite.parallelism.process_group import leave_group
 
             stop = LauncherStop(folder.parent / "stop", launcher, lambda code: conclude(exit_code=code))
             share_cores(world)
@@ -64,7 +64,7 @@ def main(arguments: list[str], pretrain: Callable[..., int]) -> NoReturn:
         if config.trainer.host_memory_limit is not None:
             note_use(folder / f"memory-{rank}")
         conclude(exit_code=train_rank(config, started, stop, log, pretrain))
-        leave()
+        leave_group()
     except ConfigError as error:
         conclude(refused=str(error))
         end(0)
@@ -97,7 +97,7 @@ def under(
     from gptlite.launch.process import keep_freed_memory, ran_out, share_cores
 
     keep_freed_memory()  # first, as in main
-    from gptlite.parallelism.process_group import leave
+    from gptlite.parallelism.process_group import leave_group
     from gptlite.trainer.signals import StopSignal
 
     names = starter.variables()
@@ -111,7 +111,7 @@ def under(
         share_cores(starter.local_world_size)
     try:
         result = train_rank(config, started, StopSignal(), log, pretrain, starter, names)
-        leave()  # only after success, as it would wait for ranks that have ended
+        leave_group()  # only after success, as it would wait for ranks that have ended
         return result
     except ConfigError:
         if log:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from gptlite.monitor.memory_watch import MemoryWatch
-from gptlite.monitor.process_memory import memory_bytes
+from gptlite.monitor.process_memory import memory_in_use
 from gptlite.monitor.usage import Usage
 from gptlite.parallelism.collectives import all_reduce
 from gptlite.parallelism.host_copy import HostCopy
@@ -81,7 +81,7 @@ class MemoryReport(Observer):
 
     def entries(self) -> dict[str, Any]:
         """Return this rank's memory and utilisation since the last row, and the values of `row`. Collective."""
-        memory, use = memory_bytes(self._mesh.device), self._use.read()
+        memory, use = memory_in_use(self._mesh.device), self._use.read()
         self.gather(memory["memory_peak_bytes"], self._use.memory, self._use.utilization)
         return memory | use | self.row
 
@@ -91,13 +91,13 @@ class MemoryReport(Observer):
             "memory_average_bytes": self._use.memory,
             "utilization": self._use.utilization,
             "memory_ranks": self.ranks(),
-            "memory_peak_bytes": memory_bytes(self._mesh.device)["memory_peak_bytes"],
+            "memory_peak_bytes": memory_in_use(self._mesh.device)["memory_peak_bytes"],
         }
 
     def closing(self) -> list[tuple[str, str]]:
         """Return the lines on this rank's memory and utilisation, and on the measured step."""
         lines = []
-        if (peak := memory_bytes(self._mesh.device)["memory_peak_bytes"]) is not None:
+        if (peak := memory_in_use(self._mesh.device)["memory_peak_bytes"]) is not None:
             average = self._use.memory
             text = format_bytes(peak) + (f", {format_bytes(average)} on average" if average else "")
             lines.append(("peak memory", text))

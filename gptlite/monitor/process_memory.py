@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 
-def memory_bytes(device: torch.device) -> dict[str, int | None]:
+def memory_in_use(device: torch.device) -> dict[str, int | None]:
     """Return the row keys `memory_allocated_bytes` and `memory_peak_bytes`.
 
     On a GPU: bytes of live tensors, from the caching allocator. Measuring the memory of a step's phases, usually in the

@@ -49,7 +49,7 @@ def fp8_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
 def quantized(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return x / scale in an fp8 dtype, and the scale, an fp32 scalar tensor."""
     scale = scale_of(x, dtype)
-    return _best(rounded, x)(x.detach(), scale, dtype), scale
+    return _best(to_fp8, x)(x.detach(), scale, dtype), scale
 
 
 def both_layouts(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -65,7 +65,7 @@ def scale_of(x: Tensor, dtype: torch.dtype) -> Tensor:
     return amax.float().clamp(min=SMALLEST_AMAX) / torch.finfo(dtype).max
 
 
-def rounded(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+def to_fp8(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Return x / scale in an fp8 dtype."""
     most = torch.finfo(dtype).max
     return (x.float() / scale).clamp(-most, most).to(dtype)  # values rounded up beyond `most` would become NaN
@@ -73,7 +73,7 @@ def rounded(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 def rounded_both(x: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return x / scale and its transpose (also contiguous) in an fp8 dtype."""
-    quotient = rounded(x, scale, dtype)
+    quotient = to_fp8(x, scale, dtype)
     return quotient, quotient.t().contiguous()
 
 

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from gptlite.parallelism.axes import AXES, EXPERT, EXPERT_AXES, EXPERT_DATA_AXES, Alike, alike, folded
 from gptlite.parallelism.config import Offload, ParallelismConfig
 from gptlite.parallelism.layout import Layout, resolve
-from gptlite.parallelism.process_group import join_alone, leave
+from gptlite.parallelism.process_group import join_alone, leave_group
 from gptlite.torch_private.distributed import forget_meshes, set_timeout
 
 
@@ -115,7 +115,7 @@ class Mesh:
                 dist.destroy_process_group(group)
         forget_meshes()  # DTensor's cache would return meshes whose groups are destroyed
         if self.world_size == 1:
-            leave()
+            leave_group()
 
 
 def build_mesh(config: ParallelismConfig) -> Mesh:

@@ -81,7 +81,7 @@ def join_alone(timeout_seconds: float) -> None:
         dist.init_process_group("gloo", timeout=timeout, store=store, rank=0, world_size=1)
 
 
-def leave() -> None:
+def leave_group() -> None:
     """Destroy the process group if there is one."""
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from gptlite.trainer.signals import StopSignal
 
 
-def launch(config: Config, started: float) -> int:
+def launch_command(config: Config, started: float) -> int:
     """Run the configuration and return the exit code. Raises ConfigError, before it writes anything, for a refusal.
 
     `started` is the start of the command in time.monotonic() seconds, from which `trainer.max_time` counts. Under

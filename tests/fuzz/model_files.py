@@ -7,7 +7,7 @@ from fuzz.mutations import json_files
 from fuzz.reader import Reader, reader
 from hypothesis import strategies as st
 
-from gptlite.checkpoint.huggingface import read_json
+from gptlite.checkpoint.huggingface import read_object
 from gptlite.huggingface.adapters import all_adapters
 
 ADAPTERS = {each.model_type: each for each in all_adapters()}
@@ -63,7 +63,7 @@ def huggingface_config(folder: Path) -> Reader:
 
     def read(content: bytes) -> None:
         path.write_bytes(content)
-        found = read_json(path)
+        found = read_object(path)
         adapter = ADAPTERS.get(found["model_type"]) if isinstance(found.get("model_type"), str) else None
         if adapter is not None:
             config = adapter.from_json(found, "name")
@@ -89,7 +89,7 @@ def meta_params(folder: Path) -> Reader:
 
     def read(content: bytes) -> None:
         path.write_bytes(content)
-        if made := llama.from_meta(read_json(path), shards):
+        if made := llama.from_meta(read_object(path), shards):
             llama.from_json(made[0], "name")
 
     return Reader(json_files(META), read)

@@ -4,13 +4,13 @@ import sys
 
 import torch
 
-from gptlite.monitor.process_memory import memory_bytes, resident_bytes
+from gptlite.monitor.process_memory import memory_in_use, resident_bytes
 
 
 def test_memory_of_a_cpu_run_follows_what_it_touches():
-    before = memory_bytes(torch.device("cpu"))
+    before = memory_in_use(torch.device("cpu"))
     block = torch.ones(64 * 2**20, dtype=torch.uint8)
-    after = memory_bytes(torch.device("cpu"))
+    after = memory_in_use(torch.device("cpu"))
     assert set(after) == {"memory_allocated_bytes", "memory_peak_bytes"}
     if sys.platform == "linux":
         allocated, peak = after["memory_allocated_bytes"] or 0, after["memory_peak_bytes"] or 0

@@ -88,7 +88,7 @@ def test_evaluation_writes_one_layout(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("function", "loops"), [(fp8.rounded, 1), (fp8.rounded_both, 2)])
+@pytest.mark.parametrize(("function", "loops"), [(fp8.to_fp8, 1), (fp8.rounded_both, 2)])
 @pytest.mark.parametrize("dtype", [fp8.INPUT, fp8.GRADIENT], ids=str)
 def test_compiled_it_reads_a_tensor_once(function, loops, dtype):
     """The quotients, and them transposed: for all shapes at once, to the bit."""

@@ -60,11 +60,11 @@ def live(
 
     def train() -> int:
         if "RANK" in os.environ:
-            from gptlite.parallelism.process_group import join, leave
+            from gptlite.parallelism.process_group import join, leave_group
 
             join(JOIN_SECONDS)
             code = pretrain(config, stop_signal=StopSignal()).exit_code
-            leave()
+            leave_group()
             return code
         return pretrain(config, stop_signal=StopSignal()).exit_code
 

@@ -22,9 +22,9 @@ def command(overrides: Sequence[str]) -> int:
 
     from gptlite.commands.train import guarded
     from gptlite.config import load
-    from gptlite.start.run import launch
+    from gptlite.start.run import launch_command
 
-    return guarded(lambda: launch(load(overrides), time.monotonic()))
+    return guarded(lambda: launch_command(load(overrides), time.monotonic()))
 
 
 def limited(overrides: Sequence[str], journal: str) -> int:
