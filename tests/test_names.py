@@ -8,6 +8,11 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("gptlite", "kernels", "data", "tools")
 EACH_COMMAND = {"Arguments", "Options"}  # every command has its own
+CORE = (
+    *("checkpoint", "config", "data", "launch", "metrics", "models", "monitor", "ops", "optimizer", "parallelism"),
+    *("tokenizers", "torch_private", "trainer"),
+)
+EACH_MODULE = {"build", "main"}  # of a module that another loads by its name, or runs
 VAGUE = {"found", "given", "words", "each", "its"}
 LONG = 3  # lines, from the first use of a name to the last
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
@@ -69,4 +74,14 @@ def test_no_two_classes_have_one_name() -> None:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_") and node.name not in EACH_COMMAND:
                 places[node.name].append(path)
     assert len(places) > 300
+    assert {name: paths for name, paths in places.items() if len(paths) > 1} == {}
+
+
+def test_no_two_functions_of_the_core_have_one_name() -> None:
+    places = defaultdict(list)
+    for path, tree in sources(*(f"gptlite/{name}" for name in CORE)):
+        for node in tree.body:
+            if isinstance(node, FUNCTIONS) and not node.name.startswith("_") and node.name not in EACH_MODULE:
+                places[node.name].append(path)
+    assert len(places) > 500
     assert {name: paths for name, paths in places.items() if len(paths) > 1} == {}

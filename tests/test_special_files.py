@@ -17,7 +17,7 @@ from gptlite.checkpoint_tool import diff, places
 from gptlite.config import load
 from gptlite.config.saved import read_saved
 from gptlite.corpus.sources import SourceFile
-from gptlite.corpus.text import scan, split
+from gptlite.corpus.text import scan, split_text
 from gptlite.data.indexed import IndexedDataset
 from gptlite.data.order_log import note_spike, read_order
 from gptlite.data_tool.foreign import open_datatrove, open_llmc, open_nanogpt
@@ -67,7 +67,7 @@ READERS = [
     named("tekken.json", lambda path: find_tokenizer(str(path))),
     named("llmc.bin", open_llmc),
     named("text.txt", lambda path: scan([path], print)),
-    named("cut.txt", lambda path: split(path, 0.1)),
+    named("cut.txt", lambda path: split_text(path, 0.1)),
     named("cifar.whl", lambda path: SourceFile("c", "n", "0" * 64, "1 MB")._checked(str(path), path)),
     named("image.png", image),
     named("docs.jsonl", lambda path: find_sources(str(path), "auto")),

@@ -14,7 +14,7 @@ from gptlite.config.completed import check_length
 from gptlite.config.schema import Config, RunConfig, schema_names
 from gptlite.data.check import check_settings as check_data
 from gptlite.errors import ConfigError, did_you_mean
-from gptlite.metrics.sinks import check as check_logger
+from gptlite.metrics.sinks import check_logger
 from gptlite.models.base import is_built
 from gptlite.models.registry import spec_of
 from gptlite.ops import apex

@@ -5,7 +5,7 @@ from pathlib import Path
 from gptlite.corpus.cache import cached_folder, cached_path
 from gptlite.corpus.config import CorpusConfig, TextConfig
 from gptlite.corpus.recipes import find_recipe, recipe_digest, run_recipe, source_path
-from gptlite.corpus.text import find_files, split, text_digest
+from gptlite.corpus.text import find_files, split_text, text_digest
 from gptlite.corpus.write import train_tokenizer, write_split
 from gptlite.data.check import check_settings
 from gptlite.data.folder import TOKENIZER, TRAIN, VALIDATION
@@ -97,7 +97,7 @@ def _key(config: TextConfig | CorpusConfig, log: Log) -> tuple[str, dict[str, st
 
 def _prepare_text(config: TextConfig, key: dict[str, str], folder: Path, log: Log) -> None:
     files = find_files(config.path)
-    spans = [split(path, config.validation_fraction) for path in files]
+    spans = [split_text(path, config.validation_fraction) for path in files]
     train, held_out = ([span for span in part if span.size] for part in zip(*spans, strict=True))
     tokenizer = train_tokenizer(config.tokenizer, config.vocab_size, train, held_out, log)
     tokenizer.save(folder / TOKENIZER)

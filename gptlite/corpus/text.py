@@ -157,7 +157,7 @@ def _stamps(files: list[Path]) -> list[tuple[str, int, int, int]]:
     return stamps
 
 
-def split(path: Path, validation_fraction: float) -> tuple[Span, Span]:
+def split_text(path: Path, validation_fraction: float) -> tuple[Span, Span]:
     """Split a file into a training part and a held-out end. The cut is at the end of a line if one is near."""
     with _reading(path) as file:
         size = os.fstat(file.fileno()).st_size

@@ -95,7 +95,7 @@ class SampleStream:
             raise ValueError(f"samples {samples.min()} to {samples.max()} have different lengths")
         sets, chunks = self._places(samples)
         drawn = np.unique(sets).tolist()
-        parts = [gather(self._tokens[self.names[each]], chunks[sets == each], length) for each in drawn]
+        parts = [read_chunks(self._tokens[self.names[each]], chunks[sets == each], length) for each in drawn]
         if len(parts) == 1:
             return parts[0]
         result = np.empty((len(samples), length + 1), dtype=np.result_type(*parts))  # sets may differ in dtype
@@ -179,7 +179,7 @@ def read_chunk(tokens: np.ndarray, chunk: int, length: int) -> np.ndarray:
     return tokens[chunk * length : (chunk + 1) * length + 1].astype(np.int64)
 
 
-def gather(tokens: np.ndarray, chunks: np.ndarray, length: int) -> np.ndarray:
+def read_chunks(tokens: np.ndarray, chunks: np.ndarray, length: int) -> np.ndarray:
     """Return tokens jL to jL + L for each chunk j of `chunks`, int64[N], as rows: [N, L + 1].
 
     Raises IndexError for an incomplete chunk.

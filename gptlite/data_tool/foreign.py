@@ -128,7 +128,7 @@ def cut_at_ends(
     first = True
     for path, tokens in files:
         for start in range(0, len(tokens), _BLOCK):
-            ids = checked(tokens[start : start + _BLOCK], path, start, vocab_size)
+            ids = checked_ids(tokens[start : start + _BLOCK], path, start, vocab_size)
             progress.add(ids.size * tokens.itemsize)
             if first and before and ids[0] == eod:
                 ids = ids[1:]
@@ -190,7 +190,7 @@ def cut_at_stops(
     before = 0
     for each in stops:
         lengths = np.diff(each, prepend=before)
-        ids = checked(tokens[before : each[-1]], path, before, vocab_size)
+        ids = checked_ids(tokens[before : each[-1]], path, before, vocab_size)
         before = int(each[-1])
         progress.add(ids.size * tokens.itemsize)
         counts.empty += int((lengths == 0).sum())
@@ -204,7 +204,7 @@ def cut_at_stops(
         yield DocumentBatch(np.insert(ids, ends[unended], eod), lengths + unended)
 
 
-def checked(ids: np.ndarray, path: Path, start: int, vocab_size: int) -> np.ndarray:
+def checked_ids(ids: np.ndarray, path: Path, start: int, vocab_size: int) -> np.ndarray:
     """Return the ids as int32. Raises ConfigError for an id outside the vocabulary. ids[0] is at position `start`."""
     if (place := outside(ids, vocab_size)) is not None:
         raise ConfigError(

@@ -21,7 +21,7 @@ from gptlite.data.eras import Era
 from gptlite.data.folder import TRAIN
 from gptlite.data.indexed import IndexedDataset
 from gptlite.data.order_log import OrderRow, read_order, row_of_step
-from gptlite.data.stream import SampleStream, gather, num_chunks
+from gptlite.data.stream import SampleStream, num_chunks, read_chunks
 from gptlite.data_tool.places import prefixes, tokenizer_beside
 from gptlite.errors import ConfigError, printable
 from gptlite.metrics.jsonl import read_rows
@@ -125,7 +125,7 @@ def of_stream(seed: int, eras: list[Era], data: "PreparedData", samples: list[in
         if wanted not in now and dataset is None:
             raise ConfigError(f"sample {sample} was read from {name}, which no longer has the same tokens")
         tokens, start = now[wanted].train if dataset is None else dataset.tokens, chunk * length
-        read = gather(tokens, np.array([chunk]), length)[0]
+        read = read_chunks(tokens, np.array([chunk]), length)[0]
         yield f"\nsample {sample}: {name}, epoch {epoch}, {place(start, start + length, dataset)}"
         yield as_text(read[:-1], data.tokenizer)
 

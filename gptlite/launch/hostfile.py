@@ -72,18 +72,18 @@ def run(file: str, port: int, overrides: list[str]) -> NoReturn:
         )
     if flags := [each for each in overrides if each.startswith("-")]:
         raise ConfigError(f"{FLAG} trains a single run; leave out {flags[0]}")
-    hosts = read(Path(file))
+    hosts = read_hosts(Path(file))
     check_slots(load(overrides), hosts, file)
     node = this_machine(hosts, file)
     if node == 0:
-        refuse_used(port)
+        refuse_used_port(port)
         for number, host in enumerate(hosts[1:], 1):
             words = [python(), *torchrun(hosts, number, port, overrides)]
             print(f"on {host.name}:  cd {shlex.quote(os.getcwd())} && {shlex.join(words)}", flush=True)
     os.execv(sys.executable, [sys.executable, *torchrun(hosts, node, port, overrides)])
 
 
-def read(path: Path) -> list[Host]:
+def read_hosts(path: Path) -> list[Host]:
     """Return the machines of a host file, in order. Raises ConfigError with the line that cannot be read."""
     try:
         text = path.read_text(encoding="utf-8")
@@ -149,7 +149,7 @@ def names_this_machine(host: str) -> bool:
     return False
 
 
-def refuse_used(port: int) -> None:
+def refuse_used_port(port: int) -> None:
     """Raise ConfigError if a port of this machine cannot be listened on, e.g. since another run does."""
     try:
         with socket.create_server(("", port)):

@@ -56,7 +56,7 @@ class TensorboardSink:
         self._writer = SummaryWriter(str(self._folder), purge_step=step + 1)
 
 
-def check(config: LoggerConfig) -> None:
+def check_logger(config: LoggerConfig) -> None:
     """Check, before anything is written, that the logger can start.
 
     Raises:
@@ -90,9 +90,9 @@ def build_sinks(
         log: called with one-line notices.
 
     Raises:
-        ConfigError: see `check`; or W&B cannot start the run.
+        ConfigError: see `check_logger`; or W&B cannot start the run.
     """
-    check(config)
+    check_logger(config)
     tracker: list[Sink] = []
     match config:
         case TensorboardConfig():

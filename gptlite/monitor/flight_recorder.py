@@ -42,7 +42,7 @@ def shares_of(entries: Sequence[dict[str, Any]], since: float, now: float) -> di
     since = max(since, min(entry["time_created_ns"] for entry in done) / 1e9)
     shares: dict[str, float] = {}
     for entry in done:
-        axis = axis_of(entry)
+        axis = axis_of_entry(entry)
         shares[axis] = shares.get(axis, 0.0) + entry["duration_ms"] / 1000 / max(now - since, 1e-9)
     return shares
 
@@ -57,10 +57,10 @@ def oldest_under_way() -> tuple[str, str] | None:
     if not entries:
         return None
     first = min(entries, key=lambda entry: entry["record_id"])
-    return first["profiling_name"].partition(":")[2], axis_of(first)
+    return first["profiling_name"].partition(":")[2], axis_of_entry(first)
 
 
-def axis_of(entry: dict[str, Any]) -> str:
+def axis_of_entry(entry: dict[str, Any]) -> str:
     """Return the mesh axis of a recorded collective, from DeviceMesh's group description, such as `mesh_tp`."""
     _, _, axis = entry["process_group"][1].partition("mesh_")
     return next((each.kind for each in every_axis() if each.name == axis), axis) or WORLD

@@ -3,7 +3,7 @@
 import pytest
 
 from gptlite.config import load
-from gptlite.corpus.text import Span, find_files, scan, split
+from gptlite.corpus.text import Span, find_files, scan, split_text
 from gptlite.errors import ConfigError
 
 
@@ -23,7 +23,7 @@ def test_blocks_join_to_the_text_and_end_with_lines(tmp_path, monkeypatch):
 def test_a_cut_loses_nothing_and_falls_between_characters(tmp_path, text, fraction):
     path = tmp_path / "a.txt"
     path.write_text(text, encoding="utf-8")
-    train, held_out = split(path, fraction)
+    train, held_out = split_text(path, fraction)
     assert "".join(train) + "".join(held_out) == text
     assert abs(held_out.size - fraction * path.stat().st_size) <= 5
 
@@ -31,7 +31,7 @@ def test_a_cut_loses_nothing_and_falls_between_characters(tmp_path, text, fracti
 def test_a_cut_falls_after_a_line(tmp_path):
     path = tmp_path / "a.txt"
     path.write_text("some words\n" * 30)
-    train, held_out = split(path, 0.1)
+    train, held_out = split_text(path, 0.1)
     assert "".join(train).endswith("\n")
     assert "".join(held_out) == "some words\n" * 3
 

@@ -10,7 +10,7 @@ import pytest
 
 from gptlite.data.blend import BLOCK
 from gptlite.data.eras import DataSet, Era
-from gptlite.data.stream import SampleStream, gather
+from gptlite.data.stream import SampleStream, read_chunks
 
 LENGTH = 8
 SIZES = {"a": 4000, "b": 900, "c": 30}
@@ -174,7 +174,7 @@ def test_first_differences_look_drawn_at_random(size, seed):
 
 def test_a_chunk_that_is_not_there_is_refused():
     with pytest.raises(IndexError):
-        gather(np.arange(17, dtype=np.uint16), np.array([2]), 8)
-    assert gather(np.arange(17, dtype=np.uint16), np.array([1, 0]), 8)[:, 0].tolist() == [8, 0]
+        read_chunks(np.arange(17, dtype=np.uint16), np.array([2]), 8)
+    assert read_chunks(np.arange(17, dtype=np.uint16), np.array([1, 0]), 8)[:, 0].tolist() == [8, 0]
     with pytest.raises(IndexError, match="sample -1 is below 0"):
         stream().locate(np.array([-1]))

@@ -15,7 +15,7 @@ from gptlite.config.cluster import ClusterConfig
 from gptlite.deepspeed.expand import overrides_of, refuse
 from gptlite.deepspeed.file import read as read_deepspeed
 from gptlite.deepspeed.translate import translate
-from gptlite.launch.hostfile import read as read_hosts
+from gptlite.launch.hostfile import read_hosts
 from gptlite.monitor.verdict import Heartbeat, judge
 from gptlite.parallelism import messages
 from gptlite.plan.local import read_calibration, write_calibration

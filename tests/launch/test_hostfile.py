@@ -9,7 +9,7 @@ import pytest
 from gptlite.commands import train
 from gptlite.errors import ConfigError
 from gptlite.launch import hostfile
-from gptlite.launch.hostfile import Host, names_this_machine, read, refuse_used, this_machine, torchrun
+from gptlite.launch.hostfile import Host, names_this_machine, read_hosts, refuse_used_port, this_machine, torchrun
 
 HERE = socket.gethostname()
 RUN = ["data=synthetic", "model.num_layers=4", "parallelism=tp2", "parallelism.data=3"]
@@ -30,7 +30,7 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def start(text: str, *words: str, form: str = "--hostfile {}") -> list[str]:
         (tmp_path / "hosts").write_text(text)
         monkeypatch.setattr(hostfile.os, "execv", execute)
-        monkeypatch.setattr(hostfile, "refuse_used", lambda port: None)  # another test may use port 29500
+        monkeypatch.setattr(hostfile, "refuse_used_port", lambda port: None)  # another test may use port 29500
         monkeypatch.setattr(sys, "argv", ["train.py", *form.format(tmp_path / "hosts").split(), *words])
         with pytest.raises(Became) as became:
             train.command()
@@ -42,7 +42,7 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 def test_comments_and_spaces(tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("# all\n\nnode1 slots=8 # fast\n  node2   slots = 4\n10.0.0.3 slots=1\n")
-    assert read(tmp_path / "hosts") == [Host("node1", 8), Host("node2", 4), Host("10.0.0.3", 1)]
+    assert read_hosts(tmp_path / "hosts") == [Host("node1", 8), Host("node2", 4), Host("10.0.0.3", 1)]
 
 
 @pytest.mark.parametrize("form", ["--hostfile {}", "--hostfile={}"])
@@ -70,8 +70,8 @@ def test_a_port_in_use_is_refused_with_another_one() -> None:
     with socket.create_server(("", 0)) as server:
         port = server.getsockname()[1]
         with pytest.raises(ConfigError, match=f"^port {port} of this machine: address already in use; .*port="):
-            refuse_used(port)
-    refuse_used(port)
+            refuse_used_port(port)
+    refuse_used_port(port)
 
 
 def test_another_machine_runs_its_own_and_prints_nothing(command, capsys) -> None:

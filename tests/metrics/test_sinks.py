@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 from gptlite.errors import ConfigError
 from gptlite.metrics.config import LoggerConfig, TensorboardConfig, WandbConfig
 from gptlite.metrics.jsonl import read_rows
-from gptlite.metrics.sinks import build_sinks, check, wandb_id
+from gptlite.metrics.sinks import build_sinks, check_logger, wandb_id
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
@@ -59,8 +59,8 @@ def test_a_missing_package_is_refused_before_anything_is_written(config, tmp_pat
 def test_a_misspelled_mode_is_refused():
     pytest.importorskip("wandb")
     with pytest.raises(ConfigError, match=r"logger\.mode=ofline is unknown; did you mean offline\?"):
-        check(WandbConfig(mode="ofline"))
-    check(WandbConfig(mode="offline"))
+        check_logger(WandbConfig(mode="ofline"))
+    check_logger(WandbConfig(mode="offline"))
 
 
 @pytest.mark.parametrize(

@@ -364,7 +364,7 @@ class GPT(nn.Module):
         return x + learned[first : first + x.shape[1]].to(self.compute_dtype)
 
 
-def prepare(part: nn.Module, policy: "Policy", recomputes: bool) -> None:
+def prepare_part(part: nn.Module, policy: "Policy", recomputes: bool) -> None:
     """Set a part's dtypes. Turn off variable-length flash attention and deferred additions if the policy does not
     support them."""
     assert isinstance(part, GPT)

@@ -218,9 +218,9 @@ class GPTSpec(BaseSpec[GPTConfig]):
         return {f"{name}.{key}": torch.zeros(size) for name in names for key, size in sizes.items()}
 
     def prepare(self, part: nn.Module, policy: Policy, recomputes: bool) -> None:
-        from gptlite.models.gpt.model import prepare
+        from gptlite.models.gpt.model import prepare_part
 
-        prepare(part, policy, recomputes)
+        prepare_part(part, policy, recomputes)
 
     def begin_step(self, config: GPTConfig, parts: Sequence[nn.Module], upstream: Tensor) -> None:
         if not config.moe_layers:
