@@ -1,6 +1,9 @@
 """The composition of the other tests, of presets that are kept, is Hydra's."""
 
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import composition
 import hydra
@@ -14,6 +17,7 @@ from gptlite.config.schema import CONF_DIR, register
 
 pytestmark = pytest.mark.usefixtures("composed_by_hydra")
 
+ROOT = Path(__file__).parents[2]
 RUN = ["run.dir=unused", "run.name=x"]
 
 
@@ -57,3 +61,10 @@ def test_an_error_has_the_words_of_hydra(overrides):
 
 def test_the_configuration_tests_do_not_use_it():
     assert compose.compose is hydra.compose
+
+
+def test_a_layout_alone_is_composed_in_a_new_process():
+    """Its composition has the default data, whose schema a plug-in that comes with gptlite registers."""
+    code = "from gptlite.config.compose import load_layout; print(load_layout(['parallelism=tp2']).tensor)"
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (result.stdout, result.stderr) == ("2\n", "")
