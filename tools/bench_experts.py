@@ -48,7 +48,7 @@ def contenders() -> dict[str, Callable[[], Any]]:
     import torch.nn.functional as F
 
     from gptlite.models.gpt.config import GPTConfig, MoEConfig, Norm, Position
-    from gptlite.models.gpt.model import GPT, prepare
+    from gptlite.models.gpt.model import GPT, prepare_part
     from gptlite.ops.config import OpsConfig
     from gptlite.ops.experts import Dispatch, grouped_linear
     from gptlite.ops.select import select_ops
@@ -84,7 +84,7 @@ def contenders() -> dict[str, Callable[[], Any]]:
     sizes = {"num_layers": LAYERS, "num_heads": 6, "d_model": D_MODEL, "vocab_size": 8192, "sequence_length": 256}
     kind = {"position": Position.rope, "norm": Norm.rms_norm, "bias": False}
     model = GPT(GPTConfig(moe=moe, **sizes, **kind), select_ops(OpsConfig(), cpu))
-    prepare(model, resolve_precision(PrecisionConfig(dtype=Precision.bf16), cpu), recomputes=False)
+    prepare_part(model, resolve_precision(PrecisionConfig(dtype=Precision.bf16), cpu), recomputes=False)
     tokens = torch.randint(8192, (TOKENS // 256, 256))
 
     def step() -> None:
