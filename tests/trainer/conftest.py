@@ -9,6 +9,7 @@ import pytest
 
 from gptlite.config import load
 from gptlite.parallelism.mesh import build_mesh
+from gptlite.trainer.attached import NOTHING
 from gptlite.trainer.banner import announce
 from gptlite.trainer.build import build_run
 from gptlite.trainer.folder import RunFolder
@@ -53,7 +54,7 @@ def banner(tiny: list[str], tmp_path: Path) -> Callable[..., str]:
         folder = RunFolder(config, mesh)
         run = build_run(config, mesh, folder.log)
         with folder.opened(run.config, run.data.tokenizer), closing(run.state.loader):
-            announce(run, folder).close()
+            announce(run, folder, NOTHING).close()
         return " ".join((tmp_path / name / "train.log").read_text().split())  # the banner wraps
 
     return announced
