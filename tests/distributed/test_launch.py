@@ -12,7 +12,7 @@ from marking import marked
 from distributed.cells.commands import Start, seconds_since, training
 from gptlite.config import load
 from gptlite.errors import ConfigError
-from gptlite.start.run import launch
+from gptlite.start.run import launch_command
 
 
 @pytest.mark.slow
@@ -155,5 +155,5 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     config = load(["data=synthetic", "parallelism.tensor=2", "parallelism.pipeline=2", f"run.dir={tmp_path / 'run'}"])
     with pytest.raises(ConfigError, match=r"4 ranks on this machine, which has 3 GPUs; .*CUDA_VISIBLE_DEVICES= "):
-        launch(config, 0.0)
+        launch_command(config, 0.0)
     assert list(tmp_path.iterdir()) == []

@@ -11,7 +11,7 @@ from distributed.cells.layouts import BASE
 from gptlite.config import load
 from gptlite.parity.compare import compare, distances, fp32_limits, half_limits
 from gptlite.parity.gather import Disagreement, Part, Whole, assemble
-from gptlite.parity.record import StepRecord, record
+from gptlite.parity.record import StepRecord, recorded
 from gptlite.parity.report import row, verdict
 
 SMALL = ("model.num_layers=2", "data.global_batch_size=12", "model.vocab_multiple=64")
@@ -20,7 +20,7 @@ UP = "layers.1.mlp.up.weight"
 
 @lru_cache
 def steps(*overrides: str) -> list[StepRecord]:
-    return record(load([*BASE, *SMALL, "data.micro_batch_size=12", *overrides]), 3)
+    return [*recorded(load([*BASE, *SMALL, "data.micro_batch_size=12", *overrides]), 3)]
 
 
 @pytest.fixture

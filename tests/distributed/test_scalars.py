@@ -15,7 +15,7 @@ from distributed.cells.reshard_pairs import SINGLE, Layout
 from distributed.cells.run import GrowingRanks, Ranks
 from distributed.cells.steps import joined
 from gptlite.config import Config, load
-from gptlite.parity.record import record
+from gptlite.parity.record import recorded
 
 BASE = """
 plugins=[models.scaled] run.name=scaled data.global_batch_size=24 trainer.max_steps=10 schedule=constant
@@ -60,7 +60,7 @@ def off(config: Config, world: int, name: str, reference: str) -> list[str] | No
 
 def reference(config: Config, file: Path) -> str:
     """The first steps of one process, in a file."""
-    file.write_bytes(pickle.dumps(record(config, 2)))
+    file.write_bytes(pickle.dumps([*recorded(config, 2)]))
     return str(file)
 
 
@@ -81,7 +81,7 @@ def test_scalars_train_as_in_one_process(case: tuple, growing: GrowingRanks, tmp
 
 def test_scalars_weigh_in_the_norm_and_move():
     """Else any layouts would agree."""
-    first, second = record(config_of("scaled", SINGLE), 2)
+    first, second = recorded(config_of("scaled", SINGLE), 2)
     scalars = [name for name, whole in first.gradients.items() if not whole.value.shape]
     assert len(scalars) == 6
     square = sum(whole.value.double().square().sum() for whole in first.gradients.values())

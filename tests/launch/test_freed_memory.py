@@ -120,7 +120,7 @@ def test_a_command_keeps_its_memory_before_all_else(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(process, "keep_freed_memory", mock.Mock(side_effect=Kept))
     monkeypatch.setattr(run, "settled", None)
     with pytest.raises(Kept):
-        run.launch(load(["run.dir=unused"]), 0.0)
+        run.launch_command(load(["run.dir=unused"]), 0.0)
 
 
 @pytest.mark.parametrize(("name", "shared"), [("torchrun", []), ("srun", ["a core of 4"])])

@@ -100,7 +100,7 @@ def test_a_folded_axis_has_groups_of_neighbours():
         assert list(groups) == ["pp", "dp_shard", "tp", "ep"]
         assert groups["ep"] == mine
         assert mesh.coordinate("ep") == mine.index(rank)
-        assert flight_recorder.axis_of({"process_group": ["0", described]}) == "ep"
+        assert flight_recorder.axis_of_entry({"process_group": ["0", described]}) == "ep"
 
 
 def test_a_folded_axis_and_one_that_shares_sequences_take_the_same_ranks():

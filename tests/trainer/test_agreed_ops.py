@@ -7,7 +7,7 @@ import pytest
 from gptlite.ops.config import CrossEntropy, Implementation, OpsConfig
 from gptlite.ops.select import Ops
 from gptlite.parallelism.rank_sync import ALONE
-from gptlite.trainer import ops
+from gptlite.trainer import parts
 
 FUSED = Ops(cross_entropy=CrossEntropy.fused, layer_norm=True, adamw=True, chosen=(("all", "fused"),))
 
@@ -21,19 +21,19 @@ def ranks(monkeypatch):
         def choose(config, device, documents):
             return plain if config.implementation is reference else FUSED
 
-        monkeypatch.setattr(ops, "select_ops", choose)
-        monkeypatch.setattr(ops, "gather_objects", lambda mesh, mine: [mine, *map(str, others)])
+        monkeypatch.setattr(parts, "select_ops", choose)
+        monkeypatch.setattr(parts, "gather_objects", lambda mesh, mine: [mine, *map(str, others)])
 
     return pretend
 
 
 def test_what_all_can_run_runs(ranks):
     ranks(replace(FUSED, chosen=()))
-    assert ops.agreed_ops(OpsConfig(), ALONE) is FUSED
+    assert parts.agreed_ops(OpsConfig(), ALONE) is FUSED
 
 
 def test_where_one_cannot_all_take_the_reference_and_say_why(ranks):
     ranks(Ops())
-    agreed = ops.agreed_ops(OpsConfig(), ALONE)
+    agreed = parts.agreed_ops(OpsConfig(), ALONE)
     assert (agreed.cross_entropy, agreed.layer_norm, agreed.adamw) == (CrossEntropy.reference, False, False)
     assert "rank 1 cannot run the same kernels" in agreed.reasons[-1]
