@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[1]
 FOLDERS = ("gptlite", "kernels", "data", "tools")
 EACH_COMMAND = {"Arguments", "Options"}  # every command has its own
 CORE = (
-    *("checkpoint", "config", "data", "launch", "metrics", "models", "monitor", "ops", "optimizer", "parallelism"),
+    *("checkpoint", "config", "data", "launch", "metrics", "models", "ops", "optimizer", "parallelism"),
     *("tokenizers", "torch_private", "trainer"),
 )
 EACH_MODULE = {"build", "main"}  # of a module that another loads by its name, or runs

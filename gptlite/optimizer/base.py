@@ -107,6 +107,11 @@ class PiecewiseOptimizer(Optimizer):
         if found_inf is None or found_inf.item() == 0:
             self.update({} if scale is None else {"scale": scale})
 
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
+        """Raise NotImplementedError: torch would round the state to the parameters' dtype, and replace tensors that the
+        rule and the files hold. Write into the tensors of `optimizer_state` (gptlite.optimizer.state) instead."""
+        raise NotImplementedError("write into the tensors of gptlite.optimizer.state.optimizer_state instead")
+
     def step_pieces(
         self, groups: list[dict[str, Any]], state: dict[Tensor, dict[str, Any]], options: dict[str, Any]
     ) -> None:

@@ -51,7 +51,7 @@ def _keys(
     keys: Callable[..., dict[str, Any]], matrices: Matrices, left: Collection[str], name: str, parameter: nn.Parameter
 ) -> dict[str, Any]:
     """Call a rule's `group_keys` for a parameter; a name in `left` is an edge by itself."""
-    edges, batched = ((name,), ()) if name in left else (matrices.edges, matrices.batched)
+    edges, batched = ((name,), ()) if name in left else (tuple(matrices.edges), tuple(matrices.batched))
     return keys(edges, batched, name, parameter)
 
 

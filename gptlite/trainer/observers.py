@@ -38,7 +38,8 @@ class Observer:
         """Called after the last step, unless the run fails."""
 
     def close(self) -> None:
-        """Release resources. Called however the run ends, and before `figures` and `closing`."""
+        """Release resources, before `figures` and `closing`. Called however the run ends, unless the watch ends this
+        process."""
 
     def entries(self) -> dict[str, Any]:
         """Return entries for a row of training metrics."""

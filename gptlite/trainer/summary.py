@@ -44,7 +44,7 @@ class Conclusion:
 def conclude(
     config: Config, run: RunFolder, state: TrainState, reporter: Reporter, started: float, watch: Watch
 ) -> Iterator[Conclusion]:
-    """Context manager that closes the trackers and writes result.json when the block ends or raises.
+    """Context manager that closes the observers and trackers and writes result.json when the block ends or raises.
 
     If the run completed, it also reports the results. Rank 0 writes. If the block raises, no rank waits for other
     ranks, since they may have exited.

@@ -56,11 +56,6 @@ class Saves(Protocol):
     """Interface of the object that saves and restores the training state."""
 
     @property
-    def path(self) -> Path:
-        """Folder of the run."""
-        ...
-
-    @property
     def save_seconds(self) -> float:
         """Duration of the longest save so far."""
         ...

@@ -190,3 +190,11 @@ def test_what_cannot_work_is_one_line(overrides: str, words: str):
         check(load(overrides.split()))
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_state_is_not_taken_by_torch_s_rules():
+    """They round it to the parameters' dtype, and replace the tensors that the rule holds."""
+    weight = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    optimizer = RoundedOptimizer(build_optimizer(AdamWConfig(), [("w", weight)]), seed=0)
+    with pytest.raises(NotImplementedError, match="optimizer_state"):
+        optimizer.load_state_dict(optimizer.state_dict())
