@@ -32,10 +32,12 @@ def open_data(config: DataConfig, seed: int, log: Log, mesh: Mesh) -> OpenedData
 
 def prepare(config: DataConfig, seed: int, log: Log = print, mesh: Mesh = ALONE) -> PreparedData:
     """Return `open_data`, for tokens only. Raises ConfigError for a dataset of samples."""
-    if isinstance(config, DatasetConfig):
-        raise ConfigError("data is a dataset of samples, but text or tokens are needed; choose another data=...")
+    refusal = ConfigError("data is a dataset of samples, but text or tokens are needed; choose another data=...")
+    if isinstance(config, DatasetConfig):  # before it is opened
+        raise refusal
     data = open_data(config, seed, log, mesh)
-    assert isinstance(data, PreparedData)
+    if not isinstance(data, PreparedData):
+        raise refusal
     return data
 
 

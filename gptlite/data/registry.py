@@ -60,10 +60,14 @@ SCHEMAS: dict[str, type] = {}  # that presets can extend
 
 
 def register_kind(kind: DataKind, name: str | None = None) -> None:
-    """Register a kind of data. Presets extend its schema as `<name>_schema`."""
+    """Register a kind of data that comes with gptlite. Presets extend its schema as `<name>_schema`.
+
+    A user's plug-in registers a dataset, with `register_data`. Raises ConfigError if another schema has the name.
+    """
+    if name is not None and SCHEMAS.setdefault(f"{name}_schema", kind.schema) is not kind.schema:
+        taken = SCHEMAS[f"{name}_schema"].__module__
+        raise ConfigError(f"data={name} comes with gptlite, but is registered by {taken}; choose another name there")
     KINDS[kind.schema] = kind
-    if name is not None:
-        SCHEMAS[f"{name}_schema"] = kind.schema
 
 
 def find_kind(config: DataConfig) -> DataKind | None:
@@ -75,6 +79,9 @@ def kind_of(config: DataConfig) -> DataKind:
     """Return the kind of data of a configuration. Raises ConfigError if there is none."""
     if kind := find_kind(config):
         return kind
+    if type(config) is not DataConfig:
+        name = type(config).__name__
+        raise ConfigError(f"no kind of data is registered for {name}; call gptlite.config.plugins.import_included()")
     raise ConfigError(
         "no data source is set; choose data=shakespeare, data=text data.path=..., "
         "data=tokens data.path=..., or data=synthetic"

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from gptlite.errors import ConfigError
 from gptlite.models.base import Cut
 from gptlite.models.capabilities import BatchNorms, capability
 from gptlite.models.layers import Head, LayerNorm, Linear, RMSNorm
@@ -40,7 +41,7 @@ from gptlite.parallelism.zero import shard, sum_scalars
 from gptlite.precision import Policy
 from gptlite.torch_private.dispatch import KeptForAll, OnlyKept
 from gptlite.torch_private.fsdp import keep_fp32_gradients
-from gptlite.torch_private.modules import compile_block
+from gptlite.torch_private.modules import BatchNorm, compile_block
 from gptlite.torch_private.ops import ATTENTION_OPS
 
 IN_BLOCKS = (Linear, ColumnParallelLinear, RowParallelLinear)
@@ -75,7 +76,8 @@ def parallelize(
     # block repeats the gather anyway, and compiled code does not support resizing a tensor's memory.
     context = context_axis(mesh, config.activation_checkpointing is ActivationCheckpointing.none and not compile)
     mode, among = config.activation_checkpointing, expert_axis(mesh)
-    norms = capability(model.spec, BatchNorms)
+    if (norms := capability(model.spec, BatchNorms)) is None:
+        refuse_batch_norms(model, whole)
     for part in parts:
         if axis is not None:
             _cut_tensors(model, part, axis)
@@ -107,6 +109,12 @@ def parallelize(
         if not policy.master_weights:
             keep_fp32_gradients(part)
     return parts
+
+
+def refuse_batch_norms(model: Model, whole: nn.Module) -> None:
+    """Raise ConfigError for batch norms, which would average over the samples of each rank alone."""
+    if any(isinstance(module, BatchNorm) for module in whole.modules()):
+        raise ConfigError(f"the {model.spec.name} model has batch norms; let its spec extend ModelSpec as well")
 
 
 def set_dtypes(model: Model, part: nn.Module, policy: Policy, *, recomputes: bool = False) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from gptlite.config.completed import refuse_larger_vocabulary, with_epochs, with_vocabulary
-from gptlite.config.plugins import import_installed
+from gptlite.config.plugins import import_included
 from gptlite.config.schema import Config
 from gptlite.data.batch_loader import BatchLoader
 from gptlite.data.build import build_loader, open_data
@@ -50,7 +50,7 @@ def build_run(config: Config, mesh: Mesh, log: Log) -> Run:
 
     Collective. Raises ConfigError, on all ranks, for a configuration that cannot run here.
     """
-    import_installed()  # registers the kinds of data, if another process has composed the configuration
+    import_included()  # registers the kinds of data, if another process has composed the configuration
     policy = resolve_precision(config.precision, mesh.device)
     ops = agreed_ops(config.ops, mesh, documents=config.data.documents)
     data = open_data(config.data, config.seed, log, mesh)

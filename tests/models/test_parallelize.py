@@ -10,12 +10,16 @@ from models.conftest import CPU, planned
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from gptlite.errors import ConfigError
+from gptlite.models.base import Constant
 from gptlite.models.gpt.config import GPTConfig
 from gptlite.models.gpt.model import GPT
+from gptlite.models.gpt.spec import GPTSpec
 from gptlite.models.init import init_weights
 from gptlite.models.model import Model
 from gptlite.models.parallelize import materialize, parallelize
 from gptlite.ops.config import Attention
+from gptlite.ops.select import Ops
 from gptlite.parallelism import activation_offload
 from gptlite.parallelism.activation_offload import ActivationOffload
 from gptlite.parallelism.config import ActivationCheckpointing, ParallelismConfig
@@ -213,3 +217,26 @@ def test_stages_are_balanced_by_the_flops_of_the_longest_sequences():
     config = GPTConfig(num_layers=8, num_heads=2, d_model=64, vocab_size=4096, sequence_length=4096)
     assert Model.of(config).stage_blocks(2) == [range(4), range(4, 8)]
     assert Model.of(replace(config, sequence_length=1)).stage_blocks(2) == [range(7), range(7, 8)]
+
+
+class Normed(GPTSpec):
+    """A GPT whose blocks have batch norms."""
+
+    def build(self, config, ops, seed):
+        whole = super().build(config, ops, seed)
+        whole.extra = nn.BatchNorm1d(4)
+        return whole
+
+
+def test_batch_norms_of_a_model_that_does_not_sync_them_are_refused():
+    """Each rank would average over its own samples alone."""
+    model = Model(Normed(), GPTConfig(num_layers=1, num_heads=2, d_model=8, vocab_size=16, sequence_length=4))
+    with pytest.raises(ConfigError, match="batch norms; let its spec extend ModelSpec as well"):
+        parallelize(model, model.build(Ops(), 0), Mesh(CPU), ParallelismConfig(), FP32)
+
+
+def test_a_vector_that_the_spec_does_not_know_has_no_initial_value():
+    config = GPTConfig()
+    assert Normed().initial(config, "final_norm.weight", (8,)) == Constant(1.0)
+    with pytest.raises(ConfigError, match=r"layers.0.alpha \[\] has no initial values; define `initial` in Normed"):
+        Normed().initial(config, "layers.0.alpha", ())

@@ -206,7 +206,7 @@ class GPTSpec(BaseSpec[GPTConfig]):
         if config.zero_init and name.endswith(RESIDUAL_PROJECTIONS):
             return Constant(0.0)
         if len(shape) < 2:
-            raise ValueError(f"{name} {list(shape)} has no initial value; add it to GPTSpec.initial")
+            raise ConfigError(f"{name} {list(shape)} has no initial values; define `initial` in {type(self).__name__}")
         scale = 1 / math.sqrt(2 * config.num_layers) if name.endswith(RESIDUAL_PROJECTIONS) else 1.0
         return Normal(config.init_std * scale)
 
