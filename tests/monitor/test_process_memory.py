@@ -1,19 +1,16 @@
 """Memory of this process, against memory that it takes."""
 
-import mmap
 import sys
 
-import numpy as np
 import torch
+from monitor.pages import new_pages
 
 from gptlite.monitor.process_memory import memory_in_use, resident_bytes
 
 
 def test_memory_of_a_cpu_run_follows_what_it_touches():
     before = memory_in_use(torch.device("cpu"))
-    # New pages: an allocator may give freed ones again.
-    block = np.frombuffer(mmap.mmap(-1, 64 * 2**20), dtype=np.uint8)
-    block[:] = 1
+    block = new_pages(64 * 2**20)
     after = memory_in_use(torch.device("cpu"))
     assert set(after) == {"memory_allocated_bytes", "memory_peak_bytes"}
     if sys.platform == "linux":

@@ -3,9 +3,9 @@
 import threading
 import time
 
-import numpy as np
 import pytest
 import torch
+from monitor.pages import new_pages
 
 from gptlite.monitor import usage as module
 from gptlite.monitor.usage import Usage, gpu_utilization
@@ -35,7 +35,7 @@ def test_a_busy_process_is_used_and_one_that_sleeps_is_not(usage, monkeypatch):
 
 def test_the_average_is_over_the_time_and_below_the_peak(usage):
     before = usage.read()["memory_average_bytes"]
-    block = np.ones(64 << 20, dtype=np.uint8)
+    block = new_pages(64 << 20)
     time.sleep(0.2)
     held = usage.read()["memory_average_bytes"]
     assert held - before > 0.5 * block.nbytes
