@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from gptlite.config.schema import Config
-    from gptlite.engine.engine import Engine, initialize
     from gptlite.errors import ConfigError
+    from gptlite.satellites.engine.engine import Engine, initialize
     from gptlite.start.api import RunFailed, launch
     from gptlite.start.load import load
     from gptlite.start.pretrain import pretrain
@@ -27,10 +27,10 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "Config": "gptlite.config.schema",
     "ConfigError": "gptlite.errors",
-    "Engine": "gptlite.engine.engine",
+    "Engine": "gptlite.satellites.engine.engine",
     "Result": "gptlite.trainer.result",
     "RunFailed": "gptlite.start.api",
-    "initialize": "gptlite.engine.engine",
+    "initialize": "gptlite.satellites.engine.engine",
     "launch": "gptlite.start.api",
     "load": "gptlite.start.load",
     "pretrain": "gptlite.start.pretrain",

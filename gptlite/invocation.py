@@ -23,8 +23,11 @@ COMMANDS = {
     "preprocess": ("gptlite.commands.preprocess", "tokenize a corpus into a folder that training reads"),
     "train-tokenizer": ("gptlite.commands.train_tokenizer", "train a tokenizer on a corpus"),
     "import-config": ("gptlite.commands.import_config", "translate a DeepSpeed JSON file to overrides: FILE [ranks=N]"),
-    "data": ("gptlite.data_tool.command", "token files: inspect, show, verify, import"),
-    "checkpoint": ("gptlite.checkpoint_tool.command", "ls, inspect, verify, diff, prune, export, import, upcycle"),
+    "data": ("gptlite.satellites.data_tool.command", "token files: inspect, show, verify, import"),
+    "checkpoint": (
+        "gptlite.satellites.checkpoint_tool.command",
+        "ls, inspect, verify, diff, prune, export, import, upcycle",
+    ),
     "kernels": ("gptlite.commands.kernels", "the fused kernels: build, info, test, bench"),
     "generate": ("gptlite.commands.generate", "continue a text with a trained model"),
     "eval": ("gptlite.commands.eval", "evaluate a trained model on held-out text, or on tasks of lm-eval"),

@@ -4,7 +4,7 @@ import importlib.util
 import sys
 from types import ModuleType
 
-from gptlite.corpus.recipes import find_recipe
+from gptlite.satellites.corpus.recipes import find_recipe
 
 
 def load_recipe(corpus: str) -> ModuleType:

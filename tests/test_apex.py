@@ -21,8 +21,8 @@ from gptlite.ops.select import select_ops
 from gptlite.optimizer.build import build_optimizer
 from gptlite.optimizer.config import AdamWConfig, OptimizerConfig
 from gptlite.optimizer.state import optimizer_state
-from gptlite.optimizers.configs import ApexAdamConfig, ApexLambConfig, LambConfig
 from gptlite.parallelism.boxes import local_tensor
+from gptlite.satellites.optimizers.configs import ApexAdamConfig, ApexLambConfig, LambConfig
 from gptlite.torch_private.simulation import imagined_world
 
 Install = Callable[..., Path]

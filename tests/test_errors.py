@@ -14,7 +14,7 @@ from gptlite.config.plugins import import_plugins
 from gptlite.errors import ConfigError, first_line, known_home, one_line, printable, text_of
 from gptlite.launch.host_memory import out_of_memory
 from gptlite.launch.worker import note_failure
-from gptlite.plan.local import this_machine
+from gptlite.satellites.plan.local import this_machine
 
 CONTROL = "a\x1b[2J\rb\nc\td\x9b\u202e\u2066\u2028\ud800e"
 ESCAPED = r"a\x1b[2J\rb\nc\td\x9b\u202e\u2066\u2028\ud800e"

@@ -18,6 +18,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "gptlite"
+SATELLITES = PACKAGE / "satellites"
 MAPPED = {"kernels": ROOT / "kernels", "recipes": ROOT / "data"}  # as pyproject.toml maps them
 
 
@@ -141,7 +142,7 @@ WIDER = {
 }
 # Construction and folder of a run, and a plan: these know the whole configuration, the rest of both rooms sections.
 COMPOSING = {
-    *(PACKAGE / "plan" / f"{name}.py" for name in "advice banner largest planning report tuning".split()),
+    *(SATELLITES / "plan" / f"{name}.py" for name in "advice banner largest planning report tuning".split()),
     *(PACKAGE / "trainer" / f"{name}.py" for name in "banner build folder restore summary".split()),
 }
 SECTIONS = "gptlite.config.cluster.", "gptlite.config.trainer."  # dataclasses of their users
@@ -156,9 +157,14 @@ CORE = {
 
 
 def test_every_room_has_a_row():
-    folders = {path.name for path in PACKAGE.iterdir() if path.is_dir() and any(path.rglob("*.py"))}
+    inside, beside = [
+        {path.name for path in folder.iterdir() if path.is_dir() and any(path.rglob("*.py"))}
+        for folder in (SATELLITES, PACKAGE)
+    ]
     modules = {path.stem for path in PACKAGE.glob("*.py") if path.stem != "__init__"}
-    assert folders | modules | set(MAPPED) == set(ROOMS)
+    assert inside | beside | modules | set(MAPPED) == {*ROOMS, "satellites"}
+    # The folder shows which is which. Beside it: what composes core and satellites, and the template of a package.
+    assert inside == set(ROOMS) - CORE - {"start", "commands", "__main__", "template", "recipes"}
 
 
 @pytest.mark.parametrize("name", ROOMS)
@@ -169,11 +175,11 @@ def test_a_room_imports_only_what_it_may(name):
         leaves = () if name in LEAVES else SHARED
         rooms = {"", "__version__", name, *leaves, *room.rooms.split(), *WIDER.get(path, "").split()}
         for found in imports_of(path):
-            top, _, rest = found.module.partition(".")
+            top = found.module.partition(".")[0]
             if found.module.startswith("gptlite.torch_private"):  # imported as torch itself
                 allowed = name == "torch_private" or "torch" in packages_of(room, found)
             elif top == "gptlite":
-                allowed = rest.partition(".")[0] in rooms
+                allowed = room_of(found.module) in rooms
             else:
                 allowed = top in sys.stdlib_module_names or package_of(found.module) in packages_of(room, found)
             if not allowed:
@@ -187,7 +193,7 @@ def test_rooms_import_each_other_in_no_cycle():
     for name in ROOMS:
         paths = [path for path in files_of(name) if path.name != "config.py"]
         modules = {f.module for path in paths for f in imports_of(path) if not f.lazy}
-        found = {m.split(".")[1] for m in modules if re.match(r"gptlite\.(?!\w+\.config\.)", m)}
+        found = {room_of(m) for m in modules if re.match(r"gptlite\.(?!(satellites\.)?\w+\.config\.)", m)}
         graph[name] = (found & set(ROOMS)) - {name}
     assert list(TopologicalSorter(graph).static_order())  # raises CycleError
 
@@ -196,7 +202,7 @@ def test_no_room_imports_one_above_it():
     """Not even inside a function. The configuration takes the dataclasses of rooms below it."""
     layers = {name: layer for layer, name in enumerate(ROOMS)}
     found = [(name, f) for name in ROOMS for path in files_of(name) for f in imports_of(path)]
-    rooms = [(name, f, f.module.split(".")[1]) for name, f in found if f.module.startswith("gptlite.")]
+    rooms = [(name, f, room_of(f.module)) for name, f in found if f.module.startswith("gptlite.")]
     assert len(rooms) > 2000
     assert [str(f) for name, f, other in rooms if layers.get(other, 0) > layers[name]] == []
 
@@ -240,7 +246,7 @@ def test_only_the_composition_knows_the_whole_configuration():
 
 def test_the_core_imports_no_satellite():
     """Not even inside a function: whoever reads a step of training never has to read a satellite."""
-    satellites = tuple(f"gptlite.{name}." for name in set(ROOMS) - CORE)
+    satellites = ("gptlite.satellites.", *(f"gptlite.{name}." for name in set(ROOMS) - CORE))
     found = [f for name in CORE for path in files_of(name) for f in imports_of(path)]
     assert len(found) > 1000
     assert [str(f) for f in found if (f.module + ".").startswith(satellites)] == []
@@ -248,12 +254,12 @@ def test_the_core_imports_no_satellite():
     texts = {path: path.read_text(encoding="utf-8") for name in CORE - {"invocation"} for path in files_of(name)}
     quoted = {(path.name, text) for path in texts for text in re.findall(r'"(gptlite(?:\.\w+)+)"', texts[path])}
     # Imported by their names: the plug-ins that come with gptlite, as a user's are.
-    named = {("plugins.py", f"gptlite.{name}") for name in ("corpus", "images", "optimizers", "samples")}
+    named = {("plugins.py", f"gptlite.satellites.{name}") for name in ("corpus", "images", "optimizers", "samples")}
     assert {each for each in quoted if f"{each[1]}.".startswith(satellites)} == named
 
 
 # What still knows the GPT: the table of models, and the conversion of its files.
-KNOW_THE_GPT = ("models/registry.py", "huggingface/*.py")
+KNOW_THE_GPT = ("models/registry.py", "satellites/huggingface/*.py")
 
 
 def test_only_its_own_folder_knows_the_gpt():
@@ -315,8 +321,13 @@ def test_the_reader_sees_every_kind_of_import(tmp_path):
 
 def files_of(name: str) -> list[Path]:
     """The Python files of a room."""
-    folder = MAPPED.get(name, PACKAGE / name)
+    folder = next((f for f in (MAPPED.get(name), SATELLITES / name) if f and f.is_dir()), PACKAGE / name)
     return sorted(folder.rglob("*.py")) if folder.is_dir() else [PACKAGE / f"{name}.py"]
+
+
+def room_of(module: str) -> str:
+    """The room of a dotted name in gptlite."""
+    return module.partition(".")[2].removeprefix("satellites.").partition(".")[0]
 
 
 @cache

@@ -14,8 +14,8 @@ from gptlite.config import load
 from gptlite.config.saved import read_saved, to_yaml
 from gptlite.data.order_log import FILE_NAME, read_order
 from gptlite.errors import ConfigError
-from gptlite.huggingface.adapters import all_adapters
 from gptlite.launch.hostfile import read_hosts
+from gptlite.satellites.huggingface.adapters import all_adapters
 from gptlite.tokenizers.base import load_tokenizer
 from gptlite.tokenizers.find import find_tokenizer
 from gptlite.tokenizers.huggingface import byte_alphabet

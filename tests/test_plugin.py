@@ -24,10 +24,10 @@ from gptlite.errors import ConfigError
 from gptlite.models.registry import register_model
 from gptlite.optimizer.config import OPTIMIZERS, SGDConfig
 from gptlite.optimizer.registry import register_optimizer
-from gptlite.optimizers.configs import LionConfig
 from gptlite.parallelism.config import Offload
-from gptlite.plan.memory import estimate
-from gptlite.plan.parameters import num_parameters
+from gptlite.satellites.optimizers.configs import LionConfig
+from gptlite.satellites.plan.memory import estimate
+from gptlite.satellites.plan.parameters import num_parameters
 
 TESTS = Path(__file__).parent
 OWN = ("plugins=[my_model,signum]", "optimizer=signum", *SYNTHETIC, *RUN)

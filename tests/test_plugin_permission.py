@@ -15,7 +15,7 @@ from gptlite.config.plugins import may_run_code
 from gptlite.config.resume import saved_overrides
 from gptlite.config.saved import from_yaml, to_yaml
 from gptlite.errors import ConfigError
-from gptlite.sweep.begin import sweep_overrides
+from gptlite.satellites.sweep.begin import sweep_overrides
 
 TESTS = Path(__file__).parent
 NAMED = "plugins=[planted]"

@@ -13,21 +13,21 @@ from run_files import snapshot
 
 from gptlite.checkpoint.huggingface import load_pickle, open_weights
 from gptlite.checkpoint.manifest import verify
-from gptlite.checkpoint_tool import diff, places
 from gptlite.config import load
 from gptlite.config.saved import read_saved
-from gptlite.corpus.sources import SourceFile
-from gptlite.corpus.text import scan, split_text
 from gptlite.data.indexed import IndexedDataset
 from gptlite.data.order_log import note_spike, read_order
-from gptlite.data_tool.foreign import open_datatrove, open_llmc, open_nanogpt
 from gptlite.errors import ConfigError
-from gptlite.images.folder import ImageFolder
 from gptlite.metrics.jsonl import read_rows
-from gptlite.preprocess.inputs import find_sources
-from gptlite.preprocess.streams import Stream
+from gptlite.satellites.checkpoint_tool import diff, places
+from gptlite.satellites.corpus.sources import SourceFile
+from gptlite.satellites.corpus.text import scan, split_text
+from gptlite.satellites.data_tool.foreign import open_datatrove, open_llmc, open_nanogpt
+from gptlite.satellites.images.folder import ImageFolder
+from gptlite.satellites.preprocess.inputs import find_sources
+from gptlite.satellites.preprocess.streams import Stream
+from gptlite.satellites.sweep.folder import SweepFolder
 from gptlite.start.pretrain import pretrain
-from gptlite.sweep.folder import SweepFolder
 from gptlite.tokenizers.base import load_tokenizer
 from gptlite.tokenizers.find import find_tokenizer
 from gptlite.tokenizers.tiktoken import is_ranks

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from gptlite.corpus.indexed import IndexedWriter
+from gptlite.satellites.corpus.indexed import IndexedWriter
 from gptlite.tokenizers.base import ByteTokenizer, Tokenizer
 
 WORDS = "the a cat dog mat sat ran lay on under after no minds ärger weiß".split()

@@ -102,7 +102,7 @@ def intervals(folder: Path, overrides: list[str], steps: int, repeats: int) -> N
     from gptlite.checkpoint.config import CheckpointConfig
     from gptlite.config.saved import to_yaml
     from gptlite.parallelism.mesh import build_mesh
-    from gptlite.parity.record import build
+    from gptlite.satellites.parity.record import build
 
     config = load([*overrides, "run.dir=unused", "run.name=bench"])
     mesh = build_mesh(config.parallelism)

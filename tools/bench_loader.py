@@ -128,7 +128,7 @@ def one_core() -> Iterator[None]:
 
 def share(config, steps: int) -> None:
     """Print the time of a training step, and the time to read its batches without reading ahead."""
-    from gptlite.parity.record import build
+    from gptlite.satellites.parity.record import build
 
     state, step = build(config, build_mesh(ParallelismConfig()))
     whole = statistics.median(in_turn({"step": lambda: seconds(lambda: step(state))}, steps)["step"])

@@ -195,7 +195,7 @@ def draw(curves: dict[str, Curve], path: Path) -> None:
     import matplotlib
     from matplotlib.figure import Figure
 
-    from gptlite.plots.style import STYLE
+    from gptlite.satellites.plots.style import STYLE
 
     best: dict[str, Curve] = {}
     for name, curve in curves.items():

@@ -16,7 +16,7 @@ from plot_schedules import INK, MUTED, Arguments, save
 from gptlite.config.command_line import run_tool
 from gptlite.parallelism.config import ParallelismConfig
 from gptlite.parallelism.layout import SCHEDULES, num_stages, resolve, split_layers, stages_of_rank
-from gptlite.plan.timeline import Timeline, timeline
+from gptlite.satellites.plan.timeline import Timeline, timeline
 
 GRID, EMPTY = "#d9d9d9", "#f6f6f6"
 BLUE, ORANGE, GREEN, VIOLET = "#1f5fbf", "#d9822b", "#3d8b5f", "#7a5fb5"
@@ -126,7 +126,7 @@ def bytes_of(stage: int, ranks: int, width: int) -> dict[str, float]:
 
 def zero() -> Figure:
     """Draw the bytes per parameter of each ZeRO stage, in bf16 and fp32, compared with the ZeRO paper."""
-    from gptlite.monitor.model_state import paper_bytes_a_parameter
+    from gptlite.satellites.monitor.model_state import paper_bytes_a_parameter
 
     figure = Figure(figsize=(11, 4.4), layout=ConstrainedLayoutEngine(wspace=0.04))
     for axes, (dtype, width) in zip(figure.subplots(1, 2, sharey=True), (("bf16", 2), ("fp32", 4)), strict=True):

@@ -55,7 +55,8 @@ def room(path: Path) -> str:
     This is the package for a file in gptlite/, the top-level folder for other files, or the name of a top-level script.
     """
     top, *inner = path.parts
-    return f"gptlite/{inner[0]}" if top == "gptlite" and len(inner) > 1 else top
+    depth = 2 if inner[:1] == ["satellites"] else 1
+    return "/".join([top, *inner[:depth]]) if top == "gptlite" and len(inner) > depth else top
 
 
 def report(root: Path) -> str:
@@ -66,7 +67,7 @@ def report(root: Path) -> str:
         rooms[room(path)][path] = count
     tests = rooms.pop("tests", {})
     code = {path: count for path, count in lines.items() if path not in tests}
-    header = f"{'package':<22}{'files':>7}" + "".join(f"{column:>9}" for column in COLUMNS)
+    header = f"{'package':<34}{'files':>7}" + "".join(f"{column:>9}" for column in COLUMNS)
     rule = "-" * len(header)
     rows = [_row(name, files) for name, files in sorted(rooms.items())]
     table = [header, rule, *rows, rule, _row("all but tests", code), _row("tests", tests)]
@@ -144,8 +145,8 @@ def _structure(root: Path) -> Iterator[str]:
         imports = set(_imports(tree, inside_functions=True))
         if path.name != "__init__.py" and name.startswith("gptlite."):
             graph[name] = {_module_of(root, root / file) for each in imports if (file := _file_of(root, each))} - {name}
-        here = layers.get(name.split(".")[1], 0) if name.startswith("gptlite.") else len(layers)
-        rooms = {each.split(".")[1] for each in imports if each.startswith("gptlite.")}
+        here = layers.get(_package_of(name), 0) if name.startswith("gptlite.") else len(layers)
+        rooms = {_package_of(each) for each in imports if each.startswith("gptlite.")}
         up += [f"    {path.relative_to(root)} imports {room}" for room in rooms if layers.get(room, 0) > here]
     yield f"{len(up)} imports go up across packages"
     yield from sorted(up)
@@ -154,6 +155,10 @@ def _structure(root: Path) -> Iterator[str]:
         yield "no files import each other in a circle"
     except CycleError as error:
         yield f"files import each other in a circle: {' -> '.join(error.args[1])}"
+
+
+def _package_of(module: str) -> str:
+    return module.removeprefix("gptlite.").removeprefix("satellites.").partition(".")[0]
 
 
 def _num_parameters(node: ast.AST) -> int:
@@ -184,7 +189,7 @@ def _row(name: str, files: dict[Path, int]) -> str:
         by_language[LANGUAGES[path.suffix]] += count
     # Empty files, such as an __init__.py, do not count as files.
     counts = "".join(f"{by_language[column] or '':>9}" for column in COLUMNS)
-    return f"{name:<22}{sum(map(bool, files.values())):>7}{counts}".rstrip()
+    return f"{name:<34}{sum(map(bool, files.values())):>7}{counts}".rstrip()
 
 
 def _largest(files: dict[Path, int], what: str) -> Iterator[str]:

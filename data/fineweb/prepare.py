@@ -14,7 +14,7 @@ tokenizes in one process. For a whole sample, use several processes, which can a
 """
 
 from gptlite.config.command_line import run_tool
-from gptlite.corpus.streaming import Hub, StreamArguments, prepare_stream
+from gptlite.satellites.corpus.streaming import Hub, StreamArguments, prepare_stream
 
 HUB = Hub(corpus="fineweb", repository="HuggingFaceFW/fineweb", config="sample-10BT")
 

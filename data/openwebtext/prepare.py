@@ -12,7 +12,7 @@ their hash, are held out. The recipe tokenizes in one process. For all documents
 """
 
 from gptlite.config.command_line import run_tool
-from gptlite.corpus.streaming import Hub, StreamArguments, prepare_stream
+from gptlite.satellites.corpus.streaming import Hub, StreamArguments, prepare_stream
 
 HUB = Hub(corpus="openwebtext", repository="Skylion007/openwebtext")
 

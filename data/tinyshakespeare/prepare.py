@@ -10,7 +10,7 @@ and the rest is held out, as in nanoGPT, and each split is one document. FOLDER 
 from dataclasses import dataclass
 
 from gptlite.config.command_line import run_tool
-from gptlite.corpus.sources import RecipeArguments, SourceFile, write_folder
+from gptlite.satellites.corpus.sources import RecipeArguments, SourceFile, write_folder
 
 FILE = SourceFile(
     corpus="tinyshakespeare",

@@ -77,8 +77,8 @@ def evaluate_text(arguments: Arguments, restored: Restored) -> None:
 
 def evaluate_tasks(arguments: Arguments, restored: Restored) -> None:
     """Evaluate on tasks of lm-eval, which only rank 0 calls, and write the results to a file."""
-    from gptlite.harness.ranks import SharedScorer
-    from gptlite.harness.scorer import Scorer
+    from gptlite.satellites.harness.ranks import SharedScorer
+    from gptlite.satellites.harness.scorer import Scorer
 
     config, mesh = restored.config, restored.runner.mesh
     quiet = log if mesh.is_main else lambda _: None
@@ -87,8 +87,8 @@ def evaluate_tasks(arguments: Arguments, restored: Restored) -> None:
     with shared.serving() as main:
         if not main:
             return
-        from gptlite.harness.lm import GptliteLM
-        from gptlite.harness.tasks import Tasks, figures, results_file, run_tasks, table, write_results
+        from gptlite.satellites.harness.lm import GptliteLM
+        from gptlite.satellites.harness.tasks import Tasks, figures, results_file, run_tasks, table, write_results
 
         spec = restored.model.spec
         length = spec.max_length(config.model) or config.data.sequence_length
@@ -107,10 +107,10 @@ def held_out(source: str | None, config: Config, tokenizer: Tokenizer) -> Prepar
     """Return the data to evaluate on. Raises ConfigError if the source is missing or has another tokenizer."""
     import numpy as np
 
-    from gptlite.corpus.cuts import encoded
-    from gptlite.corpus.text import Span, find_files, scan
     from gptlite.data.build import prepare
     from gptlite.data.prepared import PreparedData, TokenSet
+    from gptlite.satellites.corpus.cuts import encoded
+    from gptlite.satellites.corpus.text import Span, find_files, scan
 
     prepared = source is not None and (Path(source).expanduser() / "train.idx").is_file()
     if source is not None and Path(source).expanduser().exists() and not prepared:

@@ -16,12 +16,12 @@ from typing import NoReturn
 
 from gptlite.commands.train import run_command
 from gptlite.config.command_line import Subcommand, parse_arguments, separate
-from gptlite.deepspeed.expand import overrides_of
-from gptlite.deepspeed.file import read
-from gptlite.deepspeed.rows import Row, Verdict
-from gptlite.deepspeed.translate import translate
 from gptlite.errors import ConfigError, printable
 from gptlite.invocation import command
+from gptlite.satellites.deepspeed.expand import overrides_of
+from gptlite.satellites.deepspeed.file import read
+from gptlite.satellites.deepspeed.rows import Row, Verdict
+from gptlite.satellites.deepspeed.translate import translate
 
 NARROW, WIDE = 60, 120
 KEYS = 32  # width of the column of keys

@@ -22,15 +22,15 @@ from gptlite.config.batch import check_world
 from gptlite.config.compose import load
 from gptlite.config.overrides import key_of
 from gptlite.config.schema import Config, model_name
-from gptlite.deepspeed import with_deepspeed
 from gptlite.errors import ConfigError
 from gptlite.launch.starter import starter
 from gptlite.parallelism.layout import wanted_world
 from gptlite.precision import Precision, PrecisionConfig
 from gptlite.progress import counted
+from gptlite.satellites.deepspeed import with_deepspeed
 
 if TYPE_CHECKING:
-    from gptlite.parity.record import StepRecord
+    from gptlite.satellites.parity.record import StepRecord
 
 # Defaults for short runs. A large vocabulary would take most of the time.
 CHEAP = ("data=synthetic", "data.vocab_size=500", "data.num_tokens=100000")
@@ -58,7 +58,7 @@ def run(arguments: list[str]) -> int:
             "set CUDA_VISIBLE_DEVICES= to use the CPU"
         )
     from gptlite.launch.elastic import run_ranks
-    from gptlite.parity.worker import save_reference
+    from gptlite.satellites.parity.worker import save_reference
 
     with tempfile.TemporaryDirectory(prefix="gptlite-parity-") as folder:
         print(f"one process: {steps} steps of {model_name(config.model)}", flush=True)
@@ -67,7 +67,7 @@ def run(arguments: list[str]) -> int:
         if gpus:
             torch.cuda.empty_cache()
         print(f"{layout.describe(config.parallelism)}: {world} ranks", flush=True)
-        return run_ranks(config, world, time.monotonic(), ("-m", "gptlite.parity.worker", folder))
+        return run_ranks(config, world, time.monotonic(), ("-m", "gptlite.satellites.parity.worker", folder))
 
 
 def composed(arguments: list[str]) -> tuple[int, Config]:
@@ -89,8 +89,8 @@ def one_process(config: Config, steps: int) -> "tuple[Iterator[StepRecord], Iter
     """Return the records of the reference steps and, for 16-bit precision, those of the same run in fp32."""
     from gptlite.parallelism.config import ParallelismConfig
     from gptlite.parallelism.mesh import build_mesh
-    from gptlite.parity.record import recorded
     from gptlite.precision import resolve_precision
+    from gptlite.satellites.parity.record import recorded
 
     alone = replace(config, parallelism=ParallelismConfig())
     runs = [alone]

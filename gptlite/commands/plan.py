@@ -22,8 +22,8 @@ from gptlite.commands.train import run_command
 from gptlite.config.command_line import parse_arguments
 from gptlite.config.compose import load
 from gptlite.config.schema import Config
-from gptlite.deepspeed import with_deepspeed
 from gptlite.errors import ConfigError
+from gptlite.satellites.deepspeed import with_deepspeed
 
 
 @dataclass
@@ -81,9 +81,9 @@ def planned_config(overrides: list[str]) -> Config:
 
 def plan(own: Arguments, config: Config) -> None:
     """Print the plan as a table, and write its files if `out` is set."""
-    from gptlite.plan import report as show
-    from gptlite.plan.largest import largest_models
-    from gptlite.plan.planning import make_plan
+    from gptlite.satellites.plan import report as show
+    from gptlite.satellites.plan.largest import largest_models
+    from gptlite.satellites.plan.planning import make_plan
 
     if own.largest:
         cluster, found = largest_models(config)
@@ -101,8 +101,8 @@ def plan(own: Arguments, config: Config) -> None:
 
 def calibrate(own: Arguments) -> None:
     """Measure this machine, and write the calibration file that cluster=local reads."""
-    from gptlite.plan.calibrate import calibrate as measure
-    from gptlite.plan.local import CALIBRATION, write_calibration
+    from gptlite.satellites.plan.calibrate import calibrate as measure
+    from gptlite.satellites.plan.local import CALIBRATION, write_calibration
 
     file = Path(own.out or CALIBRATION).expanduser()
     write_calibration(file, measure(own.seconds, print))

@@ -62,9 +62,9 @@ def main() -> NoReturn:
 def prepare(arguments: Arguments) -> int:
     """Prepare the folder and return the exit code."""
     from gptlite.cpu import cpu_cores
-    from gptlite.preprocess.pool import WorkerDied
-    from gptlite.preprocess.run import preprocess
-    from gptlite.preprocess.settings import make_settings
+    from gptlite.satellites.preprocess.pool import WorkerDied
+    from gptlite.satellites.preprocess.run import preprocess
+    from gptlite.satellites.preprocess.settings import make_settings
     from gptlite.tokenizers.find import find_tokenizer
 
     signal.signal(signal.SIGTERM, stop)  # SystemExit runs the cleanup; the default action would not

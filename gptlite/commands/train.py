@@ -24,12 +24,12 @@ from gptlite.config.plugins import import_plugins, named_in
 from gptlite.config.resume import not_resumed
 from gptlite.config.schema import CONF_DIR, SCHEMAS, register
 from gptlite.config.warm_start import with_model
-from gptlite.deepspeed import with_deepspeed
 from gptlite.errors import ConfigError, did_you_mean, known_home, print_failure, print_refusal, printable
 from gptlite.invocation import localized, prepare_process
 from gptlite.launch.hostfile import run as run_on_hosts
 from gptlite.launch.hostfile import take_flags
 from gptlite.launch.starter import is_main, let_main_speak, refuse_sweep
+from gptlite.satellites.deepspeed import with_deepspeed
 
 COMPLETION = {"--shell-completion", "-sc"}
 SHOWING = {"--cfg", "-c", "--info", "-i", "--hydra-help"} | COMPLETION  # Hydra's flags that do not start a run
@@ -44,7 +44,7 @@ def run(raw: DictConfig) -> float | None:
     if HydraConfig.get().mode is RunMode.MULTIRUN:
         if code := guarded(refuse_sweep):  # an experiment preset may be a sweep, which `command` does not detect
             sys.exit(code)
-        from gptlite.sweep.job import run_cell
+        from gptlite.satellites.sweep.job import run_cell
 
         return run_cell(raw)
     sys.exit(guarded(lambda: train(raw)))  # SystemExit, as Hydra prints its own message for exceptions
@@ -109,7 +109,7 @@ def help_of(flags: list[str], overrides: list[str]) -> str:
 
 def sweep(flags: list[str], overrides: list[str]) -> int:
     """Run a new sweep, or the remaining jobs of the one in its folder. Return the exit code."""
-    from gptlite.sweep.begin import sweep_overrides
+    from gptlite.satellites.sweep.begin import sweep_overrides
 
     refuse_sweep()
     sys.argv[1:] = ["--multirun", *(each for each in flags if each not in ("-m", "--multirun"))]

@@ -72,8 +72,8 @@ def train_or_export(arguments: Arguments) -> None:
 
 def train(arguments: Arguments, output: Path):
     """Train a tokenizer and save it as `output`, replacing an older one only with overwrite=true."""
-    from gptlite.preprocess.settings import make_settings
-    from gptlite.preprocess.train import train_tokenizer
+    from gptlite.satellites.preprocess.settings import make_settings
+    from gptlite.satellites.preprocess.train import train_tokenizer
     from gptlite.tokenizers.base import DEFINITION
 
     if output.exists():

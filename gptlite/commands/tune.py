@@ -44,8 +44,8 @@ def run(arguments: list[str]) -> int:
     if preset.exists() and not settings.overwrite:
         raise ConfigError(f"{preset} exists; give another name=, or overwrite=true")
     config = planned_config(overrides)
-    from gptlite.plan.planning import make_plan
-    from gptlite.plan.tuning import TRIED, tune
+    from gptlite.satellites.plan.planning import make_plan
+    from gptlite.satellites.plan.tuning import TRIED, tune
 
     plan = make_plan(config, wanted=TRIED * settings.k)
     return tune(plan, preset, settings.k, settings.steps, 60 * settings.minutes)

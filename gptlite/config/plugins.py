@@ -21,7 +21,12 @@ from gptlite.parallelism.messages import passed_on
 
 GROUP = "gptlite.plugins"  # group of the entry points
 # Plugins that come with gptlite.
-INCLUDED = ("gptlite.corpus", "gptlite.images", "gptlite.optimizers", "gptlite.samples")
+INCLUDED = (
+    "gptlite.satellites.corpus",
+    "gptlite.satellites.images",
+    "gptlite.satellites.optimizers",
+    "gptlite.satellites.samples",
+)
 GIVEN = re.compile(r"\+{0,2}plugins=\[?([^\]]*)\]?$")
 RESOLVER = re.compile(r"\$\{[^}]*:")  # ${oc.env:NAME}, ${now:...}; ${model.peak_lr} is of the configuration
 KEY = re.compile(r"(\+{0,2}|~)[A-Za-z_][\w./-]*")

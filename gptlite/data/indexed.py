@@ -64,7 +64,7 @@ class IndexedDataset:
     as in datasets written by Megatron.
 
     Opening compares the file sizes with .idx and checks the index, or evenly spaced parts of a large index.
-    Raises ConfigError naming the file and the defect. `gptlite.data_tool.verify` checks the rest.
+    Raises ConfigError naming the file and the defect. `gptlite.satellites.data_tool.verify` checks the rest.
     """
 
     def __init__(self, prefix: Path):

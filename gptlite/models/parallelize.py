@@ -14,7 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from gptlite.errors import ConfigError
 from gptlite.models.base import Cut
 from gptlite.models.capabilities import BatchNorms, capability
-from gptlite.models.layers import Head, LayerNorm, Linear, RMSNorm
+from gptlite.models.layers import Head, Linear, ResidualNorm
 from gptlite.models.metrics import Recording
 from gptlite.models.model import Model
 from gptlite.models.parallel_layers import HeadsNorm, VocabParallelHead
@@ -46,7 +46,6 @@ from gptlite.torch_private.ops import ATTENTION_OPS
 
 IN_BLOCKS = (Linear, ColumnParallelLinear, RowParallelLinear)
 MULTIPLYING = (*IN_BLOCKS, ExpertWeights, Head, VocabParallelHead)
-NORMS = (LayerNorm, RMSNorm)
 # Ops whose results selective checkpointing keeps: linear layers and SDPA. Pointwise ops are cheap to recompute. So are
 # materialized attention scores, given their memory (Korthikanti et al. 2022, arXiv:2205.05198, section 5).
 KEPT = (
@@ -123,7 +122,7 @@ def set_dtypes(model: Model, part: nn.Module, policy: Policy, *, recomputes: boo
     for module in part.modules():
         if isinstance(module, MULTIPLYING):
             module.matmul_dtype = None if policy.stream_dtype == policy.compute_dtype else policy.compute_dtype
-        elif isinstance(module, NORMS):
+        elif isinstance(module, ResidualNorm):
             module.fp32 = policy.fp32_norms
         if policy.fp8 and isinstance(module, Linear | ExpertWeights):
             module.fp8 = True
@@ -152,7 +151,7 @@ def copy_weights(parts: Sequence[nn.Module], mesh: Mesh, policy: Policy) -> None
         for module in part.modules():
             if isinstance(module, MULTIPLYING):
                 dtype = policy.compute_dtype
-            elif isinstance(module, NORMS) and not module.fp32:
+            elif isinstance(module, ResidualNorm) and not module.fp32:
                 dtype = policy.stream_dtype
             else:
                 continue

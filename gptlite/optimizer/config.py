@@ -204,7 +204,7 @@ class MuonConfig(OptimizerConfig):
         return {name for name in names if name in embeddings or any(word in name.lower() for word in words)}
 
 
-# Keys are the names of the presets. `gptlite.optimizers` and plug-ins register others.
+# Keys are the names of the presets. `gptlite.satellites.optimizers` and plug-ins register others.
 OPTIMIZERS: dict[str, type[OptimizerConfig]] = {
     "adamw": AdamWConfig,
     "adam": AdamConfig,

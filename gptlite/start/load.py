@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from gptlite.config import compose
 from gptlite.config.schema import Config
-from gptlite.deepspeed import with_deepspeed
+from gptlite.satellites.deepspeed import with_deepspeed
 
 
 def load(overrides: Iterable[str] = ()) -> Config:

@@ -5,12 +5,12 @@ from pathlib import Path
 
 from gptlite.config.schema import Config
 from gptlite.metrics.meter import Throughput
-from gptlite.monitor.memory_report import MemoryReport
-from gptlite.monitor.profile import StepProfiler
-from gptlite.monitor.replicas import ReplicaCheck
-from gptlite.monitor.watchdog import watch_ranks
 from gptlite.parallelism.config import Offload
 from gptlite.pretrain import pretrain as train
+from gptlite.satellites.monitor.memory_report import MemoryReport
+from gptlite.satellites.monitor.profile import StepProfiler
+from gptlite.satellites.monitor.replicas import ReplicaCheck
+from gptlite.satellites.monitor.watchdog import watch_ranks
 from gptlite.trainer.attached import Attached
 from gptlite.trainer.build import Run
 from gptlite.trainer.folder import RunFolder

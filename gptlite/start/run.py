@@ -56,7 +56,7 @@ def settled(config: Config, outer: Starter | None, ranks: int | None = None) -> 
     configuration cannot run here.
     """
     if config.parallelism.auto:
-        from gptlite.plan.planning import chosen
+        from gptlite.satellites.plan.planning import chosen
 
         config = chosen(config, outer.world_size if outer else ranks, print if is_main() else lambda _: None)
     return config, launcher.check_here(config, outer, ranks)
@@ -99,7 +99,7 @@ def drawn(folder: Path, exit_code: int) -> None:
         return
     try:
         with working("plotting the run", print):
-            from gptlite.plots.run import plot_run
+            from gptlite.satellites.plots.run import plot_run
 
             plots = plot_run(folder)
     except Exception as error:
@@ -112,13 +112,13 @@ def drawn(folder: Path, exit_code: int) -> None:
 def predicted(config: Config, world: int) -> str:
     """Return the words of the banner on the predicted memory of the ranks."""
     with working("predicting the memory of a rank", print):
-        from gptlite.plan.banner import memory_words
+        from gptlite.satellites.plan.banner import memory_words
 
         return memory_words(config, world)
 
 
 def advice(config: Config, world: int) -> list[str]:
     """Return lines on settings that need less memory."""
-    from gptlite.plan.advice import advice_lines
+    from gptlite.satellites.plan.advice import advice_lines
 
     return advice_lines(config, world)

@@ -9,9 +9,9 @@ from checkpoint.test_llama import TINY as LLAMA
 from harness.models import END, SIZES, TEXT, VOCABULARY, saved
 from transformers import AutoTokenizer
 
-from gptlite.checkpoint_tool import check_export, huggingface
-from gptlite.checkpoint_tool.huggingface import EXPORTED, export, import_
 from gptlite.errors import ConfigError
+from gptlite.satellites.checkpoint_tool import check_export, huggingface
+from gptlite.satellites.checkpoint_tool.huggingface import EXPORTED, export, import_
 from gptlite.tokenizers.base import ByteTokenizer, Tokenizer
 from gptlite.tokenizers.find import find_tokenizer
 from gptlite.tokenizers.tiktoken import TiktokenTokenizer

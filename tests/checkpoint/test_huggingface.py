@@ -17,9 +17,9 @@ from torch import Tensor
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from gptlite.checkpoint.manifest import read_manifest
-from gptlite.checkpoint_tool import huggingface
-from gptlite.checkpoint_tool.huggingface import export
 from gptlite.errors import ConfigError
+from gptlite.satellites.checkpoint_tool import huggingface
+from gptlite.satellites.checkpoint_tool.huggingface import export
 from gptlite.tokenizers import export as tokenizer_export
 from gptlite.tokenizers.sentence_piece import SentencePieceTokenizer, train_sentencepiece
 

@@ -16,13 +16,13 @@ from torch import Tensor
 from gptlite.checkpoint.checkpointer import Checkpointer
 from gptlite.checkpoint.config import CheckpointConfig
 from gptlite.checkpoint.load import load_tensors, read_config
-from gptlite.checkpoint_tool.huggingface import export, import_
 from gptlite.config import load
 from gptlite.config.saved import from_yaml, to_yaml
 from gptlite.errors import ConfigError
-from gptlite.huggingface.adapter import Adapter, Weight
 from gptlite.invocation import command
 from gptlite.models.model import Model
+from gptlite.satellites.checkpoint_tool.huggingface import export, import_
+from gptlite.satellites.huggingface.adapter import Adapter, Weight
 from gptlite.start.pretrain import pretrain
 from gptlite.tokenizers.base import NumberTokenizer
 from gptlite.trainer.state import model_tensors

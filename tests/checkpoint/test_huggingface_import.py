@@ -26,13 +26,13 @@ from transformers import GPT2LMHeadModel, GPT2Model
 
 from gptlite.checkpoint.load import read_config
 from gptlite.checkpoint.manifest import read_manifest
-from gptlite.checkpoint_tool.huggingface import export, import_
 from gptlite.config import load
 from gptlite.config.saved import from_yaml
 from gptlite.data.build import build_loader, prepare
 from gptlite.errors import ConfigError
 from gptlite.invocation import command
 from gptlite.parallelism.rank_sync import ALONE
+from gptlite.satellites.checkpoint_tool.huggingface import export, import_
 from gptlite.start.pretrain import pretrain
 from gptlite.trainer.restore import restore
 

@@ -15,12 +15,12 @@ from checkpoint.test_llama import SIZES as LLAMA_SIZES
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PretrainedConfig, PreTrainedModel
 
-from gptlite.checkpoint_tool.huggingface import import_
 from gptlite.errors import ConfigError
-from gptlite.huggingface.adapters import BUILT_IN
-from gptlite.huggingface.keys import IGNORED
 from gptlite.models.gpt.config import GPTConfig
 from gptlite.models.gpt.spec import GPTSpec
+from gptlite.satellites.checkpoint_tool.huggingface import import_
+from gptlite.satellites.huggingface.adapters import BUILT_IN
+from gptlite.satellites.huggingface.keys import IGNORED
 
 ADAPTERS: dict[str, Any] = {each.model_type: each for each in BUILT_IN[GPTSpec]}
 GPT2_SIZES = {"n_layer": 2, "n_head": 2, "n_embd": 24, "n_positions": 64, "vocab_size": 53, "initializer_range": 0.3}

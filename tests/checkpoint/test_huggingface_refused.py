@@ -15,8 +15,8 @@ from checkpoint.huggingface_models import theirs
 from run_files import snapshot
 from torch import Tensor
 
-from gptlite.checkpoint_tool.huggingface import import_
 from gptlite.errors import ConfigError
+from gptlite.satellites.checkpoint_tool.huggingface import import_
 
 
 @pytest.fixture(scope="module")

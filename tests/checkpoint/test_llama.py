@@ -26,11 +26,11 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from gptlite.checkpoint_tool.huggingface import export, import_
 from gptlite.errors import ConfigError
 from gptlite.models.capabilities import Sampling
 from gptlite.models.gpt.generate import generate
 from gptlite.models.gpt.model import GPT
+from gptlite.satellites.checkpoint_tool.huggingface import export, import_
 
 VOCABULARY = 53
 SIZES = {

@@ -12,8 +12,8 @@ from checkpoint.huggingface_models import redraw, restored
 from checkpoint.test_llama import logits, tokens_of
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from gptlite.checkpoint_tool.huggingface import export, import_
 from gptlite.errors import ConfigError
+from gptlite.satellites.checkpoint_tool.huggingface import export, import_
 from gptlite.tokenizers.find import find_tokenizer
 
 SCALED = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}

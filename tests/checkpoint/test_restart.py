@@ -11,7 +11,7 @@ from run_files import snapshot
 
 KILLED = """
 import os, signal, sys
-from gptlite.checkpoint_tool.command import main
+from gptlite.satellites.checkpoint_tool.command import main
 rename, last = os.rename, sys.argv.pop(1)
 def killed(old, new, **given):
     if os.path.basename(new) == last:

@@ -6,8 +6,8 @@ import pytest
 import torch
 from checkpoint.huggingface_models import VOCABULARY, committed, restored
 
-from gptlite.checkpoint_tool.upcycle import Options, run
 from gptlite.errors import ConfigError
+from gptlite.satellites.checkpoint_tool.upcycle import Options, run
 
 
 @pytest.mark.parametrize("more", [[], ["model.mlp=swiglu", "model.tied_embeddings=false"]], ids=str)

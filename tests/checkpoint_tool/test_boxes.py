@@ -8,7 +8,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from gptlite.checkpoint import metadata
 from gptlite.checkpoint.manifest import DamagedCheckpoint, read_manifest
-from gptlite.checkpoint_tool.statistics import distance, statistics
+from gptlite.satellites.checkpoint_tool.statistics import distance, statistics
 from gptlite.unpickle import unpickle
 
 FIXTURE = Path(__file__).parents[1] / "checkpoint" / "fixtures" / "v1" / "step-00000003"

@@ -22,7 +22,7 @@ from gptlite.config.schema import CONF_DIR, SCHEMAS
 from gptlite.errors import ConfigError
 from gptlite.ops import apex
 from gptlite.optimizer.schedule_config import CosineConfig
-from gptlite.optimizers.configs import LionConfig
+from gptlite.satellites.optimizers.configs import LionConfig
 
 pytestmark = pytest.mark.usefixtures("composed_by_hydra")
 

@@ -18,7 +18,7 @@ from gptlite.config.resume import not_resumed, saved_file
 from gptlite.config.schema import CONF_DIR, register
 from gptlite.config.warm_start import model_overrides
 from gptlite.errors import ConfigError
-from gptlite.sweep.begin import sweep_overrides
+from gptlite.satellites.sweep.begin import sweep_overrides
 
 # Characters that Hydra, OmegaConf or a shell would interpret, and any others.
 SPECIAL = st.text("\\'\"${}[]()~=,:;#@*?!%+-./_ \t\n0123456789eEinfatruль试é", max_size=12)

@@ -4,7 +4,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from gptlite.corpus.cache import cached_folder
+from gptlite.satellites.corpus.cache import cached_folder
 
 
 def test_one_makes_and_all_get_it(tmp_path: Path) -> None:

@@ -9,12 +9,12 @@ import pytest
 import sentencepiece
 import tokenizers as rust
 
-from gptlite.corpus import cuts
-from gptlite.corpus.cuts import encoded, last_cut
-from gptlite.preprocess import blocks
-from gptlite.preprocess.encode import Encoder
-from gptlite.preprocess.inputs import find_sources
-from gptlite.preprocess.pieces import InputPlace
+from gptlite.satellites.corpus import cuts
+from gptlite.satellites.corpus.cuts import encoded, last_cut
+from gptlite.satellites.preprocess import blocks
+from gptlite.satellites.preprocess.encode import Encoder
+from gptlite.satellites.preprocess.inputs import find_sources
+from gptlite.satellites.preprocess.pieces import InputPlace
 from gptlite.tokenizers.base import ByteTokenizer, Tokenizer
 from gptlite.tokenizers.find import find_tokenizer
 from gptlite.tokenizers.rank_tables import GPT2, LLAMA_3, O200K

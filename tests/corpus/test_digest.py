@@ -4,9 +4,9 @@ import os
 
 import pytest
 
-from gptlite.corpus import text
-from gptlite.corpus.text import scan, text_digest
 from gptlite.errors import ConfigError
+from gptlite.satellites.corpus import text
+from gptlite.satellites.corpus.text import scan, text_digest
 
 
 @pytest.fixture

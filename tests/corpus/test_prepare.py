@@ -13,11 +13,6 @@ import pytest
 import torch
 
 import gptlite
-from gptlite.corpus import cache
-from gptlite.corpus import prepare as preparation
-from gptlite.corpus.config import CorpusConfig, TextConfig
-from gptlite.corpus.recipes import recipe_digest
-from gptlite.corpus.text import Span
 from gptlite.data.build import build_loader, prepare
 from gptlite.data.check import check_settings
 from gptlite.data.config import DataConfig, TokensConfig
@@ -26,6 +21,11 @@ from gptlite.data.registry import kind_of
 from gptlite.errors import ConfigError
 from gptlite.ops.inputs import IGNORE
 from gptlite.parallelism.mesh import Mesh
+from gptlite.satellites.corpus import cache
+from gptlite.satellites.corpus import prepare as preparation
+from gptlite.satellites.corpus.config import CorpusConfig, TextConfig
+from gptlite.satellites.corpus.recipes import recipe_digest
+from gptlite.satellites.corpus.text import Span
 
 TEXT = "".join(f"line {n}: to be, or not to be 😀 漢字\t?\n" for n in range(400))
 
@@ -253,7 +253,7 @@ def test_wrong_settings_of_a_corpus_are_refused(config, message):
 RECIPE = """
 import sys
 from pathlib import Path
-from gptlite.corpus.write import train_tokenizer, write_split
+from gptlite.satellites.corpus.write import train_tokenizer, write_split
 from gptlite.progress import Progress
 arguments = dict(argument.split("=", 1) for argument in sys.argv[1:])
 print("said by the recipe")
@@ -271,7 +271,7 @@ def run_recipe(tmp_path, monkeypatch, settings, action):
     script = tmp_path / "prepare.py"
     script.write_text(RECIPE.format(action=action))
     for module in ("check", "prepare", "recipes"):
-        monkeypatch.setattr(f"gptlite.corpus.{module}.find_recipe", lambda corpus: script)
+        monkeypatch.setattr(f"gptlite.satellites.corpus.{module}.find_recipe", lambda corpus: script)
     said = []
     return prepare(CorpusConfig(corpus="mine", **settings), 1, said.append), said
 
@@ -298,7 +298,8 @@ def test_a_recipe_that_fails_says_why_and_leaves_nothing(tmp_path, monkeypatch, 
 
 
 def test_checking_needs_no_torch_and_no_numpy():
-    code = "import sys, gptlite.corpus, gptlite.data.check; sys.exit(bool({'torch', 'numpy'} & sys.modules.keys()))"
+    code = "import sys, gptlite.satellites.corpus, gptlite.data.check"
+    code += "; sys.exit(bool({'torch', 'numpy'} & sys.modules.keys()))"
     environment = os.environ | {"PYTHONPATH": str(Path(gptlite.__file__).parents[1])}
     assert subprocess.run([sys.executable, "-c", code], env=environment).returncode == 0
 
@@ -325,7 +326,7 @@ def test_corpora_that_were_cached_before_recipes_imported_this_package_are_still
     script.write_text("from gptlite.data.sources import write_folder\n")
     before = recipe_digest(script)
     assert before == hashlib.sha256(script.read_bytes()).hexdigest()
-    script.write_text("from gptlite.corpus.sources import write_folder\n")
+    script.write_text("from gptlite.satellites.corpus.sources import write_folder\n")
     assert recipe_digest(script) == before
-    script.write_text("from gptlite.corpus.sources import write_folders\n")
+    script.write_text("from gptlite.satellites.corpus.sources import write_folders\n")
     assert recipe_digest(script) != before

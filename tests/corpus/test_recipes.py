@@ -11,10 +11,10 @@ import pytest
 from recipe_modules import load_recipe
 
 from gptlite.config import load
-from gptlite.corpus.config import CorpusConfig
 from gptlite.data.build import prepare
 from gptlite.data.folder import open_split
 from gptlite.errors import ConfigError
+from gptlite.satellites.corpus.config import CorpusConfig
 from gptlite.tokenizers.base import load_tokenizer
 
 kjv, shakespeare, tiny = map(load_recipe, ("kjv", "shakespeare", "tinyshakespeare"))

@@ -8,11 +8,11 @@ import datasets
 import numpy as np
 import pytest
 
-from gptlite.corpus.text import find_files
 from gptlite.data.folder import open_split
-from gptlite.data_tool.import_ import Options, run
 from gptlite.errors import ConfigError
-from gptlite.preprocess.inputs import find_sources
+from gptlite.satellites.corpus.text import find_files
+from gptlite.satellites.data_tool.import_ import Options, run
+from gptlite.satellites.preprocess.inputs import find_sources
 from gptlite.tokenizers.base import NumberTokenizer, load_tokenizer
 
 EOD = 99
@@ -77,7 +77,7 @@ def datatrove(path: Path, dtype: str, lengths: list[int]) -> Path:
 @pytest.mark.parametrize("dtype", ["uint16", "uint32"])
 @pytest.mark.parametrize("at_a_time", [1, 100])
 def test_datatroves_documents_end_where_its_index_says(imports, tmp_path, monkeypatch, dtype, at_a_time) -> None:
-    monkeypatch.setattr("gptlite.data_tool.foreign._DOCUMENTS", at_a_time)
+    monkeypatch.setattr("gptlite.satellites.data_tool.foreign._DOCUMENTS", at_a_time)
     path = datatrove(tmp_path / "in" / "00000_00000_shuffled.ds", dtype, [3, 0, 3, 2])
     assert imports(path, "datatrove") == [[5, 6, EOD], [7, EOD, 98, EOD], [0, EOD]]
 

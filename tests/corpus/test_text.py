@@ -3,12 +3,12 @@
 import pytest
 
 from gptlite.config import load
-from gptlite.corpus.text import Span, find_files, scan, split_text
 from gptlite.errors import ConfigError
+from gptlite.satellites.corpus.text import Span, find_files, scan, split_text
 
 
 def test_blocks_join_to_the_text_and_end_with_lines(tmp_path, monkeypatch):
-    monkeypatch.setattr("gptlite.corpus.text._BLOCK", 10)
+    monkeypatch.setattr("gptlite.satellites.corpus.text._BLOCK", 10)
     text = "漢字かな\nshort\n" * 20 + "one very long line without an end 😀"
     path = tmp_path / "a.txt"
     path.write_text(text, encoding="utf-8")
@@ -40,7 +40,7 @@ def test_a_cut_falls_after_a_line(tmp_path):
 @pytest.mark.parametrize("before", ["", "漢字", "a" * 20])
 @pytest.mark.parametrize("bad", [b"\xff", b"\xe6\xbc", b"\xc3("])
 def test_the_byte_that_is_not_utf8_is_named_wherever_blocks_end(tmp_path, monkeypatch, block, before, bad):
-    monkeypatch.setattr("gptlite.corpus.text._BLOCK", block)
+    monkeypatch.setattr("gptlite.satellites.corpus.text._BLOCK", block)
     path = tmp_path / "latin.txt"
     path.write_bytes(before.encode() + bad)
     with pytest.raises(ConfigError) as error:

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from gptlite.corpus.streaming import _local
-from gptlite.corpus.text import find_files, newly_followed
 from gptlite.errors import ConfigError
-from gptlite.images.folder import find_images
-from gptlite.images.rows import _files
-from gptlite.preprocess.inputs import find_sources
+from gptlite.satellites.corpus.streaming import _local
+from gptlite.satellites.corpus.text import find_files, newly_followed
+from gptlite.satellites.images.folder import find_images
+from gptlite.satellites.images.rows import _files
+from gptlite.satellites.preprocess.inputs import find_sources
 
 
 def images(folder: Path) -> list[str]:
@@ -83,7 +83,7 @@ def test_an_unreadable_folder_is_named(tmp_path, monkeypatch):
         onerror(PermissionError(13, "Permission denied", f"{folder}/closed"))
         yield from ()
 
-    monkeypatch.setattr("gptlite.corpus.walk.os.walk", walk)
+    monkeypatch.setattr("gptlite.satellites.corpus.walk.os.walk", walk)
     with pytest.raises(ConfigError, match=r"data.path: .*closed.*[Pp]ermission denied"):
         find_files(str(tmp_path))
 

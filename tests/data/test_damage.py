@@ -9,11 +9,11 @@ import pytest
 from token_folders import write_megatron
 from token_folders import write_numbers as write
 
-from gptlite.corpus.indexed import IndexedWriter
 from gptlite.data.folder import open_split
 from gptlite.data.indexed import IndexedDataset
-from gptlite.data_tool.verify import verify
 from gptlite.errors import ConfigError
+from gptlite.satellites.corpus.indexed import IndexedWriter
+from gptlite.satellites.data_tool.verify import verify
 from gptlite.tokenizers.base import ByteTokenizer, load_tokenizer
 
 HEADER = 34

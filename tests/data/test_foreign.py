@@ -8,8 +8,8 @@ from token_folders import write_megatron as megatron
 
 from gptlite.data.folder import open_split
 from gptlite.data.indexed import IndexedDataset
-from gptlite.data_tool import command
-from gptlite.data_tool.verify import verify
+from gptlite.satellites.data_tool import command
+from gptlite.satellites.data_tool.verify import verify
 from gptlite.tokenizers.base import NumberTokenizer, load_tokenizer
 
 EOD = 99
@@ -65,7 +65,7 @@ def llmc(path, tokens, magic=20240520, version=1, dtype="<u2", count=None):
 
 @pytest.mark.parametrize("block", [1, 2, 3, 7, 1000])
 def test_nanogpts_documents_end_with_the_end(tool, tmp_path, monkeypatch, block):
-    monkeypatch.setattr("gptlite.data_tool.foreign._BLOCK", block)
+    monkeypatch.setattr("gptlite.satellites.data_tool.foreign._BLOCK", block)
     tokens = joined(ended(DOCUMENTS))
     code, out, _ = tool(nanogpt(tmp_path / "x.bin", tokens), "format=nanogpt", "validation_fraction=0")
     assert code == 0
@@ -77,7 +77,7 @@ def test_nanogpts_documents_end_with_the_end(tool, tmp_path, monkeypatch, block)
 @pytest.mark.parametrize("block", [1, 2, 3, 7, 1000])
 @pytest.mark.parametrize("form", [{}, {"magic": 20240801, "version": 7, "dtype": "<u4"}], ids=["gpt-2", "llama-3"])
 def test_llmcs_documents_begin_with_the_end_and_go_on_in_the_next_file(tool, tmp_path, monkeypatch, block, form):
-    monkeypatch.setattr("gptlite.data_tool.foreign._BLOCK", block)
+    monkeypatch.setattr("gptlite.satellites.data_tool.foreign._BLOCK", block)
     tokens = joined([EOD, *body] for body in DOCUMENTS)
     llmc(tmp_path / "x_000001.bin", tokens[:13], **form)
     llmc(tmp_path / "x_000002.bin", tokens[13:14], **form)
@@ -103,7 +103,7 @@ def test_a_folder_has_both_parts(tool, tmp_path):
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.int32, np.int64])
 @pytest.mark.parametrize("suffix", ["", ".bin", ".idx"])
 def test_megatrons_sequences_are_joined_and_ends_added(tool, tmp_path, monkeypatch, at_a_time, dtype, suffix):
-    monkeypatch.setattr("gptlite.data_tool.foreign._DOCUMENTS", at_a_time)
+    monkeypatch.setattr("gptlite.satellites.data_tool.foreign._DOCUMENTS", at_a_time)
     bodies = [[[1, 2], [3, EOD]], [], [[4]], [[]], [[5, 6, EOD]]]
     prefix = megatron(tmp_path / "web_text_document", bodies, dtype)
     path = prefix.with_name(prefix.name + suffix)

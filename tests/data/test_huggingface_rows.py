@@ -13,8 +13,8 @@ from PIL import Image
 from gptlite.config import load
 from gptlite.config.saved import from_yaml, to_yaml
 from gptlite.errors import ConfigError
-from gptlite.images.config import HuggingFaceConfig
-from gptlite.samples.dataset import SampleSets, open_samples
+from gptlite.satellites.images.config import HuggingFaceConfig
+from gptlite.satellites.samples.dataset import SampleSets, open_samples
 
 COLUMNS = {"x": [[float(n), 1.0] for n in range(40)], "label": [n % 3 for n in range(40)]}
 

@@ -9,8 +9,8 @@ import pytest
 import tokenizers as rust
 from token_folders import write_folder
 
-from gptlite.data_tool import verify
 from gptlite.errors import ConfigError
+from gptlite.satellites.data_tool import verify
 from gptlite.tokenizers.base import load_tokenizer
 from gptlite.tokenizers.find import find_tokenizer
 from gptlite.tokenizers.huggingface import HuggingFaceTokenizer, byte_alphabet

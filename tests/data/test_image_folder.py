@@ -14,12 +14,12 @@ from run_files import read_metrics, without_plots
 from gptlite.config import load
 from gptlite.data.build import build_loader, open_data
 from gptlite.errors import ConfigError
-from gptlite.images.config import ImageFolderConfig
-from gptlite.images.folder import open_image_folder
-from gptlite.images.tensors import ToTensor, held_out
 from gptlite.parallelism.config import ParallelismConfig
 from gptlite.parallelism.mesh import build_mesh
-from gptlite.samples.dataset import open_samples
+from gptlite.satellites.images.config import ImageFolderConfig
+from gptlite.satellites.images.folder import open_image_folder
+from gptlite.satellites.images.tensors import ToTensor, held_out
+from gptlite.satellites.samples.dataset import open_samples
 from gptlite.start.pretrain import pretrain
 
 MODES = {"RGB": 3, "RGBA": 4, "L": 1, "LA": 2}

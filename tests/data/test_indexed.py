@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from token_folders import write_numbers as write
 
-from gptlite.corpus.indexed import IndexedWriter
 from gptlite.data.indexed import IndexedDataset
-from gptlite.data_tool.verify import verify
 from gptlite.errors import ConfigError
 from gptlite.progress import Progress
+from gptlite.satellites.corpus.indexed import IndexedWriter
+from gptlite.satellites.data_tool.verify import verify
 
 DOCUMENTS = [[5, 6, 7], [], [8]]
 EOD = 9
@@ -89,8 +89,8 @@ def kept(folder):
 @pytest.mark.parametrize("number", range(len(DOCUMENTS) + 1))
 def test_taken_up_again_the_bytes_are_the_same(tmp_path, prefix, monkeypatch, number):
     """Saved after so many documents; then a document is lost and one is cut off in the middle."""
-    monkeypatch.setattr("gptlite.corpus.indexed._BLOCK", 6)
-    monkeypatch.setattr("gptlite.corpus.indexed._MAX_SEQUENCE", 4)
+    monkeypatch.setattr("gptlite.satellites.corpus.indexed._BLOCK", 6)
+    monkeypatch.setattr("gptlite.satellites.corpus.indexed._MAX_SEQUENCE", 4)
 
     def add(writer, documents):
         for document in documents:
@@ -150,7 +150,7 @@ def test_documents_that_are_none_are_refused(tmp_path, tokens, lengths, message)
 
 
 def test_a_long_document_is_several_sequences(tmp_path, monkeypatch):
-    monkeypatch.setattr("gptlite.corpus.indexed._MAX_SEQUENCE", 4)
+    monkeypatch.setattr("gptlite.satellites.corpus.indexed._MAX_SEQUENCE", 4)
     with IndexedWriter(tmp_path / "train", "", 10, EOD) as writer:
         for part in ([1, 2, 3], [4, 5, 6]):
             writer.write(part, 3)

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 
-from gptlite.corpus.write import write_split
 from gptlite.data.batch_loader import Batch
 from gptlite.data.batches import BatchSchedule
 from gptlite.data.loader import HeldOut, Loader, Share
@@ -14,7 +13,8 @@ from gptlite.data.stream import SampleStream, num_chunks, read_chunk
 from gptlite.errors import ConfigError
 from gptlite.ops.inputs import IGNORE
 from gptlite.progress import Progress
-from gptlite.samples.batch import SampleBatch
+from gptlite.satellites.corpus.write import write_split
+from gptlite.satellites.samples.batch import SampleBatch
 from gptlite.tokenizers.base import ByteTokenizer, CharTokenizer
 
 LENGTH, TOKENS = 8, 1003

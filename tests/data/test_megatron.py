@@ -5,9 +5,9 @@ import warnings
 import numpy as np
 import pytest
 
-from gptlite.corpus.indexed import IndexedWriter
 from gptlite.data.indexed import DTYPES, IndexedDataset
-from gptlite.data_tool.verify import verify
+from gptlite.satellites.corpus.indexed import IndexedWriter
+from gptlite.satellites.data_tool.verify import verify
 
 VOCABULARIES = [65_499, 65_500, 65_535, 65_536, 65_537, 200_000]
 SHAPES = {

@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
-from gptlite.corpus.config import TextConfig
 from gptlite.data import registry
 from gptlite.data.build import prepare
 from gptlite.data.config import DataConfig
 from gptlite.data.registry import DataKind, kind_of, register_kind
 from gptlite.errors import ConfigError
+from gptlite.satellites.corpus.config import TextConfig
 
 NOTHING: Any = None
 

@@ -60,7 +60,9 @@ def test_a_text_without_a_token_cannot_be_evaluated(tmp_path: Path, monkeypatch:
     (tmp_path / "a.txt").write_text("a")
     config = load(["data=web"])
     tokenizer = prepare(config.data, seed=1).tokenizer
-    monkeypatch.setattr("gptlite.corpus.cuts.encoded", lambda *_: [])  # of a tokenizer that does not know any character
+    monkeypatch.setattr(
+        "gptlite.satellites.corpus.cuts.encoded", lambda *_: []
+    )  # of a tokenizer that does not know any character
     with pytest.raises(ConfigError, match="has one token, before which there is none to predict it; give more text"):
         held_out(str(tmp_path / "a.txt"), config, tokenizer)
 

@@ -8,7 +8,7 @@ from gptlite.data.build import prepare
 from gptlite.data.registry import Vocabulary
 from gptlite.data.vocabulary import find_vocabulary
 from gptlite.models.gpt.flops import num_parameters
-from gptlite.plan.planning import make_plan
+from gptlite.satellites.plan.planning import make_plan
 from gptlite.tokenizers.base import CharTokenizer
 
 

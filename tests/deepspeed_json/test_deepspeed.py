@@ -14,14 +14,14 @@ from yaml import safe_load
 from gptlite import load
 from gptlite.commands.import_config import report, run
 from gptlite.config.schema import CONF_DIR
-from gptlite.deepspeed import with_deepspeed
-from gptlite.deepspeed.expand import overrides_of
-from gptlite.deepspeed.file import read
-from gptlite.deepspeed.keys import NO_EFFECT_SECTIONS, REFUSED_IF_ON, ROOT, ZERO
-from gptlite.deepspeed.rows import Row, Verdict
-from gptlite.deepspeed.translate import translate
 from gptlite.errors import ConfigError
 from gptlite.invocation import command
+from gptlite.satellites.deepspeed import with_deepspeed
+from gptlite.satellites.deepspeed.expand import overrides_of
+from gptlite.satellites.deepspeed.file import read
+from gptlite.satellites.deepspeed.keys import NO_EFFECT_SECTIONS, REFUSED_IF_ON, ROOT, ZERO
+from gptlite.satellites.deepspeed.rows import Row, Verdict
+from gptlite.satellites.deepspeed.translate import translate
 
 HERE = Path(__file__).parent / "published"
 ROOT_DIR = CONF_DIR.parent

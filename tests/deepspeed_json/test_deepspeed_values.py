@@ -6,10 +6,10 @@ import pytest
 
 from gptlite import load
 from gptlite.config.schema import Config
-from gptlite.deepspeed.expand import overrides_of
-from gptlite.deepspeed.rows import Verdict
-from gptlite.deepspeed.translate import translate
 from gptlite.optimizer.schedule import Schedule
+from gptlite.satellites.deepspeed.expand import overrides_of
+from gptlite.satellites.deepspeed.rows import Verdict
+from gptlite.satellites.deepspeed.translate import translate
 
 
 def composed(content: dict[str, Any]) -> Config:

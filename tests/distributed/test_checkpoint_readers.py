@@ -13,7 +13,6 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_with_tor
 
 from gptlite.checkpoint.load import load_tensors, read_config
 from gptlite.checkpoint.manifest import read_manifest
-from gptlite.checkpoint_tool.huggingface import export
 from gptlite.config import Config
 from gptlite.config.saved import from_yaml
 from gptlite.data.build import build_loader, prepare
@@ -21,6 +20,7 @@ from gptlite.models.gpt.model import GPT
 from gptlite.models.model import Model
 from gptlite.ops.inputs import IGNORE
 from gptlite.parallelism.rank_sync import ALONE
+from gptlite.satellites.checkpoint_tool.huggingface import export
 from gptlite.trainer.state import model_tensors
 
 VOCABULARY, STEPS = 37, 2

@@ -8,9 +8,6 @@ import torch.distributed as dist
 from torch import nn
 
 from distributed.cells.run import Ranks
-from gptlite.monitor.comm_time import summary
-from gptlite.monitor.flight_recorder import shares_of
-from gptlite.monitor.watchdog import RankWatch, watch_ranks
 from gptlite.ops.inputs import Inputs
 from gptlite.parallelism.axes import kinds
 from gptlite.parallelism.collectives import all_reduce
@@ -19,6 +16,9 @@ from gptlite.parallelism.layout import Layout
 from gptlite.parallelism.mesh import Mesh, build_mesh
 from gptlite.parallelism.pipeline import MicroBatches, OnePart
 from gptlite.parallelism.tensor import leave, tensor_axis
+from gptlite.satellites.monitor.comm_time import summary
+from gptlite.satellites.monitor.flight_recorder import shares_of
+from gptlite.satellites.monitor.watchdog import RankWatch, watch_ranks
 
 THIS = "distributed.test_comm_time"
 FOUR = Mesh(torch.device("cpu"), Layout((2, 1, 1, 2)))  # pipeline 2 x tensor 2

@@ -14,17 +14,17 @@ from gptlite.errors import ConfigError
 from gptlite.launch import room
 from gptlite.launch.host_memory import GIB
 from gptlite.launch.launcher import check_here
-from gptlite.monitor.memory_phases import AFTER, phase_peaks
-from gptlite.monitor.memory_report import MemoryReport
-from gptlite.monitor.memory_watch import MemoryWatch, StateSnapshot, most_beside
 from gptlite.ops.select import select_ops
 from gptlite.parallelism.mesh import Mesh, build_mesh
-from gptlite.parity.record import build
-from gptlite.plan import banner
-from gptlite.plan.banner import planned
-from gptlite.plan.memory import estimate
-from gptlite.plan.workload import RankBytes, Workload
 from gptlite.precision import resolve_precision
+from gptlite.satellites.monitor.memory_phases import AFTER, phase_peaks
+from gptlite.satellites.monitor.memory_report import MemoryReport
+from gptlite.satellites.monitor.memory_watch import MemoryWatch, StateSnapshot, most_beside
+from gptlite.satellites.parity.record import build
+from gptlite.satellites.plan import banner
+from gptlite.satellites.plan.banner import planned
+from gptlite.satellites.plan.memory import estimate
+from gptlite.satellites.plan.workload import RankBytes, Workload
 from gptlite.start.run import predicted
 from gptlite.torch_private.allocations import recorded_allocations
 from gptlite.torch_private.dispatch import profiler_runs

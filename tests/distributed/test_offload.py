@@ -15,9 +15,9 @@ from gptlite.ops.config import Attention
 from gptlite.optimizer.config import AdamWConfig
 from gptlite.parallelism.config import Offload, ParallelismConfig
 from gptlite.parallelism.layout import Layout
-from gptlite.plan.memory import estimate
-from gptlite.plan.parameters import stages
-from gptlite.plan.workload import Workload
+from gptlite.satellites.plan.memory import estimate
+from gptlite.satellites.plan.parameters import stages
+from gptlite.satellites.plan.workload import Workload
 
 CASES = "distributed.cells.offload:"
 P = "parallelism."

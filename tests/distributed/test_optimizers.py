@@ -23,7 +23,7 @@ from gptlite.optimizer.rounded import set_step
 from gptlite.optimizer.state import optimizer_state
 from gptlite.parallelism.boxes import local_box, local_tensor
 from gptlite.parallelism.mesh import build_mesh
-from gptlite.parity.gather import Whole, gather
+from gptlite.satellites.parity.gather import Whole, gather
 from gptlite.trainer.folder import RunFolder
 from gptlite.trainer.state import TrainState
 
@@ -131,7 +131,11 @@ LAYOUTS = [
     Layout(tensor=2, data=4, zero=2, replicate=2),
 ]
 # Each layout with one optimizer, with the next, and so on.
-STEPPED = [(layout, OPTIMIZERS[(turn + at) % 4]) for turn in range(4) for at, layout in enumerate(LAYOUTS)]
+STEPPED = [
+    (layout, OPTIMIZERS[(turn + at) % len(OPTIMIZERS)])
+    for turn in range(len(OPTIMIZERS))
+    for at, layout in enumerate(LAYOUTS)
+]
 RESHARDED = [
     (source, target, optimizer)
     for source, target in (

@@ -9,10 +9,10 @@ import torch
 
 from distributed.cells.layouts import BASE
 from gptlite.config import load
-from gptlite.parity.compare import compare, distances, fp32_limits, half_limits
-from gptlite.parity.gather import Disagreement, Part, Whole, assemble
-from gptlite.parity.record import StepRecord, recorded
-from gptlite.parity.report import row, verdict
+from gptlite.satellites.parity.compare import compare, distances, fp32_limits, half_limits
+from gptlite.satellites.parity.gather import Disagreement, Part, Whole, assemble
+from gptlite.satellites.parity.record import StepRecord, recorded
+from gptlite.satellites.parity.report import row, verdict
 
 SMALL = ("model.num_layers=2", "data.global_batch_size=12", "model.vocab_multiple=64")
 UP = "layers.1.mlp.up.weight"

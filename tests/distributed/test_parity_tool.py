@@ -14,8 +14,8 @@ from distributed.cells.layouts import BASE
 from distributed.cells.run import Ranks
 from gptlite.commands.parity import main
 from gptlite.config import load
-from gptlite.parity.record import recorded
-from gptlite.parity.worker import compare_run, save_reference
+from gptlite.satellites.parity.record import recorded
+from gptlite.satellites.parity.worker import compare_run, save_reference
 
 TINY = (
     "model=gpt-lite",

@@ -14,13 +14,13 @@ import pytest
 from distributed.cells.checkpoints import Unknown, fails
 from distributed.cells.run import Ranks
 from gptlite.config import load
-from gptlite.corpus import prepare as preparation
-from gptlite.corpus.config import TextConfig
 from gptlite.data.build import prepare as prepare_data
 from gptlite.errors import ConfigError
 from gptlite.parallelism.config import ParallelismConfig
 from gptlite.parallelism.mesh import Mesh, build_mesh
 from gptlite.parallelism.rank_sync import from_all, from_main, together
+from gptlite.satellites.corpus import prepare as preparation
+from gptlite.satellites.corpus.config import TextConfig
 from gptlite.trainer import folder as run_folder
 from gptlite.trainer.folder import RunFolder
 

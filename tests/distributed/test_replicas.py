@@ -8,13 +8,13 @@ import torch
 from run_files import read_metrics
 from torch import nn
 
-import gptlite.monitor.replicas
+import gptlite.satellites.monitor.replicas
 from distributed.cells.run import Ranks
 from gptlite.config import load
-from gptlite.monitor.replicas import ReplicasDiffer, check_replicas, fingerprint
 from gptlite.parallelism.config import ParallelismConfig
 from gptlite.parallelism.mesh import Mesh, build_mesh
 from gptlite.parallelism.tensor import cut, tensor_axis
+from gptlite.satellites.monitor.replicas import ReplicasDiffer, check_replicas, fingerprint
 from gptlite.start.pretrain import pretrain
 
 THIS = "distributed.test_replicas"
@@ -79,11 +79,11 @@ def train_with_a_flip(overrides: list[str]) -> int:
             dict(named)["layers.1.attn_norm.weight"].detach().view(torch.int32)[0] ^= 1
         check_replicas(named, tied, mesh, step)
 
-    gptlite.monitor.replicas.check_replicas = check
+    gptlite.satellites.monitor.replicas.check_replicas = check
     try:
         return pretrain(load(overrides)).exit_code
     finally:
-        gptlite.monitor.replicas.check_replicas = check_replicas
+        gptlite.satellites.monitor.replicas.check_replicas = check_replicas
 
 
 def test_a_run_whose_replicas_differ_ends_unsaved(two: Ranks, tiny: list[str], tmp_path: Path) -> None:

@@ -12,9 +12,9 @@ from run_files import read_metrics
 
 from distributed.cells.run import Ranks
 from gptlite.metrics.meter import Throughput
-from gptlite.monitor.comm_time import CommunicationTime
-from gptlite.monitor.memory_report import CATEGORIES, MemoryReport
 from gptlite.parallelism.mesh import Mesh
+from gptlite.satellites.monitor.comm_time import CommunicationTime
+from gptlite.satellites.monitor.memory_report import CATEGORIES, MemoryReport
 from gptlite.trainer.report import Reporter
 from gptlite.trainer.step import StepResult
 

@@ -15,7 +15,7 @@ from distributed.cells.reshard_pairs import SINGLE, Layout
 from distributed.cells.run import GrowingRanks, Ranks
 from distributed.cells.steps import joined
 from gptlite.config import Config, load
-from gptlite.parity.record import recorded
+from gptlite.satellites.parity.record import recorded
 
 BASE = """
 plugins=[models.scaled] run.name=scaled data.global_batch_size=24 trainer.max_steps=10 schedule=constant

@@ -23,7 +23,7 @@ from gptlite.parallelism.config import ParallelismConfig
 from gptlite.parallelism.mesh import Mesh, build_mesh
 from gptlite.parallelism.tensor import TensorAxis, cut
 from gptlite.parallelism.zero import shard
-from gptlite.parity.gather import gather
+from gptlite.satellites.parity.gather import gather
 
 STEPS = 2
 SHAPES = [
@@ -42,7 +42,7 @@ SHAPES = [
     (2, 1, 3, 4),
 ]
 FEW = [(), (1, 40), (40, 1), (1,), (1, 4, 6)]
-import_installed()  # registers those in gptlite.optimizers
+import_installed()  # registers those in gptlite.satellites.optimizers
 NAMES = [name for name in OPTIMIZERS if not name.startswith("apex_")]  # Apex needs a GPU
 LAYOUTS = [
     Layout(tensor=2, data=2, zero=3),

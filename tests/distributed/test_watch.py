@@ -16,15 +16,15 @@ from marking import marked
 
 from distributed.cells.commands import TRAIN, Start, free_port
 from distributed.cells.run import RankFailed, run_ranks
-from gptlite.monitor import stack_sampling, watchdog
-from gptlite.monitor.stack_sampling import Place
-from gptlite.monitor.verdict import Heartbeat, judge, rank_words
-from gptlite.monitor.watchdog import RankWatch
 from gptlite.parallelism.collectives import all_reduce
 from gptlite.parallelism.config import ParallelismConfig
 from gptlite.parallelism.layout import Layout
 from gptlite.parallelism.mesh import Mesh, build_mesh
 from gptlite.parallelism.tensor import leave, tensor_axis
+from gptlite.satellites.monitor import stack_sampling, watchdog
+from gptlite.satellites.monitor.stack_sampling import Place
+from gptlite.satellites.monitor.verdict import Heartbeat, judge, rank_words
+from gptlite.satellites.monitor.watchdog import RankWatch
 
 THIS = "distributed.test_watch"
 LIMIT = 6.0  # seconds

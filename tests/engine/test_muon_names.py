@@ -14,8 +14,8 @@ from gptlite.models.spec import Matrices
 from gptlite.ops.select import Ops
 from gptlite.optimizer.config import MuonConfig
 from gptlite.parallelism.mesh import Mesh
-from gptlite.plan.parameters import inventory
 from gptlite.precision import resolve_precision
+from gptlite.satellites.plan.parameters import inventory
 from gptlite.trainer.parts import build_updates
 
 FP32 = "precision=fp32"

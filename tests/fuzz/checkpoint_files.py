@@ -16,8 +16,8 @@ from gptlite.checkpoint.checkpointer import Checkpointer
 from gptlite.checkpoint.config import CheckpointConfig
 from gptlite.checkpoint.huggingface import SINGLE, Stored, load_pickle, open_weights, write_weights
 from gptlite.checkpoint.load import load_tensors
-from gptlite.checkpoint_tool import inspect, ls
 from gptlite.data.stream import SampleStream
+from gptlite.satellites.checkpoint_tool import inspect, ls
 from gptlite.trainer.saved_meta import checked_meta
 
 

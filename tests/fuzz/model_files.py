@@ -8,7 +8,7 @@ from fuzz.reader import Reader, reader
 from hypothesis import strategies as st
 
 from gptlite.checkpoint.huggingface import read_object
-from gptlite.huggingface.adapters import all_adapters
+from gptlite.satellites.huggingface.adapters import all_adapters
 
 ADAPTERS = {each.model_type: each for each in all_adapters()}
 GPT2 = {

@@ -12,13 +12,13 @@ from fuzz.reader import Reader, reader
 from hypothesis import strategies as st
 
 from gptlite.config.cluster import ClusterConfig
-from gptlite.deepspeed.expand import overrides_of, refuse
-from gptlite.deepspeed.file import read as read_deepspeed
-from gptlite.deepspeed.translate import translate
 from gptlite.launch.hostfile import read_hosts
-from gptlite.monitor.verdict import Heartbeat, judge
 from gptlite.parallelism import messages
-from gptlite.plan.local import read_calibration, write_calibration
+from gptlite.satellites.deepspeed.expand import overrides_of, refuse
+from gptlite.satellites.deepspeed.file import read as read_deepspeed
+from gptlite.satellites.deepspeed.translate import translate
+from gptlite.satellites.monitor.verdict import Heartbeat, judge
+from gptlite.satellites.plan.local import read_calibration, write_calibration
 from gptlite.unpickle import unpickle
 
 
@@ -114,7 +114,7 @@ def heartbeat(folder: Path) -> Reader:
     place = dict.fromkeys(("words",), "x")
     from dataclasses import fields
 
-    from gptlite.monitor.stack_sampling import Place
+    from gptlite.satellites.monitor.stack_sampling import Place
 
     place = {each.name: {"str": "x", "int": 1, "bool": True}.get(str(each.type), "x") for each in fields(Place)}
     valid = {"rank": 1, "host": "n", "pid": 5, "beat": 3, "time": 5.0, "step": 2, "place": place, "stood": 1.0}

@@ -10,11 +10,11 @@ from gptlite.config.resume import saved_overrides
 from gptlite.config.saved import from_yaml, to_yaml
 from gptlite.data import order_log
 from gptlite.metrics import jsonl
-from gptlite.plots import curves, experts
-from gptlite.sweep.begin import sweep_overrides
-from gptlite.sweep.compare import compare
-from gptlite.sweep.folder import Record, SweepFolder
-from gptlite.sweep.table import csv_text, table
+from gptlite.satellites.plots import curves, experts
+from gptlite.satellites.sweep.begin import sweep_overrides
+from gptlite.satellites.sweep.compare import compare
+from gptlite.satellites.sweep.folder import Record, SweepFolder
+from gptlite.satellites.sweep.table import csv_text, table
 from gptlite.trainer.result import Result
 
 

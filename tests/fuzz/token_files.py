@@ -14,13 +14,13 @@ from token_folders import documents, write_folder
 
 from gptlite.data.indexed import IndexedDataset
 from gptlite.data.vocabulary import vocabulary_of_folder
-from gptlite.data_tool.foreign import Corrections, datatrove_documents, open_datatrove
-from gptlite.data_tool.verify import verify
-from gptlite.preprocess.blocks import Cutting
-from gptlite.preprocess.encode import _document
-from gptlite.preprocess.settings import difference, read_settings
-from gptlite.preprocess.streams import DamagedInput, Stream
 from gptlite.progress import Progress
+from gptlite.satellites.data_tool.foreign import Corrections, datatrove_documents, open_datatrove
+from gptlite.satellites.data_tool.verify import verify
+from gptlite.satellites.preprocess.blocks import Cutting
+from gptlite.satellites.preprocess.encode import _document
+from gptlite.satellites.preprocess.settings import difference, read_settings
+from gptlite.satellites.preprocess.streams import DamagedInput, Stream
 from gptlite.tokenizers.base import load_tokenizer
 from gptlite.tokenizers.find import find_tokenizer
 from gptlite.tokenizers.sentence_piece import train_sentencepiece

@@ -3,8 +3,8 @@
 from typing import Any
 
 from gptlite.config.compose import load_layout
-from gptlite.harness.ranks import SharedScorer
-from gptlite.harness.scorer import Scorer
+from gptlite.satellites.harness.ranks import SharedScorer
+from gptlite.satellites.harness.scorer import Scorer
 from gptlite.trainer.restore import restore
 from harness.models import PAIRS, PROMPTS, TEXTS, requests
 
@@ -17,7 +17,7 @@ def answers(step: str, layout: str) -> list[Any] | None:
     with shared.serving() as main:
         if not main:
             return None
-        from gptlite.harness.lm import GptliteLM
+        from gptlite.satellites.harness.lm import GptliteLM
 
         lm = GptliteLM(shared, found.model.spec, found.tokenizer, 32)
         pairs = lm.loglikelihood(requests(PAIRS), disable_tqdm=True)

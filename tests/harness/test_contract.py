@@ -12,13 +12,13 @@ from torch import nn
 from gptlite.commands.eval import check, laid_out
 from gptlite.commands.eval_arguments import Arguments
 from gptlite.errors import ConfigError
-from gptlite.harness.scorer import Prompt, Scored, Scorer
 from gptlite.models.capabilities import Sampling
 from gptlite.models.model import Model
 from gptlite.models.plain import keep_blocks
 from gptlite.models.scores import scores
 from gptlite.models.spec import ModelSpec
 from gptlite.ops.inputs import IGNORE, Inputs
+from gptlite.satellites.harness.scorer import Prompt, Scored, Scorer
 from gptlite.trainer.restore import restore
 from harness.models import PAIRS, saved
 

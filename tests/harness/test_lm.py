@@ -14,10 +14,10 @@ import pytest
 import sentencepiece
 from checkpoint.huggingface_models import committed
 
-from gptlite.checkpoint_tool.huggingface import EXPORTED, export, import_
 from gptlite.errors import ConfigError
-from gptlite.harness.ranks import SharedScorer
-from gptlite.harness.scorer import Scorer
+from gptlite.satellites.checkpoint_tool.huggingface import EXPORTED, export, import_
+from gptlite.satellites.harness.ranks import SharedScorer
+from gptlite.satellites.harness.scorer import Scorer
 from gptlite.tokenizers.sentence_piece import SentencePieceTokenizer
 from gptlite.trainer.restore import restore
 from harness.models import END, MODELS, PAIRS, PROMPTS, TEXTS, VOCABULARY, requests, saved, tokenizer
@@ -29,7 +29,7 @@ NAMES = "offline_choice,offline_write,offline_rolling"
 
 
 def ours(step: Path, batch_size: int) -> Any:
-    from gptlite.harness.lm import GptliteLM
+    from gptlite.satellites.harness.lm import GptliteLM
 
     found = restore(str(step), "fp32")
     scorer = Scorer(found.model, found.runner, found.tokenizer, batch_size, print)
@@ -88,7 +88,7 @@ def test_a_text_of_imported_weights_begins_with_their_bos(tmp_path: Path):
     shutil.rmtree(tmp_path / "hf" / EXPORTED)  # as of weights that others trained
     import_(tmp_path / "hf", tmp_path / "imported", log=lambda _: None)
     found = restore(str(tmp_path / "imported"), "fp32", tokenizer=str(tmp_path / "tokenizer"))
-    from gptlite.harness.lm import GptliteLM
+    from gptlite.satellites.harness.lm import GptliteLM
 
     scorer = Scorer(found.model, found.runner, found.tokenizer, 3, print)
     mine = GptliteLM(SharedScorer(scorer, found.runner.mesh), found.model.spec, found.tokenizer, 32)
@@ -110,7 +110,7 @@ def test_generated_texts_are_those_of_transformers(both):
 
 def test_the_command_runs_tasks_and_keeps_their_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     from gptlite.commands.eval import run
-    from gptlite.harness.tasks import results_file
+    from gptlite.satellites.harness.tasks import results_file
 
     step = saved(tmp_path, "gpt2")
     arguments = [f"checkpoint={step}", f"tasks={NAMES}", f"include_path={TASKS}", "limit=5", "precision=fp32"]
@@ -129,7 +129,7 @@ def test_the_command_runs_tasks_and_keeps_their_results(tmp_path: Path, capsys: 
 
 
 def test_tasks_that_do_not_run_are_refused(tmp_path: Path):
-    from gptlite.harness.tasks import Tasks, run_tasks
+    from gptlite.satellites.harness.tasks import Tasks, run_tasks
 
     (tmp_path / "lost.yaml").write_text((TASKS / "offline_choice.yaml").read_text().replace("choice.jsonl", "no.jsonl"))
     (tmp_path / "offline.py").write_text((TASKS / "offline.py").read_text())
@@ -140,7 +140,7 @@ def test_tasks_that_do_not_run_are_refused(tmp_path: Path):
 @pytest.mark.slow
 def test_an_unknown_task_is_refused():
     """It reads the files of all of lm-eval's tasks."""
-    from gptlite.harness.tasks import Tasks, run_tasks
+    from gptlite.satellites.harness.tasks import Tasks, run_tasks
 
     with pytest.raises(ConfigError, match=r"tasks=offline_choise is not .* did you mean offline_choice\?"):
         run_tasks(None, Tasks(("offline_choise",), folder=str(TASKS)))

@@ -14,7 +14,7 @@ from gptlite.models.gpt.spec import GPTSpec
 from gptlite.models.model import Model
 from gptlite.models.scores import TargetScores, scores
 from gptlite.models.spec import Matrices
-from gptlite.plan.parameters import PlannerFacts, repeats
+from gptlite.satellites.plan.parameters import PlannerFacts, repeats
 
 
 class Plugin(ConvSpec):

@@ -23,7 +23,7 @@ from gptlite.models.spec import ModelSpec
 from gptlite.ops.config import Attention
 from gptlite.ops.inputs import Inputs
 from gptlite.ops.select import Ops
-from gptlite.plan.parameters import num_parameters as planned_parameters
+from gptlite.satellites.plan.parameters import num_parameters as planned_parameters
 from gptlite.start.pretrain import pretrain
 from gptlite.trainer import banner
 

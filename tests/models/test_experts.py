@@ -25,8 +25,8 @@ from gptlite.ops.select import Ops
 from gptlite.optimizer.build import build_optimizer
 from gptlite.optimizer.config import MuonConfig
 from gptlite.parallelism.mesh import Mesh
-from gptlite.plan.parameters import num_parameters as planned_parameters
 from gptlite.precision import Policy, Precision
+from gptlite.satellites.plan.parameters import num_parameters as planned_parameters
 from gptlite.trainer.totals import Loads
 
 ONE = Mesh(torch.device("cpu"))

@@ -37,7 +37,7 @@ from gptlite.ops.select import Ops
 from gptlite.parallelism.config import ActivationCheckpointing, ParallelismConfig
 from gptlite.parallelism.mesh import build_mesh
 from gptlite.precision import Policy
-from gptlite.samples.dataset import SampleLoader, open_samples
+from gptlite.satellites.samples.dataset import SampleLoader, open_samples
 from gptlite.trainer.build import build_run
 
 

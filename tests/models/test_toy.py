@@ -18,9 +18,9 @@ from gptlite.ops.inputs import Inputs
 from gptlite.parallelism.config import ParallelismConfig
 from gptlite.parallelism.layout import Layout
 from gptlite.parallelism.mesh import build_mesh
-from gptlite.plan.advice import advice_lines
-from gptlite.plan.planning import vocabulary_of, with_planned_vocabulary
-from gptlite.sweep.job import predicted
+from gptlite.satellites.plan.advice import advice_lines
+from gptlite.satellites.plan.planning import vocabulary_of, with_planned_vocabulary
+from gptlite.satellites.sweep.job import predicted
 from gptlite.trainer.build import build_run
 from gptlite.trainer.state import model_tensors
 

@@ -5,7 +5,7 @@ import sys
 import torch
 from monitor.pages import new_pages
 
-from gptlite.monitor.process_memory import memory_in_use, resident_bytes
+from gptlite.satellites.monitor.process_memory import memory_in_use, resident_bytes
 
 
 def test_memory_of_a_cpu_run_follows_what_it_touches():

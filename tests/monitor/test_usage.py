@@ -7,8 +7,8 @@ import pytest
 import torch
 from monitor.pages import new_pages
 
-from gptlite.monitor import usage as module
-from gptlite.monitor.usage import Usage, gpu_utilization
+from gptlite.satellites.monitor import usage as module
+from gptlite.satellites.monitor.usage import Usage, gpu_utilization
 
 CPU = torch.device("cpu")
 

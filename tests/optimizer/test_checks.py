@@ -10,7 +10,7 @@ from gptlite.errors import ConfigError
 from gptlite.optimizer.checks import check_optimizer
 from gptlite.optimizer.config import AdamConfig, AdamWConfig, MuonConfig, SGDConfig
 from gptlite.optimizer.schedule_config import CosineConfig, InverseSqrtConfig, LinearConfig, WarmupConfig, WSDConfig
-from gptlite.optimizers.configs import AdafactorConfig, LambConfig, LionConfig
+from gptlite.satellites.optimizers.configs import AdafactorConfig, LambConfig, LionConfig
 
 REFUSED_OPTIMIZERS = [
     (AdamWConfig(lr=0.0), "optimizer.lr=0.0 must be above 0"),

@@ -21,7 +21,7 @@ from gptlite.optimizer.config import (
     SGDConfig,
 )
 from gptlite.optimizer.muon import EPS, QUINTIC, Stack, coefficients, newton_schulz
-from gptlite.optimizers.configs import AdafactorConfig, LambConfig, LionConfig
+from gptlite.satellites.optimizers.configs import AdafactorConfig, LambConfig, LionConfig
 
 STEPS = 6
 SHAPES = [(6, 5), (5, 7), (5,), (1, 5), (2, 3, 4), ()]

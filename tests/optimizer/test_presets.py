@@ -14,7 +14,7 @@ from gptlite.ops import apex
 from gptlite.optimizer import config as classes
 from gptlite.optimizer import schedule_config as schedules
 from gptlite.optimizer.checks import check_optimizer
-from gptlite.optimizers import configs
+from gptlite.satellites.optimizers import configs
 
 CONF = Path(__file__).parents[2] / "conf"
 # Without those that other tests register.

@@ -16,8 +16,8 @@ from gptlite.optimizer.build import build_optimizer
 from gptlite.optimizer.config import AdamConfig, AdamWConfig, OptimizerConfig, SGDConfig
 from gptlite.optimizer.rounded import RoundedOptimizer, round_box_, set_step
 from gptlite.optimizer.state import optimizer_state, take_optimizer_state
-from gptlite.optimizers.configs import LionConfig
-from gptlite.optimizers.lion import Lion
+from gptlite.satellites.optimizers.configs import LionConfig
+from gptlite.satellites.optimizers.lion import Lion
 
 BF16_STOCHASTIC = "precision=bf16_stochastic"
 

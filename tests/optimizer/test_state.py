@@ -8,8 +8,8 @@ from gptlite.ops.matrices import Matrices
 from gptlite.optimizer import config as classes
 from gptlite.optimizer.build import build_optimizer
 from gptlite.optimizer.state import optimizer_state
-from gptlite.optimizers import configs
-from gptlite.plan.optimizers import Shard, state_bytes
+from gptlite.satellites.optimizers import configs
+from gptlite.satellites.plan.optimizers import Shard, state_bytes
 
 CONFIGS = [
     classes.AdamWConfig(lr=0.1),

@@ -10,12 +10,12 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from gptlite.monitor.model_state import state_of, storage_sizes
 from gptlite.optimizer.state import optimizer_state, take_optimizer_state
 from gptlite.optimizer.streamed import OffloadFailed, StateStream, stream_state
-from gptlite.optimizers.lion import Lion
 from gptlite.parallelism.config import Offload, ParallelismConfig
 from gptlite.parallelism.state_file import ALIGN, StateFile
+from gptlite.satellites.monitor.model_state import state_of, storage_sizes
+from gptlite.satellites.optimizers.lion import Lion
 from gptlite.trainer.banner import offload_words
 
 SHAPES = [(5000,), (3,), (64, 65), (1024,), (2, 1024), (0,), (7000,)]

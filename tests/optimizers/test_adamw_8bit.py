@@ -15,14 +15,14 @@ from torch import Tensor, nn
 
 from gptlite.config import load
 from gptlite.errors import ConfigError
-from gptlite.monitor.model_state import state_of, storage_sizes
 from gptlite.optimizer.build import build_optimizer
 from gptlite.optimizer.config import AdamWConfig
 from gptlite.optimizer.state import optimizer_state, take_optimizer_state
-from gptlite.optimizers import torchao
-from gptlite.optimizers.adamw_8bit import AdamW8bit
-from gptlite.optimizers.configs import AdamW8bitConfig
-from gptlite.plan.optimizers import CODES_8BIT, state_in_8_bits
+from gptlite.satellites.monitor.model_state import state_of, storage_sizes
+from gptlite.satellites.optimizers import torchao
+from gptlite.satellites.optimizers.adamw_8bit import AdamW8bit
+from gptlite.satellites.optimizers.configs import AdamW8bitConfig
+from gptlite.satellites.plan.optimizers import CODES_8BIT, state_in_8_bits
 
 SHAPES = {"w": (300, 256), "small": (64, 64), "odd": (70, 60), "bias": (5000,), "few": (15, 256)}
 IN_8_BITS = {"w", "small"}

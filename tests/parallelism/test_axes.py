@@ -18,13 +18,13 @@ import gptlite
 from gptlite.config import load
 from gptlite.config.checks import check
 from gptlite.errors import ConfigError
-from gptlite.monitor import flight_recorder, stack_sampling
-from gptlite.monitor.comm_time import summary
 from gptlite.parallelism import axes
 from gptlite.parallelism.axes import kinds
 from gptlite.parallelism.config import ParallelismConfig
 from gptlite.parallelism.layout import Layout, resolve
 from gptlite.parallelism.mesh import Mesh, build_mesh
+from gptlite.satellites.monitor import flight_recorder, stack_sampling
+from gptlite.satellites.monitor.comm_time import summary
 from gptlite.torch_private.simulation import imagined_world
 
 CPU = torch.device("cpu")

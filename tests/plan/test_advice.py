@@ -8,13 +8,13 @@ from token_folders import write_folder
 
 from gptlite.config import Config, load
 from gptlite.config.batch import check_world
-from gptlite.plan import advice
-from gptlite.plan.advice import advice_lines, memory_advice
-from gptlite.plan.local import assumed
-from gptlite.plan.memory import most
-from gptlite.plan.planning import running, workload_of
-from gptlite.plan.workload import RankBytes
 from gptlite.precision import Policy
+from gptlite.satellites.plan import advice
+from gptlite.satellites.plan.advice import advice_lines, memory_advice
+from gptlite.satellites.plan.local import assumed
+from gptlite.satellites.plan.memory import most
+from gptlite.satellites.plan.planning import running, workload_of
+from gptlite.satellites.plan.workload import RankBytes
 
 RUN = (
     "model=gpt-lite",
@@ -45,7 +45,7 @@ def test_three_ways_that_fit_the_mildest_first(monkeypatch, extra, world, share)
     room = share * whole
     limit = f"trainer.host_memory_limit={room / 2**30 + assumed().reserved_gib}"
     if assumed().device != "cpu":
-        monkeypatch.setattr("gptlite.plan.advice.assumed", lambda: replace(assumed(), device="cpu"))
+        monkeypatch.setattr("gptlite.satellites.plan.advice.assumed", lambda: replace(assumed(), device="cpu"))
     lines = memory_advice(load([*RUN, *extra, limit]), world)
     assert lines[0].startswith("predicted memory of pipeline rank 0: ")
     ways = suggested(lines)

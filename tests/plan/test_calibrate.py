@@ -13,9 +13,10 @@ from gptlite.config import load
 from gptlite.config.cluster import ClusterConfig, LinkConfig
 from gptlite.cpu import cpu_cores
 from gptlite.errors import ConfigError
-from gptlite.plan import calibrate as module
-from gptlite.plan import local
-from gptlite.plan.calibrate import (
+from gptlite.precision import PrecisionConfig, resolve_precision
+from gptlite.satellites.plan import calibrate as module
+from gptlite.satellites.plan import local
+from gptlite.satellites.plan.calibrate import (
     best,
     calibrate,
     kernel_seconds,
@@ -25,9 +26,8 @@ from gptlite.plan.calibrate import (
     ranks,
     saturation,
 )
-from gptlite.plan.local import LOCAL_LINK, read_calibration, this_machine, write_calibration
-from gptlite.plan.planning import planned_dtype
-from gptlite.precision import PrecisionConfig, resolve_precision
+from gptlite.satellites.plan.local import LOCAL_LINK, read_calibration, this_machine, write_calibration
+from gptlite.satellites.plan.planning import planned_dtype
 
 CPU = torch.device("cpu")
 

@@ -14,14 +14,14 @@ from gptlite.ops.config import Attention
 from gptlite.optimizer.config import AdamWConfig, MuonConfig, SGDConfig
 from gptlite.parallelism.config import ActivationCheckpointing, Offload, ParallelismConfig
 from gptlite.parallelism.layout import SCHEDULES, Layout, num_stages, resolve, schedule_refuses, stages_of_rank
-from gptlite.plan.cost import COPY_OPS, OPS, cost_per_billion_tokens, model_seconds, predict
-from gptlite.plan.hardware import AxisPlacement, Device, Links, device_of, rank_share, waiting_for_cores
-from gptlite.plan.memory import most
-from gptlite.plan.parameters import stages
-from gptlite.plan.profile import plain_profile
-from gptlite.plan.segments import ATTENTION, MATMUL, MOVE, Op
-from gptlite.plan.timeline import pipeline_seconds, timeline
-from gptlite.plan.workload import Transfer, Workload
+from gptlite.satellites.plan.cost import COPY_OPS, OPS, cost_per_billion_tokens, model_seconds, predict
+from gptlite.satellites.plan.hardware import AxisPlacement, Device, Links, device_of, rank_share, waiting_for_cores
+from gptlite.satellites.plan.memory import most
+from gptlite.satellites.plan.parameters import stages
+from gptlite.satellites.plan.profile import plain_profile
+from gptlite.satellites.plan.segments import ATTENTION, MATMUL, MOVE, Op
+from gptlite.satellites.plan.timeline import pipeline_seconds, timeline
+from gptlite.satellites.plan.workload import Transfer, Workload
 
 # Nothing but arithmetic: 100 TFLOP/s, all of it, memory and links for free.
 IDEAL = ClusterConfig(

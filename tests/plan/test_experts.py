@@ -12,14 +12,14 @@ from gptlite.commands.plan import planned_config
 from gptlite.config import Config, load
 from gptlite.parallelism.axes import EXPERT
 from gptlite.parallelism.layout import resolve
-from gptlite.plan.capacity import least_bytes
-from gptlite.plan.memory import estimate
-from gptlite.plan.parameters import inventory, num_parameters
-from gptlite.plan.planning import chosen, fixed_keys, make_plan, space_of
-from gptlite.plan.search import layouts
-from gptlite.plan.simulate import simulate
-from gptlite.plan.traffic import transfers
-from gptlite.plan.workload import FULLEST, Workload
+from gptlite.satellites.plan.capacity import least_bytes
+from gptlite.satellites.plan.memory import estimate
+from gptlite.satellites.plan.parameters import inventory, num_parameters
+from gptlite.satellites.plan.planning import chosen, fixed_keys, make_plan, space_of
+from gptlite.satellites.plan.search import layouts
+from gptlite.satellites.plan.simulate import simulate
+from gptlite.satellites.plan.traffic import transfers
+from gptlite.satellites.plan.workload import FULLEST, Workload
 from plan.truth import BASE, Counted, workload
 
 EXPERTS = """

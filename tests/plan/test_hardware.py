@@ -8,11 +8,11 @@ from gptlite.config.cluster import LinkConfig
 from gptlite.models.gpt.config import GPTConfig
 from gptlite.parallelism.axes import WORLD
 from gptlite.parallelism.config import ActivationCheckpointing
-from gptlite.plan.cost import predict
-from gptlite.plan.hardware import AxisPlacement, Links, device_of
-from gptlite.plan.profile import plain_profile
-from gptlite.plan.search import UNKNOWN
-from gptlite.plan.segments import ATTENTION, MATMUL, MOVE, Op
+from gptlite.satellites.plan.cost import predict
+from gptlite.satellites.plan.hardware import AxisPlacement, Links, device_of
+from gptlite.satellites.plan.profile import plain_profile
+from gptlite.satellites.plan.search import UNKNOWN
+from gptlite.satellites.plan.segments import ATTENTION, MATMUL, MOVE, Op
 from plan.published.row import preset
 from plan.test_cost import GPT, IDEAL, REAL, work
 

@@ -10,11 +10,11 @@ from gptlite.config import load
 from gptlite.config.cluster import ClusterConfig
 from gptlite.errors import ConfigError
 from gptlite.models.registry import spec_of
-from gptlite.plan.capacity import GIB, rank_memory
-from gptlite.plan.largest import largest_models
-from gptlite.plan.memory import most
-from gptlite.plan.planning import fixed_keys, limited, make_plan
-from gptlite.plan.report import report_largest, train_command
+from gptlite.satellites.plan.capacity import GIB, rank_memory
+from gptlite.satellites.plan.largest import largest_models
+from gptlite.satellites.plan.memory import most
+from gptlite.satellites.plan.planning import fixed_keys, limited, make_plan
+from gptlite.satellites.plan.report import report_largest, train_command
 
 GIVEN = [
     "model=gpt-lite",

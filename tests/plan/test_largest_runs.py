@@ -11,9 +11,9 @@ import pytest
 
 from gptlite.commands.plan import planned_config
 from gptlite.config.schema import CONF_DIR
-from gptlite.plan.largest import largest_models
-from gptlite.plan.memory import most
-from gptlite.plan.report import train_command, write_largest
+from gptlite.satellites.plan.largest import largest_models
+from gptlite.satellites.plan.memory import most
+from gptlite.satellites.plan.report import train_command, write_largest
 
 ROOT = CONF_DIR.parent
 GIVEN = """

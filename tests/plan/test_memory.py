@@ -6,13 +6,13 @@ from dataclasses import replace
 import pytest
 from marking import combinations, marked
 
-from gptlite.monitor.model_state import paper_bytes_a_parameter
 from gptlite.optimizer.config import AdamWConfig, MuonConfig, SGDConfig
-from gptlite.optimizers.configs import AdafactorConfig, LambConfig, LionConfig
-from gptlite.plan import watch
-from gptlite.plan.memory import estimate, most, passes_of
-from gptlite.plan.profile import profile_of
-from gptlite.plan.simulate import simulate
+from gptlite.satellites.monitor.model_state import paper_bytes_a_parameter
+from gptlite.satellites.optimizers.configs import AdafactorConfig, LambConfig, LionConfig
+from gptlite.satellites.plan import watch
+from gptlite.satellites.plan.memory import estimate, most, passes_of
+from gptlite.satellites.plan.profile import profile_of
+from gptlite.satellites.plan.simulate import simulate
 from plan.truth import workload
 from plan.truth_layouts import LAYOUTS, QUICK, Layout
 from plan.truth_table import Row, run

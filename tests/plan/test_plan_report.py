@@ -11,11 +11,11 @@ from matplotlib.figure import Figure
 
 from gptlite.commands.plan import planned_config
 from gptlite.config import load
-from gptlite.plan.capacity import rank_memory
-from gptlite.plan.pictures import EQUAL, MEMORY, TIME
-from gptlite.plan.planning import make_plan, space_of
-from gptlite.plan.report import report, unmeasured_words, write
-from gptlite.plan.search import ERROR, distinct, equals, workloads
+from gptlite.satellites.plan.capacity import rank_memory
+from gptlite.satellites.plan.pictures import EQUAL, MEMORY, TIME
+from gptlite.satellites.plan.planning import make_plan, space_of
+from gptlite.satellites.plan.report import report, unmeasured_words, write
+from gptlite.satellites.plan.search import ERROR, distinct, equals, workloads
 
 GIVEN = ["model=gpt3-xl", "data=synthetic", "data.global_batch_size=32", "parallelism.sequence=false"]
 GIVEN = [*GIVEN, "cluster=dgx-h100", "cluster.devices_per_node=4"]
@@ -144,7 +144,7 @@ def test_the_eta_of_a_search_leaves_out_the_time_before_it(monkeypatch):
     monkeypatch.setattr(time, "monotonic", lambda: now)
     config = load(GIVEN)
     space = space_of(config, config.cluster, frozenset({"micro_batch_size"}))
-    monkeypatch.setattr("gptlite.plan.search.layouts", lambda *_: [space.work.parallelism] * 4)
+    monkeypatch.setattr("gptlite.satellites.plan.search.layouts", lambda *_: [space.work.parallelism] * 4)
     for number, _ in enumerate(workloads(space, config.cluster, 4, lines.append)):
         now = (60.0, 66.0, 69.0, 72.0)[number]
     assert lines == [

@@ -10,16 +10,16 @@ import torch
 
 from gptlite.config import load
 from gptlite.parallelism.layout import resolve
-from gptlite.plan import profile
-from gptlite.plan.cost import flops_per_token, predict
-from gptlite.plan.memory import estimate, most
-from gptlite.plan.parameters import inventory, num_blocks, num_parameters, stages
-from gptlite.plan.planning import make_plan, space_of
-from gptlite.plan.probe import record
-from gptlite.plan.profile import halves_of, profile_of
-from gptlite.plan.segments import ADDED, GRADIENT, MATMUL, MOVE, SIZES, between
-from gptlite.plan.simulate import simulate
-from gptlite.plan.traffic import transfers
+from gptlite.satellites.plan import profile
+from gptlite.satellites.plan.cost import flops_per_token, predict
+from gptlite.satellites.plan.memory import estimate, most
+from gptlite.satellites.plan.parameters import inventory, num_blocks, num_parameters, stages
+from gptlite.satellites.plan.planning import make_plan, space_of
+from gptlite.satellites.plan.probe import record
+from gptlite.satellites.plan.profile import halves_of, profile_of
+from gptlite.satellites.plan.segments import ADDED, GRADIENT, MATMUL, MOVE, SIZES, between
+from gptlite.satellites.plan.simulate import simulate
+from gptlite.satellites.plan.traffic import transfers
 from plan.truth import BASE, workload
 from plan.truth_layouts import Layout
 
@@ -102,7 +102,7 @@ def test_records_that_differ_in_more_than_sizes_are_not_scaled():
 
 def test_bytes_of_a_pointwise_op_are_read_and_written():
     """x + y reads two tensors and writes one; in place it writes the first; a view moves nothing."""
-    from gptlite.plan.watch import op_of
+    from gptlite.satellites.plan.watch import op_of
 
     x, y = torch.empty(8, 16), torch.empty(8, 16)
     add, add_, view = torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor, torch.ops.aten.view.default

@@ -8,9 +8,9 @@ import pytest
 from marking import marked
 
 from gptlite.parallelism.config import ActivationCheckpointing
-from gptlite.plan.cost import predict
-from gptlite.plan.report import unmeasured_words
-from gptlite.plan.search import ERROR
+from gptlite.satellites.plan.cost import predict
+from gptlite.satellites.plan.report import unmeasured_words
+from gptlite.satellites.plan.search import ERROR
 from plan.published.baseline import BASELINE
 from plan.published.fit import cross_validation, fit
 from plan.published.report import report

@@ -7,13 +7,13 @@ from marking import marked
 
 from gptlite.config import load
 from gptlite.errors import ConfigError
-from gptlite.plan.largest import largest_models
-from gptlite.plan.memory import most
-from gptlite.plan.parameters import num_blocks, num_parameters
-from gptlite.plan.planning import make_plan
-from gptlite.plan.profile import profile_of
-from gptlite.plan.report import report
-from gptlite.plan.segments import MATMUL
+from gptlite.satellites.plan.largest import largest_models
+from gptlite.satellites.plan.memory import most
+from gptlite.satellites.plan.parameters import num_blocks, num_parameters
+from gptlite.satellites.plan.planning import make_plan
+from gptlite.satellites.plan.profile import profile_of
+from gptlite.satellites.plan.report import report
+from gptlite.satellites.plan.segments import MATMUL
 from plan.test_memory import wrong_twice
 from plan.truth import workload
 from plan.truth_layouts import MODELS, Layout

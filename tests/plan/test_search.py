@@ -11,14 +11,14 @@ from gptlite.config import load
 from gptlite.errors import ConfigError
 from gptlite.parallelism.config import ActivationCheckpointing, Offload
 from gptlite.parallelism.layout import resolve
-from gptlite.plan import walk
-from gptlite.plan.capacity import least_activations, least_bytes, rank_memory
-from gptlite.plan.cost import Costs, predict
-from gptlite.plan.memory import most
-from gptlite.plan.planning import apply, chosen, fixed_keys, make_plan, overrides, space_of
-from gptlite.plan.search import ERROR, UNKNOWN, distinct, equals, layouts, search, workloads
-from gptlite.plan.timeline import order
-from gptlite.plan.traffic import file_bytes
+from gptlite.satellites.plan import walk
+from gptlite.satellites.plan.capacity import least_activations, least_bytes, rank_memory
+from gptlite.satellites.plan.cost import Costs, predict
+from gptlite.satellites.plan.memory import most
+from gptlite.satellites.plan.planning import apply, chosen, fixed_keys, make_plan, overrides, space_of
+from gptlite.satellites.plan.search import ERROR, UNKNOWN, distinct, equals, layouts, search, workloads
+from gptlite.satellites.plan.timeline import order
+from gptlite.satellites.plan.traffic import file_bytes
 
 MODEL = [
     "data=synthetic",

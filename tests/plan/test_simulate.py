@@ -14,9 +14,9 @@ from models.weights import matmul_parameters
 from gptlite.config import Config, load
 from gptlite.ops.config import Attention
 from gptlite.parallelism.layout import resolve
-from gptlite.plan.simulate import Simulation, enough, peak, simulate
-from gptlite.plan.simulate import counted as counted_of
-from gptlite.plan.watch import Change
+from gptlite.satellites.plan.simulate import Simulation, enough, peak, simulate
+from gptlite.satellites.plan.simulate import counted as counted_of
+from gptlite.satellites.plan.watch import Change
 from gptlite.torch_private.simulation import imagined_world
 from plan.truth import BASE, Counted, counted, workload
 

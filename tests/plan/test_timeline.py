@@ -13,8 +13,8 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 
 from gptlite.parallelism.config import ParallelismConfig
 from gptlite.parallelism.layout import SCHEDULES, num_stages, schedule_refuses, stages_of_rank, stages_per_rank
-from gptlite.plan.capacity import least_in_flight
-from gptlite.plan.timeline import Timeline, order, timeline
+from gptlite.satellites.plan.capacity import least_in_flight
+from gptlite.satellites.plan.timeline import Timeline, order, timeline
 
 CASES = [
     (schedule, ranks, virtual, count)

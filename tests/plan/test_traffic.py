@@ -2,8 +2,8 @@
 
 import pytest
 
-from gptlite.plan.traffic import transfers
-from gptlite.plan.workload import Transfer, Workload
+from gptlite.satellites.plan.traffic import transfers
+from gptlite.satellites.plan.workload import Transfer, Workload
 from plan.truth import workload
 from plan.truth_layouts import Layout
 from plan.truth_table import run

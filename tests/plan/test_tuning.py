@@ -6,9 +6,9 @@ import pytest
 
 from gptlite.commands.plan import planned_config
 from gptlite.config import load
-from gptlite.plan import tuning
-from gptlite.plan.planning import make_plan
-from gptlite.plan.tuning import Trial, tune
+from gptlite.satellites.plan import tuning
+from gptlite.satellites.plan.planning import make_plan
+from gptlite.satellites.plan.tuning import Trial, tune
 
 GIVEN = ["data=synthetic", "data.vocab_size=300", "data.global_batch_size=16", "parallelism.sequence=false"]
 GIVEN = [*GIVEN, "cluster=dgx-h100", "cluster.devices_per_node=4"]

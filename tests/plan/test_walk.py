@@ -4,9 +4,9 @@ from collections import Counter
 from types import SimpleNamespace
 
 from gptlite.parallelism.layout import stages_of_rank
-from gptlite.plan.memory import ModelState
-from gptlite.plan.timeline import order
-from gptlite.plan.walk import gathers, turns
+from gptlite.satellites.plan.memory import ModelState
+from gptlite.satellites.plan.timeline import order
+from gptlite.satellites.plan.walk import gathers, turns
 from plan.test_timeline import SETS, config
 
 

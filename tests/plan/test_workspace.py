@@ -5,8 +5,8 @@ from itertools import accumulate
 import pytest
 import torch
 
-from gptlite.plan import workspace
-from gptlite.plan.workspace import tape_of
+from gptlite.satellites.plan import workspace
+from gptlite.satellites.plan.workspace import tape_of
 from gptlite.torch_private.allocations import recorded_allocations
 
 CONVOLUTION, BACKWARD = torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default

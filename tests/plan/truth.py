@@ -6,8 +6,8 @@
 
 `config` is a gptlite.config.Config, as `load([*BASE, *overrides])` gives it. Each rank builds the run as `pretrain`
 does and takes real steps. Bytes are counted in one step, from allocation events (MemoryWatch, and the buffers that a
-pipeline keeps from its first step on); collectives in another, at torch's dispatcher. Nothing of gptlite.plan's
-arithmetic is used.
+pipeline keeps from its first step on); collectives in another, at torch's dispatcher. Nothing of the
+planner's arithmetic is used.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gptlite.config import Config
-from gptlite.monitor.memory_watch import MemoryWatch, where_backward_begins
 from gptlite.ops.select import select_ops
 from gptlite.parallelism import point_to_point
 from gptlite.parallelism.axes import EXPERT
 from gptlite.parallelism.layout import AXES, resolve
 from gptlite.parallelism.mesh import Mesh, build_mesh
 from gptlite.parallelism.pipeline import OnePart, Pipeline, _Stage
-from gptlite.parity.record import build
-from gptlite.plan.planning import workload_of
-from gptlite.plan.simulate import MESSAGE_METHODS, during
-from gptlite.plan.watch import KINDS
-from gptlite.plan.workload import RankBytes, Transfer, Workload
+from gptlite.satellites.monitor.memory_watch import MemoryWatch, where_backward_begins
+from gptlite.satellites.parity.record import build
+from gptlite.satellites.plan.planning import workload_of
+from gptlite.satellites.plan.simulate import MESSAGE_METHODS, during
+from gptlite.satellites.plan.watch import KINDS
+from gptlite.satellites.plan.workload import RankBytes, Transfer, Workload
 from gptlite.trainer.state import TrainState
 from gptlite.trainer.step import Step
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from distributed.cells.run import Ranks
 
-from gptlite.plan.memory import estimate
-from gptlite.plan.traffic import transfers
-from gptlite.plan.workload import RankBytes, Transfer
+from gptlite.satellites.plan.memory import estimate
+from gptlite.satellites.plan.traffic import transfers
+from gptlite.satellites.plan.workload import RankBytes, Transfer
 from plan.truth import Counted, workload
 from plan.truth_layouts import Layout
 

@@ -6,7 +6,7 @@ import pytest
 
 from gptlite.errors import ConfigError
 from gptlite.metrics.jsonl import JsonlSink
-from gptlite.plots.curves import _summary, plot_curves, smooth
+from gptlite.satellites.plots.curves import _summary, plot_curves, smooth
 
 
 def write_run(path, steps, loss):
@@ -30,7 +30,7 @@ def count(image, color):
 
 @pytest.mark.parametrize("steps", [[1], range(1, 41), range(10, 3000, 10)])
 def test_a_run_of_any_length_becomes_a_picture_with_both_curves(tmp_path, steps):
-    from gptlite.plots.style import TRAIN, VALIDATION
+    from gptlite.satellites.plots.style import TRAIN, VALIDATION
 
     write_run(tmp_path / "metrics.jsonl", steps, lambda step: 2 + 6 / step)
     out = plot_curves(tmp_path / "metrics.jsonl", tmp_path / "curves.png")

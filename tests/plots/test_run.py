@@ -7,7 +7,7 @@ import pytest
 
 from gptlite.config import load
 from gptlite.launch.elastic import Ended
-from gptlite.plots import run as plots
+from gptlite.satellites.plots import run as plots
 from gptlite.start import run
 from gptlite.start.run import drawn
 

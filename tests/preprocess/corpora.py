@@ -9,9 +9,9 @@ from run_files import snapshot
 
 from gptlite.commands.preprocess import Arguments
 from gptlite.data.indexed import IndexedDataset
-from gptlite.data_tool.verify import verify
-from gptlite.preprocess.run import PreprocessResult, preprocess
-from gptlite.preprocess.settings import make_settings
+from gptlite.satellites.data_tool.verify import verify
+from gptlite.satellites.preprocess.run import PreprocessResult, preprocess
+from gptlite.satellites.preprocess.settings import make_settings
 from gptlite.tokenizers.base import load_tokenizer
 from gptlite.tokenizers.find import find_tokenizer
 

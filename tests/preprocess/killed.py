@@ -24,8 +24,8 @@ def main() -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
 
     from gptlite.commands.preprocess import main as preprocess
-    from gptlite.corpus.indexed import IndexedWriter
-    from gptlite.preprocess import blocks, run
+    from gptlite.satellites.corpus.indexed import IndexedWriter
+    from gptlite.satellites.preprocess import blocks, run
 
     blocks.BLOCK, blocks._PART, run.SAVED_BYTES = 2000, 500, 20_000
     append, fsync = IndexedWriter._append, os.fsync

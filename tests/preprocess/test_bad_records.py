@@ -96,7 +96,7 @@ def test_a_damaged_file_is_named_and_gives_no_half_document(
     source, tmp_path, monkeypatch, suffix: str, damage: str
 ) -> None:
     turned = damage == "a bit turned"  # which the checksum tells, at the end of all that is decompressed at a time
-    monkeypatch.setattr("gptlite.preprocess.blocks.BLOCK", 1 << 20 if turned else 1000)
+    monkeypatch.setattr("gptlite.satellites.preprocess.blocks.BLOCK", 1 << 20 if turned else 1000)
     path, texts = source / f"a.jsonl{suffix}", made_up(2, 50 if turned else 200)
     path.write_bytes(DAMAGES[damage](COMPRESS[suffix](as_jsonl(texts))))
     (source / "b.jsonl").write_bytes(as_jsonl(GOOD))
@@ -135,7 +135,7 @@ def test_what_is_no_file_is_refused_and_not_waited_for(tmp_path: Path, make) -> 
 
 @pytest.mark.parametrize("part", [50, 1 << 20])
 def test_text_that_is_not_utf8_is_left_out_whole(source: Path, tmp_path: Path, monkeypatch, part) -> None:
-    monkeypatch.setattr("gptlite.preprocess.blocks._PART", part)
+    monkeypatch.setattr("gptlite.satellites.preprocess.blocks._PART", part)
     for name, content in (
         ("a", b"good one\n"),
         ("b", b"fine\n" * 30 + b"na\xefve\n" + b"fine\n" * 30),
@@ -155,7 +155,7 @@ def test_text_that_is_not_utf8_is_left_out_whole(source: Path, tmp_path: Path, m
 def test_a_byte_of_one_of_several_documents_is_counted_in_the_file(
     tmp_path: Path, monkeypatch, separator: str, block: int, mark: bytes
 ) -> None:
-    monkeypatch.setattr("gptlite.preprocess.blocks.BLOCK", block)
+    monkeypatch.setattr("gptlite.satellites.preprocess.blocks.BLOCK", block)
     end = b"\n\n\n" if separator == "blank" else b"\n---\n"
     content = mark + (b"fine" + end) * 20 + b"na\xefve" + end + b"fine"
     (tmp_path / "a.txt").write_bytes(content)
@@ -168,7 +168,7 @@ def test_a_byte_of_one_of_several_documents_is_counted_in_the_file(
 def test_a_compressed_text_that_is_cut_off_is_left_out_whole(
     source: Path, tmp_path: Path, monkeypatch, part: int
 ) -> None:
-    monkeypatch.setattr("gptlite.preprocess.blocks._PART", part)
+    monkeypatch.setattr("gptlite.satellites.preprocess.blocks._PART", part)
     (source / "a.txt.gz").write_bytes(gzip.compress("".join(made_up(3, 20)).encode())[:-30])
     (source / "b.txt").write_text("good\n" * 30)
     prepare(source, tmp_path / "out", validation_fraction=0, on_error="skip")
@@ -239,7 +239,7 @@ def test_a_line_of_a_gigabyte_is_left_out_without_being_held(tmp_path: Path) -> 
 def test_a_long_text_keeps_its_ids_at_every_size_of_the_vocabulary(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
-    monkeypatch.setattr("gptlite.preprocess.blocks._PART", 50)
+    monkeypatch.setattr("gptlite.satellites.preprocess.blocks._PART", 50)
     (source / "a.txt").write_text(text := "65498 7\n1\n" * 30)
     NumberTokenizer(size).save(tmp_path / "tokenizer")
     prepare(source, tmp_path / "out", tokenizer=str(tmp_path / "tokenizer"), validation_fraction=0)

@@ -89,8 +89,8 @@ def test_workers_end_with_it_and_the_same_command_goes_on(corpus: Path, number: 
 
 @pytest.mark.parametrize("save", [0, 1, 4])
 def test_a_disk_full_at_a_save_costs_only_what_came_after_the_last_one(corpus: Path, monkeypatch, save: int) -> None:
-    monkeypatch.setattr("gptlite.preprocess.blocks.BLOCK", 2000)
-    monkeypatch.setattr("gptlite.preprocess.run.SAVED_BYTES", 20_000)
+    monkeypatch.setattr("gptlite.satellites.preprocess.blocks.BLOCK", 2000)
+    monkeypatch.setattr("gptlite.satellites.preprocess.run.SAVED_BYTES", 20_000)
     prepare(corpus / "in", corpus / "expected", on_error="skip")
     saves = iter(range(99))
 
@@ -99,7 +99,7 @@ def test_a_disk_full_at_a_save_costs_only_what_came_after_the_last_one(corpus: P
             raise OSError(errno.ENOSPC, "no space left on device")
         write_whole(path, content)
 
-    monkeypatch.setattr("gptlite.preprocess.output.write_whole", full)
+    monkeypatch.setattr("gptlite.satellites.preprocess.output.write_whole", full)
     with pytest.raises(OSError, match="no space left"):
         prepare(corpus / "in", corpus / "out", on_error="skip")
     said: list[str] = []

@@ -18,10 +18,10 @@ from marking import marked
 
 from gptlite.commands.preprocess import main
 from gptlite.config import load
-from gptlite.corpus.write import is_held_out
 from gptlite.data.build import prepare as data
 from gptlite.data.indexed import IndexedDataset
 from gptlite.errors import ConfigError
+from gptlite.satellites.corpus.write import is_held_out
 from gptlite.tokenizers.base import ByteTokenizer
 from preprocess.corpora import as_jsonl, made_up, prepare, read_documents, tree
 
@@ -90,7 +90,9 @@ def test_what_the_disk_refuses_is_named_with_what_helps(monkeypatch, tmp_path, c
     def refuse(*_: object, **__: object) -> None:
         raise OSError(number, os.strerror(number), str(partial) if number == errno.EROFS else None)
 
-    monkeypatch.setattr("gptlite.preprocess.run.Output" if number == errno.ENOSPC else "pathlib.Path.mkdir", refuse)
+    monkeypatch.setattr(
+        "gptlite.satellites.preprocess.run.Output" if number == errno.ENOSPC else "pathlib.Path.mkdir", refuse
+    )
     ended, _, errors = command()
     assert ended == code
     assert words.format(path=partial) in errors
@@ -204,8 +206,8 @@ def test_empty_lines_end_documents_of_text(tmp_path: Path) -> None:
 def test_where_blocks_end_and_workers_do_not_matter(expected, tmp_path: Path, monkeypatch, size, workers) -> None:
     (tmp_path / "a.jsonl").write_bytes(as_jsonl(TEXTS))
     (tmp_path / "a.txt").write_bytes("<|end|>".join(TEXTS).encode())
-    monkeypatch.setattr("gptlite.preprocess.blocks.BLOCK", size)
-    monkeypatch.setattr("gptlite.preprocess.run.SAVED_BYTES", 30_000)
+    monkeypatch.setattr("gptlite.satellites.preprocess.blocks.BLOCK", size)
+    monkeypatch.setattr("gptlite.satellites.preprocess.run.SAVED_BYTES", 30_000)
     prepare(tmp_path / "a.jsonl", tmp_path / "1", workers=workers)
     prepare(tmp_path / "a.txt", tmp_path / "2", separator="<|end|>", workers=workers)
     assert tree(tmp_path / "1") == tree(tmp_path / "2") == tree(expected)
@@ -216,8 +218,8 @@ def test_long_texts_come_in_parts_cut_between_characters(expected: Path, tmp_pat
     (tmp_path / "in").mkdir()
     for n, text in enumerate(TEXTS):
         (tmp_path / "in" / f"{n:03}.txt").write_bytes(text.encode())
-    monkeypatch.setattr("gptlite.preprocess.blocks._PART", part)
-    monkeypatch.setattr("gptlite.preprocess.run.SAVED_BYTES", 30_000)
+    monkeypatch.setattr("gptlite.satellites.preprocess.blocks._PART", part)
+    monkeypatch.setattr("gptlite.satellites.preprocess.run.SAVED_BYTES", 30_000)
     prepare(tmp_path / "in", tmp_path / "out")
     assert tree(tmp_path / "out") == tree(expected)
 

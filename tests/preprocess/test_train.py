@@ -9,11 +9,12 @@ import pytest
 
 from gptlite.commands.train_tokenizer import Arguments
 from gptlite.errors import ConfigError
-from gptlite.preprocess.settings import make_settings
-from gptlite.preprocess.train import train_tokenizer
+from gptlite.satellites.preprocess.settings import make_settings
+from gptlite.satellites.preprocess.train import train_tokenizer
 from gptlite.tokenizers.base import CharTokenizer, load_tokenizer
 from preprocess.corpora import as_jsonl
 
+TRAIN = "gptlite.satellites.preprocess.train.train_sentencepiece"
 TEXTS = [f"number {n}: the quick brown fox jumps over the lazy dog\n" for n in range(400)]
 
 
@@ -51,7 +52,9 @@ def test_the_tool_trains_exports_and_overwrites_nothing(corpus: Path, tmp_path: 
 
 def test_nothing_is_learned_from_what_is_held_out(corpus: Path, monkeypatch) -> None:
     seen: list[str] = []
-    monkeypatch.setattr("gptlite.preprocess.train.train_sentencepiece", lambda lines, *_, **__: seen.extend(lines))
+    monkeypatch.setattr(
+        "gptlite.satellites.preprocess.train.train_sentencepiece", lambda lines, *_, **__: seen.extend(lines)
+    )
     train_tokenizer(settings(corpus, 0.5), "sentencepiece", 300, 64, lambda _: None)
     numbers = {line.split(":")[0] for line in seen if line}
     assert 120 < len(numbers) < 280
@@ -59,9 +62,11 @@ def test_nothing_is_learned_from_what_is_held_out(corpus: Path, monkeypatch) -> 
 
 def test_a_large_corpus_is_sampled(tmp_path: Path, monkeypatch) -> None:
     (tmp_path / "a.jsonl").write_bytes(as_jsonl(TEXTS * 200))
-    monkeypatch.setattr("gptlite.preprocess.blocks.BLOCK", 1 << 16)
+    monkeypatch.setattr("gptlite.satellites.preprocess.blocks.BLOCK", 1 << 16)
     seen: list[str] = []
-    monkeypatch.setattr("gptlite.preprocess.train.train_sentencepiece", lambda lines, *_, **__: seen.extend(lines))
+    monkeypatch.setattr(
+        "gptlite.satellites.preprocess.train.train_sentencepiece", lambda lines, *_, **__: seen.extend(lines)
+    )
     train_tokenizer(settings(tmp_path), "sentencepiece", 300, 1, lambda _: None)
     assert 500_000 < sum(map(len, seen)) < 1_200_000
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from gptlite.sweep.folder import FAILED, OK, OUT_OF_MEMORY, PRUNED, Record
+from gptlite.satellites.sweep.folder import FAILED, OK, OUT_OF_MEMORY, PRUNED, Record
 
 MIB = 2**20
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from distributed.cells.commands import TRAIN, Run
 
-from gptlite.sweep.folder import Record
+from gptlite.satellites.sweep.folder import Record
 
 # A run of seconds: no text to prepare, nothing said at its end.
 SMALL = (

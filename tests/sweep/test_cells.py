@@ -21,10 +21,10 @@ from gptlite.config.batch import check_world
 from gptlite.config.schema import CONF_DIR, register
 from gptlite.errors import ConfigError
 from gptlite.launch import host_memory
-from gptlite.sweep.begin import Sweep, exit_code, refuse_others, sweep_overrides
-from gptlite.sweep.cells import checked_cells, parsed_overrides
-from gptlite.sweep.folder import Record, SweepFolder
-from gptlite.sweep.job import predicted
+from gptlite.satellites.sweep.begin import Sweep, exit_code, refuse_others, sweep_overrides
+from gptlite.satellites.sweep.cells import checked_cells, parsed_overrides
+from gptlite.satellites.sweep.folder import Record, SweepFolder
+from gptlite.satellites.sweep.job import predicted
 from sweep.sweeps import SMALL
 
 
@@ -123,7 +123,7 @@ def test_a_sweep_without_an_axis_says_so(tmp_path: Path, capsys: pytest.CaptureF
 
 
 def test_a_prediction_on_a_machine_that_was_not_measured_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gptlite.plan.local.read_calibration", lambda _: None)
+    monkeypatch.setattr("gptlite.satellites.plan.local.read_calibration", lambda _: None)
     config = load([*SMALL])
     found = predicted(config, check_world(config, 1))
     assert found is not None

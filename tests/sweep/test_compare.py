@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from gptlite.sweep.compare import bubble_share, changes_numbers, compare, schedule_words, split, timeline_of
-from gptlite.sweep.folder import FAILED, Record
-from gptlite.sweep.table import table
+from gptlite.satellites.sweep.compare import bubble_share, changes_numbers, compare, schedule_words, split, timeline_of
+from gptlite.satellites.sweep.folder import FAILED, Record
+from gptlite.satellites.sweep.table import table
 from sweep.report_records import MIB, pipeline, predicted, record, sweep
 
 

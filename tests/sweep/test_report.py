@@ -17,13 +17,13 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
 
 from gptlite.invocation import command
-from gptlite.sweep import pictures, report
-from gptlite.sweep import table as tables
-from gptlite.sweep.compare import compare
-from gptlite.sweep.folder import FAILED, PRUNED, Record, SweepFolder
-from gptlite.sweep.pictures import DASH
-from gptlite.sweep.report import publish
-from gptlite.sweep.table import shown, table
+from gptlite.satellites.sweep import pictures, report
+from gptlite.satellites.sweep import table as tables
+from gptlite.satellites.sweep.compare import compare
+from gptlite.satellites.sweep.folder import FAILED, PRUNED, Record, SweepFolder
+from gptlite.satellites.sweep.pictures import DASH
+from gptlite.satellites.sweep.report import publish
+from gptlite.satellites.sweep.table import shown, table
 from sweep.report_records import MIB, pipeline, predicted, record, sweep
 
 NASTY = """</td><script src="http://evil/x.js">alert('1')</script>&amp;<img src='//evil/y.png'> "quoted" $x$"""

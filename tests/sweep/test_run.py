@@ -11,8 +11,8 @@ from distributed.cells.commands import TRAIN, Start, losses
 
 from gptlite.commands import train
 from gptlite.config.saved import read_saved
-from gptlite.sweep import job
-from gptlite.sweep.folder import Record
+from gptlite.satellites.sweep import job
+from gptlite.satellites.sweep.folder import Record
 from sweep.sweeps import SMALL, begun, records, statuses
 
 

@@ -17,11 +17,11 @@ from run_files import snapshot
 from gptlite.checkpoint import store
 from gptlite.checkpoint.checkpointer import Checkpointer
 from gptlite.checkpoint.config import CheckpointConfig
-from gptlite.checkpoint_tool import command, huggingface
 from gptlite.config import load
 from gptlite.config.saved import to_yaml
 from gptlite.models.gpt.model import GPT
 from gptlite.models.model import Model
+from gptlite.satellites.checkpoint_tool import command, huggingface
 from gptlite.trainer.state import model_tensors
 
 ROOT = Path(__file__).parents[2]

@@ -13,7 +13,7 @@ from token_folders import documents, write_folder
 from gptlite.data.indexed import IndexedDataset
 from gptlite.data.loader import Batch, Loader
 from gptlite.data.order_log import FILE_NAME
-from gptlite.data_tool import command  # noqa: F401 (the fixture `tool` calls it)
+from gptlite.satellites.data_tool import command  # noqa: F401 (the fixture `tool` calls it)
 
 END, MARK = 256, "\n<<< end of document >>>\n"
 Show = Callable[..., tuple[int, str, str]]

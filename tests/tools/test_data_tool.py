@@ -9,9 +9,9 @@ from matplotlib.figure import Figure
 from run_files import snapshot
 from token_folders import write_folder, write_megatron
 
-from gptlite.corpus.indexed import IndexedWriter
-from gptlite.data_tool import command
-from gptlite.data_tool.inspect import histogram, plot_lengths
+from gptlite.satellites.corpus.indexed import IndexedWriter
+from gptlite.satellites.data_tool import command
+from gptlite.satellites.data_tool.inspect import histogram, plot_lengths
 
 TEXTS = {"train": ["a cat", "", "the mat lay under the dog"], "val": ["no cat"]}
 

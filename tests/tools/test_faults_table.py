@@ -18,7 +18,7 @@ def tools(monkeypatch: pytest.MonkeyPatch) -> None:
 def files(tmp_path: Path) -> dict[str, str]:
     """Results of before (three faults, two caught), after (one of them) and of the slow tests (the other)."""
     kind = {
-        "file": "gptlite/plan/cost.py",
+        "file": "gptlite/satellites/plan/cost.py",
         "area": "planner",
         "why": "",
         "tests": 1,

@@ -82,7 +82,7 @@ TESTS = """
 import subprocess
 import sys
 
-from gptlite.plan import cost
+from gptlite.satellites.plan import cost
 
 
 def test_larger():
@@ -94,7 +94,7 @@ def test_count():
 
 
 def test_process():
-    program = "from gptlite.plan import cost; print(cost.__file__, cost.in_process(3))"
+    program = "from gptlite.satellites.plan import cost; print(cost.__file__, cost.in_process(3))"
     said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout.split()
     assert said == [cost.__file__, "6"]
 
@@ -206,8 +206,12 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     from fault_trials import areas, run, session
 
     root = tmp_path / "checkout"
-    files = {"gptlite/plan/cost.py": PRODUCT, "tests/plan/test_cost.py": TESTS, "pyproject.toml": PYPROJECT}
-    files |= {"gptlite/__init__.py": "", "gptlite/plan/__init__.py": "", ".gitignore": ".pytest_cache\n__pycache__\n"}
+    files = {"gptlite/satellites/plan/cost.py": PRODUCT, "tests/plan/test_cost.py": TESTS, "pyproject.toml": PYPROJECT}
+    files |= {
+        "gptlite/__init__.py": "",
+        "gptlite/satellites/plan/__init__.py": "",
+        ".gitignore": ".pytest_cache\n__pycache__\n",
+    }
     for name, text in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(dedent(text))
@@ -218,8 +222,8 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (root / "tests/plan/test_cost.py").write_text(TESTS)
     for module in (run, session):
         monkeypatch.setattr(module, "ROOT", root)
-        monkeypatch.setattr(module, "AREAS", {"planner": ("gptlite/plan/*.py",)})
-    monkeypatch.setattr(areas, "AREAS", {"planner": ("gptlite/plan/*.py",)})
+        monkeypatch.setattr(module, "AREAS", {"planner": ("gptlite/satellites/plan/*.py",)})
+    monkeypatch.setattr(areas, "AREAS", {"planner": ("gptlite/satellites/plan/*.py",)})
     monkeypatch.setattr(session, "PRELOADED", ())
     return root
 
@@ -231,7 +235,7 @@ def results(tree: Path, tmp_path: Path) -> Callable[..., dict[str, tuple[str, st
     from fault_trials.run import Options, run
 
     def tried(name: str, *wanted: str, **options: Any) -> dict[str, tuple[str, str | None]]:
-        faults = {f"{fault.old} -> {fault.new}": fault for fault in faults_of(tree, "gptlite/plan/cost.py")}
+        faults = {f"{fault.old} -> {fault.new}": fault for fault in faults_of(tree, "gptlite/satellites/plan/cost.py")}
         records = [faults[each].record() | {"area": "planner", "verdict": "caught"} for each in wanted]
         given, out = tmp_path / "faults.jsonl", tmp_path / f"{name}.jsonl"
         given.write_text("\n".join(map(json.dumps, records)))
@@ -301,7 +305,7 @@ def test_tests_that_reach_the_statement_come_first(tmp_path: Path) -> None:
     from fault_trials.choose import batches
     from fault_trials.coverage_map import CoverageMap
 
-    file = "gptlite/plan/cost.py"
+    file = "gptlite/satellites/plan/cost.py"
     fault = next(each for each in found("def f(a):\n    return a + 1\n", file) if each.operator == "arithmetic")
     here = {file: {1, 2}}
     known = CoverageMap(tmp_path)
@@ -323,11 +327,11 @@ def test_tests_that_reach_the_statement_come_first(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "test_file", "near"),
     [
-        ("gptlite/plan/cost.py", "tests/plan/test_cost.py", True),
+        ("gptlite/satellites/plan/cost.py", "tests/plan/test_cost.py", True),
         ("gptlite/models/gpt/model.py", "tests/models/test_gpt.py", True),
         ("gptlite/files.py", "tests/test_files.py", True),
         ("gptlite/checkpoint/find.py", "tests/checkpoint_tool/test_boxes.py", False),
-        ("gptlite/checkpoint_tool/ls.py", "tests/tools/test_checkpoint_tool.py", True),
+        ("gptlite/satellites/checkpoint_tool/ls.py", "tests/tools/test_checkpoint_tool.py", True),
         ("kernels/cpu/rope.cpp", "tests/kernels/test_rope.py", True),
     ],
 )

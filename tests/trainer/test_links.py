@@ -12,9 +12,9 @@ from gptlite.data.order_log import FILE_NAME, note_spike
 from gptlite.errors import ConfigError
 from gptlite.files import make_inside, open_inside
 from gptlite.metrics.jsonl import JsonlSink, truncate_after
+from gptlite.satellites.sweep.folder import SweepFolder
+from gptlite.satellites.sweep.job import output_in
 from gptlite.start.pretrain import pretrain
-from gptlite.sweep.folder import SweepFolder
-from gptlite.sweep.job import output_in
 from gptlite.trainer.folder import WRITTEN
 
 KEPT = "not to be touched\n"

@@ -15,14 +15,14 @@ from marking import marked
 from run_files import checkpoint, differing, meta, read_metrics
 
 from gptlite import load
-from gptlite.deepspeed.expand import overrides_of
-from gptlite.deepspeed.translate import translate
 from gptlite.errors import ConfigError
 from gptlite.optimizer.build import build_optimizer
 from gptlite.optimizer.config import AdamWConfig
 from gptlite.parallelism.mesh import Mesh
-from gptlite.parity.record import build
 from gptlite.precision import LossScaleRule, Policy, Precision, PrecisionConfig
+from gptlite.satellites.deepspeed.expand import overrides_of
+from gptlite.satellites.deepspeed.translate import translate
+from gptlite.satellites.parity.record import build
 from gptlite.trainer.loss_scale import LossScaler, build_scaler
 from gptlite.trainer.steps import lag_of
 

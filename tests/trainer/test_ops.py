@@ -12,7 +12,7 @@ from run_files import snapshot
 
 from gptlite.config import load
 from gptlite.parallelism.mesh import Mesh
-from gptlite.parity.record import build
+from gptlite.satellites.parity.record import build
 
 # The first 20 of 100 warm-up steps to 1e-3: Adam makes a whole step of rounding noise where a gradient is tiny.
 TWENTY = ("run.dir=unused", "run.name=x", "trainer.max_steps=50", "optimizer.lr=5e-4", "schedule.warmup_steps=49")

@@ -7,7 +7,7 @@ import pytest
 from gptlite.config import load
 from gptlite.parallelism.config import ParallelismConfig
 from gptlite.parallelism.mesh import build_mesh
-from gptlite.parity.record import build
+from gptlite.satellites.parity.record import build
 
 SMALL = """
 data=shakespeare_char data.global_batch_size=8 data.micro_batch_size=8 data.sequence_length=32

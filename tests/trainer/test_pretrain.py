@@ -24,7 +24,7 @@ from gptlite.config.saved import from_yaml, read_saved
 from gptlite.config.schema import CONF_DIR
 from gptlite.errors import ConfigError
 from gptlite.parallelism.mesh import Mesh
-from gptlite.parity.record import build
+from gptlite.satellites.parity.record import build
 from gptlite.tokenizers.base import ByteTokenizer
 from gptlite.trainer.folder import RunFolder
 

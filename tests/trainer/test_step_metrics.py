@@ -20,7 +20,7 @@ from gptlite.models.spec import ModelSpec
 from gptlite.ops.inputs import Inputs
 from gptlite.parallelism.config import ParallelismConfig
 from gptlite.parallelism.mesh import build_mesh
-from gptlite.plots.curves import own_metrics, plot_curves
+from gptlite.satellites.plots.curves import own_metrics, plot_curves
 from gptlite.trainer.build import build_run
 from gptlite.trainer.trainer import Trainer
 

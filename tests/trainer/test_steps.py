@@ -30,10 +30,10 @@ from gptlite.optimizer.build import build_optimizer
 from gptlite.optimizer.config import AdamConfig, AdamWConfig, MuonConfig, SGDConfig
 from gptlite.optimizer.fused import clip_and_step, decides_on_device, is_fused
 from gptlite.optimizer.rounded import RoundedOptimizer
-from gptlite.optimizers.configs import LambConfig, LionConfig
 from gptlite.parallelism.mesh import Mesh
-from gptlite.parity.record import build
 from gptlite.precision import Policy
+from gptlite.satellites.optimizers.configs import LambConfig, LionConfig
+from gptlite.satellites.parity.record import build
 from gptlite.trainer.loss_scale import Decisions, LossScaler
 from gptlite.trainer.report import Reporter
 from gptlite.trainer.state import TrainState

@@ -16,8 +16,8 @@ from gptlite.models.parallelize import copy_weights
 from gptlite.ops.weight_copies import as_dtype, copy_of, keep_copies
 from gptlite.optimizer.fused import writes_copies
 from gptlite.parallelism.mesh import Mesh
-from gptlite.parity.record import build
 from gptlite.precision import resolve_precision
+from gptlite.satellites.parity.record import build
 from gptlite.trainer.state import TrainState
 from gptlite.trainer.step import Step
 

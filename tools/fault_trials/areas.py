@@ -15,7 +15,7 @@ from fault_trials.python_faults import python_faults, same_code
 # The files of each area. A file that several areas match belongs to the first.
 AREAS: dict[str, tuple[str, ...]] = {
     "configuration": (
-        *("gptlite/config/**/*.py", "gptlite/deepspeed/*.py", "gptlite/start/*.py", "gptlite/launch/*.py"),
+        *("gptlite/config/**/*.py", "gptlite/satellites/deepspeed/*.py", "gptlite/start/*.py", "gptlite/launch/*.py"),
         "gptlite/**/*config.py",
     ),
     "kernels": (
@@ -26,17 +26,27 @@ AREAS: dict[str, tuple[str, ...]] = {
     "collectives": (
         *(
             "gptlite/parallelism/*.py",
-            "gptlite/monitor/*.py",
+            "gptlite/satellites/monitor/*.py",
             "gptlite/ops/cross_entropy.py",
             "gptlite/ops/embedding.py",
         ),
         *("gptlite/ops/linear.py", "gptlite/models/parallel_layers.py"),
     ),
-    "data order": ("gptlite/data/*.py", "gptlite/corpus/*.py", "gptlite/images/*.py", "gptlite/samples/*.py"),
-    "checkpoint": (
-        *("gptlite/checkpoint/*.py", "gptlite/checkpoint_tool/*.py", "gptlite/huggingface/*.py", "gptlite/files.py"),
+    "data order": (
+        "gptlite/data/*.py",
+        "gptlite/satellites/corpus/*.py",
+        "gptlite/satellites/images/*.py",
+        "gptlite/satellites/samples/*.py",
     ),
-    "planner": ("gptlite/plan/*.py",),
+    "checkpoint": (
+        *(
+            "gptlite/checkpoint/*.py",
+            "gptlite/satellites/checkpoint_tool/*.py",
+            "gptlite/satellites/huggingface/*.py",
+            "gptlite/files.py",
+        ),
+    ),
+    "planner": ("gptlite/satellites/plan/*.py",),
     "training step": (
         *("gptlite/trainer/*.py", "gptlite/models/**/*.py", "gptlite/optimizer/*.py", "gptlite/ops/*.py"),
         "gptlite/precision.py",

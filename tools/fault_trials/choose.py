@@ -12,12 +12,12 @@ from fault_trials.fault import Fault
 
 # Test folders of product folders that have another name.
 MIRRORS = {
-    "gptlite/checkpoint_tool": ("tests/checkpoint_tool", "tests/tools"),
+    "gptlite/satellites/checkpoint_tool": ("tests/checkpoint_tool", "tests/tools"),
     "gptlite/commands": ("tests/tools",),
     "gptlite/data": ("tests/data", "tests/corpus"),
-    "gptlite/data_tool": ("tests/tools",),
-    "gptlite/images": ("tests/data",),
-    "gptlite/samples": ("tests/models", "tests/data"),
+    "gptlite/satellites/data_tool": ("tests/tools",),
+    "gptlite/satellites/images": ("tests/data",),
+    "gptlite/satellites/samples": ("tests/models", "tests/data"),
     "gptlite/parallelism": ("tests/parallelism", "tests/distributed"),
     "gptlite/launch": ("tests/launch", "tests/distributed"),
     "kernels": ("tests/kernels", "tests/ops"),
@@ -97,7 +97,7 @@ def is_near(file: str, test_file: str) -> bool:
     if mirrors:
         names = MIRRORS[mirrors[0]]
     elif "/" in folder:
-        names = (f"tests/{folder.split('/')[1]}",)
+        names = (f"tests/{folder.replace('gptlite/satellites/', 'gptlite/').split('/')[1]}",)
     else:
         names = (f"tests/test_{PurePosixPath(file).stem}.py",)
     return any(test_file == each or test_file.startswith(f"{each}/") for each in names)

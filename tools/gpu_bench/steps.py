@@ -117,8 +117,8 @@ def predicted(cell: Cell) -> dict[str, float]:
     from gptlite.optimizer.config import AdamWConfig
     from gptlite.parallelism.config import ParallelismConfig
     from gptlite.parallelism.layout import Layout
-    from gptlite.plan.cost import predict
-    from gptlite.plan.workload import Workload
+    from gptlite.satellites.plan.cost import predict
+    from gptlite.satellites.plan.workload import Workload
 
     config = model_of(cell.size)
     work = Workload(

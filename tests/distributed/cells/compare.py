@@ -1,8 +1,8 @@
 """Cells of the matrix compared with one process: what each rank does, what rank 0 judges by, and the bounds.
 
-The rule of gptlite.parity.compare judges each tensor by what 16 bits cost it. The bounds are about twice the largest
-error of any cell of a precision on any machine so far (docs/parallelism_checks.md has both). They do not grow with the
-error of one process.
+The rule of gptlite.satellites.parity.compare judges each tensor by what 16 bits cost it. The bounds are about twice the
+largest error of any cell of a precision on any machine so far (docs/parallelism_checks.md has both). They do not grow
+with the error of one process.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from distributed.cells.run import KeptRanks
 from gptlite.config import Config, load
 from gptlite.parallelism.config import Offload
 from gptlite.parallelism.mesh import Mesh, build_mesh
-from gptlite.parity.compare import (
+from gptlite.satellites.parity.compare import (
     Distances,
     StepComparison,
     Tolerances,
@@ -32,8 +32,8 @@ from gptlite.parity.compare import (
     fp32_limits,
     half_limits,
 )
-from gptlite.parity.record import StepRecord, recorded
-from gptlite.parity.report import row, verdict
+from gptlite.satellites.parity.record import StepRecord, recorded
+from gptlite.satellites.parity.report import row, verdict
 
 
 @dataclass(frozen=True)

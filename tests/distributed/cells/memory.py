@@ -15,15 +15,15 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from distributed.cells.steps import built, planned_work
 from gptlite.config import Config, load
 from gptlite.models.parallelize import finish_gradients
-from gptlite.monitor.memory_watch import MemoryWatch, StepBytes
-from gptlite.monitor.model_state import StateBytes
 from gptlite.ops.select import select_ops
 from gptlite.parallelism import pipeline
 from gptlite.parallelism.config import ParallelismConfig
 from gptlite.parallelism.pipeline import MicroBatches
 from gptlite.parallelism.zero import before_backward
-from gptlite.plan.memory import estimate
 from gptlite.precision import Precision, PrecisionConfig
+from gptlite.satellites.monitor.memory_watch import MemoryWatch, StepBytes
+from gptlite.satellites.monitor.model_state import StateBytes
+from gptlite.satellites.plan.memory import estimate
 from gptlite.trainer import build as run_build
 from gptlite.trainer.state import TrainState
 from gptlite.trainer.step import Step

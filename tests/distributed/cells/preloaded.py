@@ -13,9 +13,9 @@ import torch.distributed.tensor.debug
 import torch.testing._internal.composite_compliance  # noqa: F401
 
 import gptlite.optimizer.torch_rules
-import gptlite.parity.record
-import gptlite.plan.advice
-import gptlite.plan.banner
+import gptlite.satellites.parity.record
+import gptlite.satellites.plan.advice
+import gptlite.satellites.plan.banner
 import gptlite.start.api
 import gptlite.start.pretrain  # noqa: F401
 from gptlite.config import compose

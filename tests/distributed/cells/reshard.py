@@ -21,8 +21,8 @@ from gptlite.config.saved import to_yaml
 from gptlite.optimizer.base import OwnOptimizer
 from gptlite.parallelism.boxes import local_box, local_tensor
 from gptlite.parallelism.mesh import Mesh, build_mesh
-from gptlite.parity.gather import Whole, gather
-from gptlite.parity.record import build
+from gptlite.satellites.parity.gather import Whole, gather
+from gptlite.satellites.parity.record import build
 from gptlite.trainer.eval import evaluate
 from gptlite.trainer.folder import RunFolder
 from gptlite.trainer.state import TrainState

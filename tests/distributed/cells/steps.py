@@ -15,9 +15,9 @@ from torch.distributed.distributed_c10d import PrefixStore
 from gptlite.config import Config, load
 from gptlite.config.cluster import ClusterConfig
 from gptlite.parallelism.mesh import Mesh, build_mesh
-from gptlite.parity.record import build
-from gptlite.plan.planning import workload_of
-from gptlite.plan.workload import Workload
+from gptlite.satellites.parity.record import build
+from gptlite.satellites.plan.planning import workload_of
+from gptlite.satellites.plan.workload import Workload
 from gptlite.start.pretrain import pretrain
 from gptlite.torch_private.distributed import forget_meshes
 from gptlite.trainer.state import TrainState

@@ -16,7 +16,7 @@ from gptlite.ops.config import Attention
 from gptlite.optimizer.config import AdamWConfig
 from gptlite.parallelism.config import ActivationCheckpointing, ParallelismConfig
 from gptlite.parallelism.layout import resolve
-from gptlite.plan.workload import Workload
+from gptlite.satellites.plan.workload import Workload
 from plan.published.row import FLASH_2_ON_H100, TOKENS, Row
 
 STACK = "llm-foundry"

@@ -48,8 +48,8 @@ def _head() -> str:
     hidden = max(abs(replace(row, hides=True).error()) for row in MEGATRON.rows)
     return f"""# Planner: step time against published runs
 
-The tables compare published throughput with the prediction of `gptlite.plan.cost.predict`, the cost model of [the
-planner](planner.md). Each row is one published run. `tests/plan/published/` generates this page:
+The tables compare published throughput with the prediction of `predict` (`gptlite/satellites/plan/cost.py`),
+the cost model of [the planner](planner.md). Each row is one published run. `tests/plan/published/` generates this page:
 
 ```
 cd tests && python -m plan.published                                 # print each row: published, predicted, error

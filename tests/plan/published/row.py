@@ -14,9 +14,9 @@ from gptlite.config.schema import CONF_DIR
 from gptlite.models.gpt.config import GPTConfig
 from gptlite.models.gpt.flops import flops_per_token
 from gptlite.parallelism.config import ActivationCheckpointing
-from gptlite.plan.cost import predict
-from gptlite.plan.search import UNKNOWN
-from gptlite.plan.workload import Prediction, Workload
+from gptlite.satellites.plan.cost import predict
+from gptlite.satellites.plan.search import UNKNOWN
+from gptlite.satellites.plan.workload import Prediction, Workload
 
 # FlashAttention-2 does not use an H100's new instructions: forward and backward, it reaches at most 335 TFLOP/s, and on
 # an A100 203 (arXiv:2307.08691, figures 4 and 7). This is the efficiency of `a100-80gb` in proportion.

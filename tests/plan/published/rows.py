@@ -7,7 +7,7 @@ from gptlite.ops.config import Attention
 from gptlite.optimizer.config import AdamWConfig
 from gptlite.parallelism.config import ActivationCheckpointing, ParallelismConfig
 from gptlite.parallelism.layout import resolve
-from gptlite.plan.workload import Workload
+from gptlite.satellites.plan.workload import Workload
 from plan.published.row import SAMPLES, TFLOPS, Row
 
 # Narayanan et al. 2021 (arXiv:2104.04473), table 1, A100-80GB. Micro-batches, virtual stages and whose data-parallel

@@ -9,7 +9,7 @@ from gptlite.ops.config import Attention
 from gptlite.optimizer.config import AdamWConfig
 from gptlite.parallelism.config import ActivationCheckpointing, ParallelismConfig
 from gptlite.parallelism.layout import resolve
-from gptlite.plan.workload import Workload
+from gptlite.satellites.plan.workload import Workload
 from plan.published.row import FULL_MFU, MFU, TOKENS, Row
 
 _FUSED = "its fused or compiled kernels are not modelled"

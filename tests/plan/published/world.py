@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gptlite.plan.cache import cached
+from gptlite.satellites.plan.cache import cached
 from plan.published import megatron, mpt, titan
 from plan.published.fit import fit_point, moved
 from plan.published.row import Row

@@ -1,0 +1,397 @@
+"""Predicted memory of a rank in a training step, without running it.
+
+Model state is counted as in gptlite.satellites.monitor.model_state. It peaks at the start of a backward pass or at the
+update. All other memory (activations and temporary memory of ops, collectives and FSDP2) is accumulated over the rank's
+passes in order. A pass of a stage is represented by a tape: a list of bytes in order, allocated if positive, freed if
+negative. Its entries come from the stage's profile, and from FSDP2's gathers and reductions in between."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+from itertools import accumulate, product
+from typing import NamedTuple
+
+import numpy as np
+
+from gptlite.parallelism.config import Offload
+from gptlite.parallelism.layout import rule, splits_backward
+from gptlite.satellites.plan.cache import cached
+from gptlite.satellites.plan.optimizers import Shard, state_bytes
+from gptlite.satellites.plan.parameters import (
+    StageParameters,
+    copies,
+    cut,
+    expert_shards,
+    gathered_elements,
+    shared,
+    stages,
+)
+from gptlite.satellites.plan.profile import halves_of, profile_key, profile_of
+from gptlite.satellites.plan.segments import Segment
+from gptlite.satellites.plan.traffic import buffers_bytes, message_bytes, sums_copies_often
+from gptlite.satellites.plan.walk import Turn, turns
+from gptlite.satellites.plan.workload import MASTER, RankBytes, Workload, frees_messages
+
+Passes = dict[tuple[str, bool, bool], tuple[int, int]]  # result of `passes_of`
+
+
+def most(work: Workload) -> tuple[int, RankBytes]:
+    """Return the pipeline rank that needs the most memory, and its bytes.
+
+    With a V-shaped schedule, all ranks are estimated. Otherwise, only the first rank of each kind (see
+    PipelinePartition) is, because it has the most micro-batches in flight.
+    """
+    v_shape = rule(work.parallelism).v_shape
+    ranks = range(work.layout.size("pp")) if v_shape else cut(work).first.values()
+    each = {rank: estimate(work, rank) for rank in ranks}
+    rank = max(each, key=lambda one: each[one].total)
+    return rank, each[rank]
+
+
+def estimate(work: Workload, pp_rank: int, tp_rank: int = 0) -> RankBytes:
+    """Return a pipeline rank's bytes, each category at its peak.
+
+    `tp_rank` matters if the tensor axis does not divide the vocabulary. The estimate is for the first data rank, whose
+    shards are the longest.
+    """
+    held, host = stages(work, pp_rank, tp_rank), 0
+    parameters, gradients, activations = _walked(work, held, pp_rank, tp_rank)
+    optimizer = _optimizer(work, held)
+    if work.on_host:
+        shards = work.layout.size("dp_shard")
+        host = optimizer + (work.stored + MASTER) * sum(stage.sharded(shards) for stage in held)
+        optimizer = 0
+    return RankBytes(parameters, gradients, optimizer, activations, host)
+
+
+def _walked(work: Workload, held: list[StageParameters], pp_rank: int, tp_rank: int) -> tuple[int, int, int]:
+    """Return the bytes of parameters and of gradients when their sum peaks, and the peak of all other memory. The sum
+    peaks at the start of a backward pass or at the update."""
+    numbers = {stage.number for stage in held}
+    passes, states = [passes_of(work, stage, tp_rank) for stage in held], [ModelState(work, stage) for stage in held]
+    different, order = turns(work.parallelism, pp_rank, work.micro_batches)
+    rows = []
+    for turn in different:
+        peak, change = passes[turn.place][turn.kind, turn.first, turn.last]
+        during, after = _messages(work, turn.kind, held[turn.place].number, numbers)
+        rows.append((peak + during, change + after, *states[turn.place].changes(turn), turn.kind != "F"))
+    peaks, changes, gathered, freed, summed, backward = np.array(rows)[order].T
+    before, partial, reduced = (np.cumsum(each) - each for each in (changes, gathered - freed, summed))
+    unsharded = partial + gathered
+    at = np.argmax(np.where(backward, unsharded + reduced, -1))
+    elements = 0 if work.on_host else sum(stage.sharded(work.layout.size("dp_shard")) for stage in held)
+    inside = work.stored * elements + int(unsharded[at]), int(reduced[at])
+    parameters, gradients = max(inside, (work.stored * elements, MASTER * elements), key=sum)
+    # Buffers that sum the gradients of tied parameters of which two ranks have a copy.
+    tied = [2 * copy.shard(work.layout.size("dp_shard")) * MASTER for copy in copies(held)]
+    top = max(0, int((before + peaks).max()), *tied)
+    return parameters, gradients, top + _buffers(work, held)
+
+
+class ModelState:
+    """Bytes of a stage's model state other than parameter shards and optimizer state: `gathered` parameters, and the
+    accumulated gradients, `reduced` before the last micro-batch and `done` after it."""
+
+    def __init__(self, work: Workload, stage: StageParameters) -> None:
+        shards, zero = work.layout.size("dp_shard"), work.parallelism.zero
+        size = MASTER * stage.sharded(shards)
+        blocks = 0 if zero == 3 else sum(count * stage.bucket([kind], shards) for kind, count in stage.runs)
+        self.gathered = work.gather_item * (gathered_elements(stage.others, shards) + blocks) * work.sharded
+        self.done = 0 if work.on_host else size  # offload moves reduced gradients to the host
+        self.reduced, self.frees, self.first = self.done, zero == 3, stage.first
+        if zero < 2:
+            self.reduced = work.reduce_item * stage.sharded(1)
+        elif work.layout.size("dp_replicate") > 1 and not sums_copies_often(work):
+            # sums over the shard axis only, in the reduction dtype
+            self.reduced = size * work.reduce_item // MASTER
+
+    def changes(self, turn: Turn) -> tuple[int, int, int]:
+        """Return the bytes of parameters that a pass gathers, those that it frees at its end, and the pass's change of
+        the gradients' bytes."""
+        if self.frees:  # the second half of a backward pass only frees what a forward pass has gathered
+            half = turn.kind == "W" and not self.first
+            gathers, frees = turn.fresh and not half, turn.kind != "F" and not (half and turn.fresh)
+        else:
+            gathers, frees = turn.kind == "F" and turn.first, turn.last
+        first = turn.first and turn.kind != "F"
+        summed = self.done - self.reduced * (not first) if turn.last else self.reduced * first
+        return self.gathered * gathers, self.gathered * frees, summed
+
+
+def _optimizer(work: Workload, held: list[StageParameters]) -> int:
+    """Return the bytes of the optimizer state. If the state is on disk, return those of its buffers and step counts."""
+    if work.parallelism.offload is Offload.nvme:
+        parameters = [parameter for stage in held for parameter in stage.parameters()]
+        return buffers_bytes(work, parameters) + MASTER * len(parameters) * work.optimizer.counts
+    shards = work.layout.size("dp_shard")
+    kinds = [(stage.others, False, 1) for stage in held]
+    kinds += [(stage.kinds[kind], True, count) for stage in held for kind, count in stage.runs]
+    return state_bytes(
+        work.optimizer,
+        [
+            Shard(each.shard_shape(shards), inside and not each.embedding, count)
+            for group, inside, count in kinds
+            for each in group
+        ],
+    )
+
+
+def _messages(work: Workload, kind: str, number: int, mine: set[int]) -> tuple[int, int]:
+    """Return the bytes of messages to add to those recorded at the peak of a pass and as left after it.
+
+    Up to torch 2.14, schedules with several stages per rank hold sent tensors to the end of the step, when they wait
+    for their sends. If two consecutive stages are on the same rank, the first one's output is the receive buffer that
+    `_buffers` counts.
+    """
+    if work.layout.size("pp") == 1:
+        return 0, 0
+    before, after = message_bytes(work, number), message_bytes(work, number + 1)
+    if frees_messages():
+        sent = before * (number - 1 not in mine), after * (number + 1 not in mine)
+        return _freed_messages(kind, *sent, kept=work.parallelism.schedule != "1f1b")
+    if number + 1 in mine:
+        return 0, {"F": -after, "B": after, "W": after}.get(kind, 0)
+    if work.parallelism.schedule in ("gpipe", "1f1b") or kind in "FI":
+        return 0, 0
+    # `_buffers` counts the input's gradient of a split backward pass, which is always kept.
+    return 0, after + before * (kind == "B" and number - 1 not in mine)
+
+
+def _freed_messages(kind: str, before: int, after: int, kept: bool) -> tuple[int, int]:
+    """Return `_messages` for torch 2.15 and later, where a buffer is allocated when its message is awaited, and an
+    input is freed by the pass that computes the weights' gradients.
+
+    `before`, `after`: bytes of the messages that a forward pass receives and sends. `kept`: the gradients that a stage
+    sends are held to the end of the step.
+    """
+    match kind:
+        case "F":
+            return before, before
+        case "I":
+            return after, after + before
+        case "W":
+            return 0, -before - after
+        case _:
+            return after, before * kept - before
+
+
+def _buffers(work: Workload, held: list[StageParameters]) -> int:
+    """Return the bytes of a pipeline's receive buffers, one tensor per micro-batch, and of the step's inputs and
+    targets. 0 without a pipeline."""
+    ranks, count = work.layout.size("pp"), work.micro_batches
+    if ranks == 1:
+        return 0
+    numbers, split = {stage.number for stage in held}, splits_backward(work.parallelism)
+    if frees_messages():
+        ahead = 0  # a gradient that is being sent, or an input received ahead
+        if not split and work.parallelism.schedule != "gpipe":
+            ahead = max(message_bytes(work, number) for number in numbers)
+        return ahead + count * (work.target_bytes + work.input_bytes * (0 in numbers))
+    ends = [message_bytes(work, each) for number in numbers for each in (number, number + 1)]
+    kept = count * sum(ends)
+    if split:  # a stage that receives from another rank keeps its inputs' gradients to the end of the step
+        kept += count * sum(message_bytes(work, number) for number in numbers if number - 1 not in numbers)
+    if work.parallelism.schedule == "1f1b" and count > ranks - held[0].number:
+        kept += sum(ends)  # the steady phase holds an output and a gradient that have been sent
+    return kept + count * (work.target_bytes + work.input_bytes * (0 in numbers))
+
+
+def highest(tape: list[int]) -> int:
+    """Return the peak of a tape above its start."""
+    return max(accumulate(tape, initial=0))
+
+
+def repeated(tape: list[int], times: int) -> list[int]:
+    """Return a tape with the total change and the peak of `times` repetitions. Each repetition changes the level
+    equally, so the first or the last one has the peak, and one entry replaces the others."""
+    return [*tape, sum(tape) * (times - 2), *tape] if times > 1 else tape * times
+
+
+def _key(work: Workload, stage: StageParameters, tp_rank: int) -> tuple[object, ...]:
+    """Return the fields that `passes_of` depends on: those of the profile, the stage, and FSDP2."""
+    config, shards = work.parallelism, work.layout.size("dp_shard")
+    fsdp = shards, config.zero, config.bucket_layers, config.offload is Offload.none, work.half_sums
+    return profile_key(work, tp_rank), stage.runs, stage.first, stage.last, work.micro_batches == 1, *fsdp
+
+
+@cached(_key)
+def passes_of(work: Workload, stage: StageParameters, tp_rank: int) -> Passes:
+    """Return, for each pass of a stage, its peak above the level before it and its change of the level. Keys are the
+    kind, `first` and `last` of `walk.Turn`."""
+    memory = _Stage(work, stage, tp_rank)
+    first = later = memory.forward(memory.frees, memory.added)
+    if memory.gathered and not memory.frees:
+        # Parameters that stay gathered are gathered in the first pass. Its gradients count as model state, because
+        # there are no earlier gradients to which they are added.
+        first = memory.forward(True, memory.holds)
+    kept = sum(later)
+    passes = {("F", True, False): (highest(first), kept), ("F", False, False): (highest(later), kept)}
+    backward = memory.backward
+    if memory.split and not stage.first:
+        inputs = memory.inputs()
+        passes["I", False, False] = highest(inputs), sum(inputs)
+        kept, backward = kept + sum(inputs), partial(memory.weights, kept + sum(inputs))
+    # The buffer of a pass's last reduction is held until the stage's next reduction begins.
+    carried = backward(work.sharded and memory.often, 0)[1]
+    for is_first, is_last in product((False, True), repeat=2):
+        before = 0 if is_first else carried
+        tape, after = backward(work.sharded and (is_last or memory.often), before)
+        change = after * (not is_last) - before - kept
+        passes["B", is_first, is_last] = passes["W", is_first, is_last] = highest(tape), change
+    return passes
+
+
+class _Reduction(NamedTuple):
+    """Gradients that FSDP2 reduces together: `size`, their unsharded bytes in the reduction dtype; `gradients`, their
+    bytes in the dtype in which a pass computes them; and the number of shards."""
+
+    size: int
+    gradients: int
+    shards: int
+
+
+class _Bucket(NamedTuple):
+    """Blocks that FSDP2 gathers and reduces together; `times` is the number of equal buckets in a row.
+
+    In bytes, 0 without gathers: `gathered`, the gathered bucket; `ahead`, the parameters prefetched during its backward
+    pass. `reductions`: first that of distributed experts, if any, then that of the other parameters.
+    """
+
+    kinds: tuple[int, ...]
+    times: int
+    gathered: int
+    ahead: int
+    reductions: list[_Reduction]
+
+
+class _Stage:
+    """A stage with its profile, FSDP2's buffers, and the handling of gradients.
+
+    `others`: the reduction of the parameters outside blocks. `buckets`: FSDP2's buckets in forward order. `frees`:
+    gathered buckets are freed after each pass. `often`: each pass reduces its gradients. `added`: gradients are
+    allocated in addition to accumulated ones; otherwise they count as model state. `holds`: FSDP2 holds a block's
+    gradients until it reduces them; otherwise each gradient is added to the accumulated gradient and freed.
+    """
+
+    def __init__(self, work: Workload, stage: StageParameters, tp_rank: int) -> None:
+        config, shards, sharded = work.parallelism, work.layout.size("dp_shard"), work.sharded
+        self.work, self.stage, self.profile = work, stage, profile_of(work, tp_rank)
+        self.split = splits_backward(config)
+        comes_and_goes = sharded and (shards > 1 or config.offload is not Offload.none)
+        others = gathered_elements(stage.others, shards) * sharded
+        self.others, self.others_gathered = _Reduction(others * work.reduce_item, 0, shards), others * work.gather_item
+        self.frees = config.zero == 3 and comes_and_goes
+        held = work.gather_item if sharded else work.stored  # bytes of a parameter as a layer uses it
+        self.often, self.added = config.zero >= 2 or work.micro_batches == 1, sharded or work.micro_batches > 1
+        # FSDP2 accumulates in fp32 the gradients that are computed in 16 bits.
+        self.holds = sharded and (self.often or held < work.reduce_item)
+        self.buckets, earlier = list[_Bucket](), None
+        for kinds, times in stage.buckets(config.bucket_layers):
+            gathered = stage.bucket(kinds, shards) * work.gather_item * comes_and_goes
+            # While a bucket's distributed experts are gathered, the prefetched bucket does not include its experts.
+            without = stage.bucket(kinds, shards, experts=False) * work.gather_item * (gathered > 0)
+            ahead = without if times > 1 or earlier is None else earlier
+            earlier = without if gathered else earlier
+            parameters = tuple(each for kind in kinds for each in stage.kinds[kind])
+            reductions = [
+                _Reduction(
+                    gathered_elements(some, shards) * work.reduce_item * sharded,
+                    sum(each.elements for each in some) * held * self.holds,
+                    expert_shards(shards, some[0].among),
+                )
+                for some in (shared(parameters, True), shared(parameters, False))
+                if some
+            ]
+            self.buckets.append(_Bucket(kinds, times, gathered, ahead, reductions))
+        self.gathered = sum(each.gathered * each.times for each in self.buckets)
+
+    def tape(self, segments: Iterable[Segment], added: bool, owns_input: bool = True) -> list[int]:
+        """Return the tape of consecutive segments. `added`: see Segment.tape. `owns_input`: likewise, for the first
+        one."""
+        tape = list[int]()
+        for segment in segments:
+            tape += segment.tape(added, self.holds, owns_input)
+            owns_input = True
+        return tape
+
+    def reduced(self, reductions: Iterable[_Reduction], before: int) -> tuple[list[int], int]:
+        """Return the tape of reductions in sequence, and the bytes of the last one's input, which is held until the
+        next reduction. `before`: those of the reduction before.
+
+        The resulting shards count as model state and are not on the tape. If the reduction dtype is not fp32, the tape
+        includes temporary shards in that dtype.
+        """
+        tape = list[int]()
+        for size, gradients, shards in reductions:
+            received = size - size // shards if self.work.device == "cpu" else 0
+            if self.work.reduce_item < MASTER:
+                received += size // shards
+            if size:
+                tape += [-before, size, -gradients, received, -received]
+                before = size
+        return tape, before
+
+    def remaining(self, before: int) -> tuple[list[int], int]:
+        """Return the result of `reduced` for the end of a pass. A split backward pass, which runs no hooks, ends with
+        all reductions. torch 2.15 then frees the last one's input."""
+        blocks = [each for bucket in self.buckets for each in bucket.reductions * bucket.times] if self.split else []
+        tape, held = self.reduced([self.others, *blocks], before)
+        return ([*tape, -held], 0) if self.split and frees_messages() else (tape, held)
+
+    def forward(self, gathers: bool, added: bool) -> list[int]:
+        """Return the tape of a forward pass. `gathers`: the pass gathers buckets, and holds each bucket's buffer until
+        the next gather or the backward pass."""
+        stage, profile, owns_input = self.stage, self.profile, self.stage.first
+        before = self.others_gathered * gathers * (not self.gathered)  # with buckets, the first one's gather frees it
+        tape = [before, *self.tape([profile.begin] if stage.first else [], added)]
+        for bucket in self.buckets:
+            for count in (1, bucket.times - 1):
+                buffer, freed = (bucket.gathered or before) * gathers, bucket.gathered * self.frees
+                blocks = self.tape((profile.blocks[kind] for kind in bucket.kinds), added, owns_input)
+                tape, before, owns_input = (
+                    tape + repeated([buffer - before, freed, *blocks, -freed], count),
+                    buffer,
+                    True,
+                )
+        return [*tape, *self.tape([profile.end] if stage.last else [], added), -before]
+
+    def backward(self, reduces: bool, before: int) -> tuple[list[int], int]:
+        """Return the tape of a whole backward pass, and the bytes of its last reduction's input. `reduces`: the pass
+        reduces gradients. `before`: bytes of the input of the reduction before this pass."""
+        stage, profile = self.stage, self.profile
+        whole = self.gathered * self.frees * self.split  # before a split pass, the whole stage is gathered
+        tape, owns_input = [*self.tape([profile.end_back] if stage.last else [], self.added), whole], stage.last
+        for bucket in reversed(self.buckets):
+            gathered, ahead = (each * self.frees * (not self.split) for each in (bucket.gathered, bucket.ahead))
+            reductions = bucket.reductions * (reduces and not self.split)
+            for count in (1, bucket.times - 1):
+                last, *others = reversed(bucket.kinds)
+                segments = [(profile.blocks_back if owns_input else profile.received)[last]]
+                segments += [profile.blocks_back[kind] for kind in others]
+                blocks = self.tape(segments, self.added, owns_input)
+                reduced, before = self.reduced(reductions, before)
+                tape += repeated([gathered + ahead, *blocks, -gathered, *reduced, -ahead], count)
+                owns_input = True
+        tape += [-whole, *self.tape([profile.begin_back] if stage.first else [], self.added)]
+        reduced, before = self.remaining(before) if reduces else ([], before)
+        return tape + reduced, before
+
+    def inputs(self) -> list[int]:
+        """Return the tape of the I half of a backward pass."""
+        found, gathered = halves_of(self.work, self.stage.blocks), self.gathered * self.frees
+        end, blocks = ([found.inputs_end] if self.stage.last else [], [found.inputs])
+        inside = repeated(self.tape(blocks, self.added), self.stage.units)
+        return [gathered, *self.tape(end, self.added), *inside, -gathered]
+
+    def weights(self, kept: int, reduces: bool, before: int) -> tuple[list[int], int]:
+        """Return the tape of the W half of a backward pass, as `backward` does. `kept`: bytes that the forward pass and
+        the I half left."""
+        found = halves_of(self.work, self.stage.blocks)
+        whole = (self.gathered + self.others_gathered) * self.frees
+        copied = self.buckets[-1].gathered * self.frees  # the bucket gathered last is copied out of its buffer
+        peak = highest(self.tape([found.weights_end if self.stage.last else found.weights], self.added))
+        made = sum(each.gradients * bucket.times for bucket in self.buckets for each in bucket.reductions)
+        tape = [whole, copied, -copied, peak, -peak, made - kept, -whole]
+        reduced, before = self.remaining(before) if reduces else ([], before)
+        return tape + reduced, before
