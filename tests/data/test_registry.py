@@ -44,7 +44,7 @@ def test_the_name_of_a_kind_is_its_own(monkeypatch):
     monkeypatch.setattr(registry, "SCHEMAS", dict(registry.SCHEMAS))
     register_kind(kind_of(TextConfig()), "text")  # a second time has no effect
     with pytest.raises(
-        ConfigError, match=r"data=text comes with gptlite, but is registered by gptlite\.corpus\.config"
+        ConfigError, match=r"data=text comes with gptlite, but is registered by gptlite\.satellites\.corpus"
     ):
         register_kind(kind(OtherConfig), "text")
 

@@ -51,7 +51,7 @@ def test_the_table_compares_two_results(files: dict[str, str], capsys: pytest.Ca
     lines = table(capsys, **files)
     assert lines[1].split() == ["planner", "3", "2", "1", "1", "2"]
     assert lines[2].split() == ["all", "3", "2", "1", "1", "2"]
-    assert [line.split()[0] for line in lines[5:]] == [f"plan/cost.py:{i}" for i in range(3)]
+    assert [line.split()[0] for line in lines[5:]] == [f"satellites/plan/cost.py:{i}" for i in range(3)]
     assert all("a < b c" in line and "-> a <= b c" in line for line in lines[5:])
     assert [line[81:] for line in lines[5:]] == ["b (time limit)", "slow: c", "not caught, 3 tes.."]
     assert max(map(len, lines)) <= 100
