@@ -1,4 +1,4 @@
-"""What a rank waits for: torch's flight recorder of collectives, and names in the stack of a thread."""
+"""Collectives that a rank waits for: torch's flight recorder of collectives, and names in the stack of a thread."""
 
 import json
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What the start of a run attaches to it: the watch over its ranks, its observers, and a line of its banner."""
+"""Attachments of a run, from its start: the watch over its ranks, its observers, and a line of its banner."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from gptlite.trainer.observers import Observer, Unwatched, Watch
 
 @dataclass(frozen=True)
 class Attached:
-    """What the start of a run attaches to it; without any of it, the run trains the same. Equal on all ranks.
+    """Attachments that the start of a run gives it. Without any of them, the run trains the same. Equal on all ranks.
 
     `memory` is the banner's line on the memory that a planner has predicted. `watch(mesh, limit)` returns a watch over
     the ranks, where `limit` is the time limit of a collective in seconds. `observers(run, folder, throughput)` returns
