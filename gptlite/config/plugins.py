@@ -22,6 +22,7 @@ from gptlite.parallelism.messages import passed_on
 GROUP = "gptlite.plugins"  # group of the entry points
 # Plugins that come with gptlite.
 INCLUDED = (
+    "gptlite.satellites.compressed",
     "gptlite.satellites.corpus",
     "gptlite.satellites.images",
     "gptlite.satellites.optimizers",

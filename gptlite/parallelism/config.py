@@ -3,6 +3,10 @@
 from dataclasses import dataclass
 from enum import Enum
 
+# Modules whose `build_reduction(config, mesh)` returns what replaces FSDP2's sums of gradients, or None: see
+# reduction.py. Global on purpose: a plug-in adds its module when it is imported.
+REDUCTIONS: list[str] = []
+
 
 class ActivationCheckpointing(Enum):
     """Recomputation in the backward pass: nothing (`none`), whole blocks (`full`), or everything except matmuls and

@@ -12,6 +12,7 @@ from gptlite.parallelism.axes import AXES, EXPERT, EXPERT_AXES, EXPERT_DATA_AXES
 from gptlite.parallelism.config import Offload, ParallelismConfig
 from gptlite.parallelism.layout import Layout, resolve
 from gptlite.parallelism.process_group import join_alone, leave_group
+from gptlite.parallelism.reduction import Reduction
 from gptlite.torch_private.distributed import forget_meshes, set_timeout
 
 
@@ -21,7 +22,8 @@ class Mesh:
 
     With one rank, no process group exists and `device_mesh` is None, unless model state is offloaded, for which FSDP2
     needs a group. `folded_groups` maps the name of each folded axis with more than one rank to its group. `expert_mesh`
-    has the dimensions EXPERT_AXES; it is None if the expert degree is 1.
+    has the dimensions EXPERT_AXES; it is None if the expert degree is 1. `reduction` replaces FSDP2's sums of gradients
+    over the data axes, unless it is None.
     """
 
     device: torch.device
@@ -31,6 +33,7 @@ class Mesh:
     # A dict is not hashable.
     folded_groups: dict[str, dist.ProcessGroup] = field(default_factory=dict, hash=False)
     expert_mesh: DeviceMesh | None = None
+    reduction: Reduction | None = field(default=None, hash=False, compare=False)
 
     @property
     def world_size(self) -> int:

@@ -51,7 +51,8 @@ def shard(
     offloads = config.offload is not Offload.none
     if mesh.fsdp_size == 1 and not offloads:  # FSDP2 would keep a second copy of the parameters even on one rank
         return
-    hybrid = mesh.fsdp_size > 1 and (config.zero == 0 or mesh.size("dp_replicate") > 1)
+    reduction = mesh.reduction  # FSDP2's own all-reduce over `dp_replicate` cannot be replaced, only left out
+    hybrid = reduction is None and mesh.fsdp_size > 1 and (config.zero == 0 or mesh.size("dp_replicate") > 1)
     axes = DATA_AXES if hybrid else ("dp_shard",)  # with a mesh of two axes FSDP2 replicates over the first
     policy = MixedPrecisionPolicy(
         param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False
@@ -78,6 +79,8 @@ def shard(
         if mesh.device.type == "cpu" and among > 1:  # gloo's own collectives are slower
             module.set_custom_all_gather(PairwiseAllGather())  # type: ignore[arg-type]
             module.set_custom_reduce_scatter(PairwiseReduceScatter())  # type: ignore[arg-type]
+        if reduction is not None:
+            reduction.attach(module)
     if config.zero == 3 and config.prefetch > 1:
         _prefetch([bucket[0] for bucket in buckets], config.prefetch)  # the modules of a bucket share one FSDP2 state
 

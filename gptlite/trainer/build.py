@@ -1,7 +1,8 @@
 """Construction of a run from its configuration, for training, parity checks and the engine."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from importlib import import_module
 from typing import Any
 
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from gptlite.ops.select import Ops
 from gptlite.optimizer.fused import writes_copies
 from gptlite.optimizer.schedule import Schedule
 from gptlite.optimizer.streamed import offload_state
+from gptlite.parallelism.config import REDUCTIONS
 from gptlite.parallelism.mesh import Mesh
 from gptlite.parallelism.pipeline import OnePart, Pipeline
 from gptlite.parallelism.stage_runner import StageRunner
@@ -51,6 +53,8 @@ def build_run(config: Config, mesh: Mesh, log: Log) -> Run:
     Collective. Raises ConfigError, on all ranks, for a configuration that cannot run here.
     """
     import_included()  # registers the kinds of data, if another process has composed the configuration
+    builders = (import_module(name).build_reduction for name in REDUCTIONS)
+    mesh = replace(mesh, reduction=next(filter(None, (build(config, mesh) for build in builders)), None))
     policy = resolve_precision(config.precision, mesh.device)
     ops = agreed_ops(config.ops, mesh, documents=config.data.documents)
     data = open_data(config.data, config.seed, log, mesh)
@@ -107,7 +111,7 @@ def build_state(
     optimizer = offload_state(updates, layout, mesh)
     if ops.weight_copies and writes_copies(optimizer) and not compiles:
         copy_weights(parts, mesh, policy)
-    return TrainState(
+    state = TrainState(
         model,
         StageRunner(parts, mesh, layout),
         optimizer,
@@ -117,6 +121,9 @@ def build_state(
         scaler=build_scaler(config.precision, policy),
         spikes=build_spike_watch(config.trainer.spike),
     )
+    if mesh.reduction is not None:
+        mesh.reduction.bind(state.named_parameters(), optimizer)
+    return state
 
 
 def single_input(x: Any, stages: int) -> Tensor | None:

@@ -98,15 +98,16 @@ class RunFolder:
         for notice, log in self._notices.items():
             log(notice)
         weights_only = self.config.checkpoint.load == "weights"
-        tensors = model_tensors(state.model, state.parts) if weights_only else state.tensors()
-        load_tensors(self.resume_from, tensors, strict=not weights_only, verified=True, log=self.log, mesh=self.mesh)
-        for line in state.take(tensors):
+        if weights_only:
+            tensors = model_tensors(state.model, state.parts)
+            load_tensors(self.resume_from, tensors, strict=False, verified=True, log=self.log, mesh=self.mesh)
+            notes = state.take(tensors)
+        else:
+            notes = [*state.load(self.resume_from, self.log), *state.load_meta(meta)]
+        for line in notes:
             self.log(line)
-        if not weights_only:
-            for line in state.load_meta(meta):
-                self.log(line)
-            if not self.resume_from.resolve().is_relative_to(self.path.resolve()):
-                state.wandb_id = None  # the tracker's run belongs to the folder in which it began
+        if not weights_only and not self.resume_from.resolve().is_relative_to(self.path.resolve()):
+            state.wandb_id = None  # the tracker's run belongs to the folder in which it began
         batch = ", and by more if data.micro_batch_size x data-parallel ranks changes, over which batch norm averages"
         norms = capability(state.model.spec, BatchNorms)
         averaged = norms is not None and any(map(norms.has_batch_norm, state.parts))
@@ -213,9 +214,7 @@ class RunFolder:
         if checkpoint is None:
             return None
         tracker, schedule = state.wandb_id, state.loader.schedule
-        tensors = state.tensors()
-        load_tensors(checkpoint, tensors, verified=True, log=self.log, mesh=self.mesh)
-        state.take(tensors)
+        state.load(checkpoint, self.log)
         state.load_meta(from_main(self.mesh, lambda: read_manifest(checkpoint).meta))
         # Keep values that the checkpoint may lack: the tracker's run, and the ranges skipped since it was saved.
         state.wandb_id, state.loader.schedule = tracker, schedule.skipping([(spike.first, spike.stop)])

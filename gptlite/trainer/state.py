@@ -3,18 +3,24 @@
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from gptlite.checkpoint.load import load_tensors
+from gptlite.checkpoint.manifest import read_manifest
 from gptlite.data.batch_loader import BatchLoader
 from gptlite.models.model import Model
 from gptlite.optimizer.schedule import Schedule
 from gptlite.optimizer.state import optimizer_state, take_optimizer_state
 from gptlite.parallelism.boxes import local_tensor, num_local_elements
+from gptlite.parallelism.rank_sync import from_main
+from gptlite.parallelism.reduction import PREFIX
 from gptlite.parallelism.stage_runner import StageRunner
+from gptlite.progress import Log
 from gptlite.trainer.loss_scale import LossScaler
 from gptlite.trainer.saved_meta import checked_meta
 from gptlite.trainer.spike import SpikeWatch
@@ -86,7 +92,9 @@ class TrainState:
 
         Call `take` after writing to the tensors.
         """
-        return model_tensors(self.model, self.parts) | optimizer_state(self.optimizer)
+        reduction = self.runner.mesh.reduction
+        extra = {} if reduction is None else reduction.tensors()
+        return model_tensors(self.model, self.parts) | optimizer_state(self.optimizer) | extra
 
     def take(self, tensors: dict[str, Tensor]) -> list[str]:
         """Apply loaded values in the result of `tensors` or `model_tensors` to the run. Returns notes to print.
@@ -99,6 +107,19 @@ class TrainState:
             take_optimizer_state(self.optimizer, tensors)
         self.refresh_copies()
         return [f"{count:,} weights are rounded to bf16 (precision.master_weights=false)"] if count else []
+
+    def load(self, path: Path, log: Log) -> list[str]:
+        """Fill all tensors from a step folder that has been found intact. Collective. Returns notes to print."""
+        mesh = self.runner.mesh
+        tensors = model_tensors(self.model, self.parts) | optimizer_state(self.optimizer)
+        load_tensors(path, tensors, verified=True, log=log, mesh=mesh)
+        notes = self.take(tensors)
+        stored = from_main(mesh, lambda: [key for key in read_manifest(path).tensors if key.startswith(PREFIX)])
+        if mesh.reduction is None:
+            return [*notes, "the checkpoint's compression errors are dropped"] if stored else notes
+        tensors = mesh.reduction.requested(stored)
+        load_tensors(path, tensors, strict=False, verified=True, log=log, mesh=mesh)
+        return notes + mesh.reduction.take(tensors)
 
     @property
     def progress(self) -> TrainingProgress:

@@ -169,7 +169,12 @@ class Step:
         alone = all(mesh.coordinate(axis) == 0 for axis in DATA_AXES)
         counted = (p for p in state.weights() if _counts(p, first if p.ndim else alone, computes))
         # fp64: the square of a norm above 1.8e19 would overflow fp32.
-        square = local_grad_norm(counted, fused).double() ** 2
+        counted = list(counted)
+
+        def dense() -> Tensor:
+            return local_grad_norm(counted, fused).double() ** 2
+
+        square = dense() if mesh.reduction is None else mesh.reduction.gradient_square(counted, dense)
         share = StepTotals(
             loss=loss if computes else torch.zeros_like(loss),
             norm=square.to(loss.device),

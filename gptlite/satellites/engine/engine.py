@@ -16,7 +16,7 @@ from torch import nn
 
 from gptlite.checkpoint.checkpointer import Checkpointer
 from gptlite.checkpoint.find import candidates, first_intact
-from gptlite.checkpoint.load import load_tensors, verify_together
+from gptlite.checkpoint.load import verify_together
 from gptlite.checkpoint.manifest import read_manifest
 from gptlite.checkpoint.store import step_folders
 from gptlite.config.batch import check_world
@@ -236,10 +236,9 @@ class Engine:
         mesh, state, path = self._mesh, self._state, str(folder or self.config.run.dir)
         check = partial(verify_together, log=self._log, mesh=mesh)
         checkpoint = first_intact(from_main(mesh, lambda: candidates(path, "folder")), path, "folder", self._log, check)
-        tensors = state.tensors()
-        load_tensors(checkpoint, tensors, verified=True, log=self._log, mesh=mesh)
+        notes = state.load(checkpoint, self._log)
         meta = from_main(mesh, lambda: read_manifest(checkpoint).meta)
-        for note in (*state.take(tensors), *state.load_meta(meta)):
+        for note in (*notes, *state.load_meta(meta)):
             self._log(note)
         self._own.add(checkpoint.resolve())
         return Loaded(state.step, meta.get("extra", {}))

@@ -1,0 +1,28 @@
+"""FSDP2: the parameters of a bucket, and the layout of its flat gradients."""
+
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+
+def _group(module: FSDPModule) -> Any:
+    state: Any = fully_shard.state(module)  # type: ignore[attr-defined]
+    (group,) = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]  # 2.11
+    return group
+
+
+def sharded_parameters(module: FSDPModule) -> list[nn.Parameter]:
+    """Return the sharded parameters of a module's bucket, in the order of the flat gradients."""
+    return [param.sharded_param for param in _group(module).fsdp_params if param.sharded_param.requires_grad]
+
+
+def padded_shard_sizes(module: FSDPModule) -> list[int]:
+    """Return the number of elements that each parameter of a bucket has in a row of the flat gradients."""
+    params = [param for param in _group(module).fsdp_params if param.sharded_param.requires_grad]
+    return [param.padded_sharded_param_size.numel() for param in params]
+
+
+def all_reduces(module: FSDPModule) -> bool:
+    """Return True in the backward pass after which gradients are summed over replicas, the last of a step."""
+    return _group(module).all_reduce_grads
