@@ -82,6 +82,7 @@ ROOMS = {
     ),
     # Satellites.
     "monitor": Room("parallelism trainer", packages="torch"),
+    "compressed": Room("config optimizer parallelism", packages="torch"),
     "corpus": Room("data parallelism tokenizers", packages="numpy", lazy="datasets"),
     "samples": Room("data parallelism", packages="numpy torch"),
     "optimizers": Room("ops optimizer parallelism", packages="torch", lazy="torchao"),
@@ -254,7 +255,10 @@ def test_the_core_imports_no_satellite():
     texts = {path: path.read_text(encoding="utf-8") for name in CORE - {"invocation"} for path in files_of(name)}
     quoted = {(path.name, text) for path in texts for text in re.findall(r'"(gptlite(?:\.\w+)+)"', texts[path])}
     # Imported by their names: the plug-ins that come with gptlite, as a user's are.
-    named = {("plugins.py", f"gptlite.satellites.{name}") for name in ("corpus", "images", "optimizers", "samples")}
+    named = {
+        ("plugins.py", f"gptlite.satellites.{name}")
+        for name in ("compressed", "corpus", "images", "optimizers", "samples")
+    }
     assert {each for each in quoted if f"{each[1]}.".startswith(satellites)} == named
 
 
