@@ -24,6 +24,7 @@ GROUP = "gptlite.plugins"  # group of the entry points
 INCLUDED = (
     "gptlite.satellites.corpus",
     "gptlite.satellites.images",
+    "gptlite.satellites.nvme",
     "gptlite.satellites.optimizers",
     "gptlite.satellites.samples",
 )
