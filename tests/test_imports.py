@@ -86,6 +86,7 @@ ROOMS = {
     "corpus": Room("data parallelism tokenizers", packages="numpy", lazy="datasets"),
     "samples": Room("data parallelism", packages="numpy torch"),
     "optimizers": Room("ops optimizer parallelism", packages="torch", lazy="torchao"),
+    "nvme": Room("metrics optimizer parallelism", packages="torch"),
     "plots": Room("metrics trainer", lazy="matplotlib numpy"),
     "plan": Room(
         "config data kernels metrics models monitor ops optimizer optimizers parallelism plots precision samples "
@@ -255,10 +256,8 @@ def test_the_core_imports_no_satellite():
     texts = {path: path.read_text(encoding="utf-8") for name in CORE - {"invocation"} for path in files_of(name)}
     quoted = {(path.name, text) for path in texts for text in re.findall(r'"(gptlite(?:\.\w+)+)"', texts[path])}
     # Imported by their names: the plug-ins that come with gptlite, as a user's are.
-    named = {
-        ("plugins.py", f"gptlite.satellites.{name}")
-        for name in ("compressed", "corpus", "images", "optimizers", "samples")
-    }
+    included = "compressed", "corpus", "images", "nvme", "optimizers", "samples"
+    named = {("plugins.py", f"gptlite.satellites.{name}") for name in included}
     assert {each for each in quoted if f"{each[1]}.".startswith(satellites)} == named
 
 

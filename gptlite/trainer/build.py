@@ -20,8 +20,8 @@ from gptlite.models.parallelize import build_passes, copy_weights, materialize
 from gptlite.ops.select import Ops
 from gptlite.optimizer.fused import writes_copies
 from gptlite.optimizer.schedule import Schedule
-from gptlite.optimizer.streamed import offload_state
 from gptlite.parallelism.config import REDUCTIONS
+from gptlite.parallelism.in_files import offload_state
 from gptlite.parallelism.mesh import Mesh
 from gptlite.parallelism.pipeline import OnePart, Pipeline
 from gptlite.parallelism.stage_runner import StageRunner
