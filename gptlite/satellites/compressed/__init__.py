@@ -1,0 +1,1 @@
+"""Sums over ranks whose messages are compressed, with error feedback (docs/compressed.md)."""
