@@ -86,6 +86,7 @@ ROOMS = {
     "corpus": Room("data parallelism tokenizers", packages="numpy", lazy="datasets"),
     "samples": Room("data parallelism", packages="numpy torch"),
     "optimizers": Room("ops optimizer parallelism", packages="torch", lazy="torchao"),
+    "compressed": Room(packages="torch"),
     "plots": Room("metrics trainer", lazy="matplotlib numpy"),
     "plan": Room(
         "config data kernels metrics models monitor ops optimizer optimizers parallelism plots precision samples "
