@@ -82,11 +82,10 @@ ROOMS = {
     ),
     # Satellites.
     "monitor": Room("parallelism trainer", packages="torch"),
-    "compressed": Room("config optimizer parallelism", packages="torch"),
+    "compressed": Room("config optimizer parallelism precision", packages="torch"),
     "corpus": Room("data parallelism tokenizers", packages="numpy", lazy="datasets"),
     "samples": Room("data parallelism", packages="numpy torch"),
     "optimizers": Room("ops optimizer parallelism", packages="torch", lazy="torchao"),
-    "compressed": Room(packages="torch"),
     "plots": Room("metrics trainer", lazy="matplotlib numpy"),
     "plan": Room(
         "config data kernels metrics models monitor ops optimizer optimizers parallelism plots precision samples "
