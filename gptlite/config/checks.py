@@ -12,6 +12,7 @@ from gptlite.config.batch import check_batch
 from gptlite.config.bounds import check_bounds
 from gptlite.config.completed import check_length
 from gptlite.config.schema import Config, RunConfig, schema_names
+from gptlite.config.trainer import CHECKS
 from gptlite.data.check import check_settings as check_data
 from gptlite.errors import ConfigError, did_you_mean
 from gptlite.metrics.sinks import check_logger
@@ -49,6 +50,8 @@ def check(config: Config) -> None:
     _ops(config)
     _one_of("checkpoint.load", config.checkpoint.load, ("all", "weights"))
     check_logger(config.logger)
+    for further in CHECKS:
+        further(config)
 
 
 def check_layout(config: Config) -> None:

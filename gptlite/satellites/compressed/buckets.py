@@ -38,7 +38,7 @@ class Bucket:
         return sharded_parameters(self.module)
 
     def registered(self) -> list[nn.Parameter]:
-        """Return the same parameters before the first forward pass, until which FSDP2 keeps those on the meta device."""
+        """Return the same parameters before the first forward pass, until which FSDP2 keeps meta ones."""
         return registered_parameters(self.module)
 
     @cached_property
