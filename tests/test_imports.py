@@ -145,11 +145,14 @@ WIDER = {
 }
 # Construction and folder of a run, and a plan: these know the whole configuration, the rest of both rooms sections.
 COMPOSING = {
-    SATELLITES / "compressed" / "build.py",  # parallelism, optimizer and trainer together choose a reduction
+    # Several sections together choose a reduction, and rule it out.
+    *(SATELLITES / "compressed" / f"{name}.py" for name in ("build", "check")),
+    *(SATELLITES / "noise" / f"{name}.py" for name in ("build", "checks")),
     *(SATELLITES / "plan" / f"{name}.py" for name in "advice banner largest planning report tuning".split()),
     *(PACKAGE / "trainer" / f"{name}.py" for name in "banner build folder restore summary".split()),
 }
-SECTIONS = "gptlite.config.cluster.", "gptlite.config.trainer."  # dataclasses of their users
+# Dataclasses of their users, and the list to which plug-ins add their checks.
+SECTIONS = "gptlite.config.cluster.", "gptlite.config.trainer.", "gptlite.config.plugins.CHECKS"
 CONFIG_USERS = set(
     "checkpoint_tool commands config data_tool deepspeed engine launch parity pretrain start sweep".split()
 )
