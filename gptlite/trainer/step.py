@@ -13,14 +13,14 @@ from gptlite.data.batch_loader import Batch
 from gptlite.errors import RunEnded
 from gptlite.models.metrics import Recording
 from gptlite.models.parallelize import finish_gradients
-from gptlite.optimizer.clip import local_grad_norm
-from gptlite.optimizer.fused import clip_and_step, is_fused
+from gptlite.optimizer.fused import clip_and_step, grad_norm
 from gptlite.optimizer.rounded import set_step
 from gptlite.optimizer.schedule import set_lr
 from gptlite.parallelism.axes import CONTEXT, DATA_AXES
 from gptlite.parallelism.boxes import copies
 from gptlite.parallelism.collectives import all_reduce
 from gptlite.parallelism.host_copy import HostCopy, to_device
+from gptlite.parallelism.in_files import finish_backward
 from gptlite.parallelism.mesh import Mesh
 from gptlite.parallelism.pipeline import MicroBatches, OnePart, Pipeline
 from gptlite.parallelism.tensor import is_cut, of_experts
@@ -114,6 +114,7 @@ class Step:
         # With decisions, the host's loss scale is one step behind the device's.
         scale = decisions.scale if decisions else state.scaler.scale if state.scaler else 1.0
         loss = self._run_passes(state, batches, targets / scale if state.scaler else targets)
+        finish_backward(state.optimizer)
         loads = finish_gradients(state.model, state.parts, self.mesh)
         if inspect is not None:
             inspect(state)
@@ -159,9 +160,9 @@ class Step:
         """Return the totals over all ranks, on the device. `loss` is this rank's share."""
         forward = self.passes.forward
         metrics = forward.take(loss.device) if isinstance(forward, Recording) else None
-        fused, mesh = is_fused(state.optimizer), self.mesh
+        mesh = self.mesh
         if mesh.world_size == 1:
-            norm = local_grad_norm((p for part in state.parts for p in part.parameters()), fused)
+            norm = grad_norm(state.optimizer, (p for part in state.parts for p in part.parameters()))
             return StepTotals(loss=loss, norm=norm.to(loss.device), metrics=metrics)
         computes = mesh.is_first("uncut")
         # Count each gradient element on only one of the ranks that hold it.
@@ -169,7 +170,7 @@ class Step:
         alone = all(mesh.coordinate(axis) == 0 for axis in DATA_AXES)
         counted = (p for p in state.weights() if _counts(p, first if p.ndim else alone, computes))
         # fp64: the square of a norm above 1.8e19 would overflow fp32.
-        square = local_grad_norm(counted, fused).double() ** 2
+        square = grad_norm(state.optimizer, counted).double() ** 2
         share = StepTotals(
             loss=loss if computes else torch.zeros_like(loss),
             norm=square.to(loss.device),

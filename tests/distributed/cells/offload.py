@@ -49,10 +49,13 @@ class Case:
 
 
 def config_of(case: Case, offload: str, path: str | None = None) -> Config:
-    """Of a case's run with that offload."""
+    """Of a case's run with that offload; `infinite`: of the parameters and gradients too."""
     config = load(case.overrides())
     buffer = 1 if path else config.parallelism.offload_buffer_mib
-    parallelism = replace(config.parallelism, offload=Offload[offload], offload_path=path, offload_buffer_mib=buffer)
+    infinite = offload == "infinite"
+    kind = Offload.nvme if infinite else Offload[offload]
+    parallelism = replace(config.parallelism, offload=kind, offload_path=path, offload_buffer_mib=buffer)
+    parallelism = replace(parallelism, offload_parameters=infinite)
     return replace(config, parallelism=parallelism)
 
 
