@@ -31,6 +31,10 @@ class InFiles:
         """Return the tensors that take memory: state that is not in files, and buffers."""
         raise NotImplementedError
 
+    def in_memory(self, tensor: Tensor) -> bool:
+        """Return False if a local tensor's memory is a mapped file."""
+        return True
+
     def finish_backward(self) -> None:
         """Bring the gradients up to date, at the end of a step's last backward pass."""
 

@@ -40,6 +40,10 @@ class InfiniteOptimizer(StreamedOptimizer):
         super().zero_grad(set_to_none)
         self._parameters.drop_gradients()
 
+    def in_memory(self, tensor: Tensor) -> bool:
+        """Return False if a local tensor's memory is a mapped file."""
+        return not self._parameters.maps(tensor)
+
     def finish_backward(self) -> None:
         """Bring the mapped gradients up to date. Raises OffloadFailed."""
         self._parameters.settle()

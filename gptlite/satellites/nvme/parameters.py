@@ -95,6 +95,10 @@ class ParameterFile:
             each = (partial(act, bucket) for act in (self._loaded, self._reduced))
             bucket.group.hook(Hooks(partial(self._load, number), *each))
 
+    def maps(self, tensor: Tensor) -> bool:
+        """Return True if a local tensor is part of the mapped file."""
+        return tensor.untyped_storage().data_ptr() == self._rows.untyped_storage().data_ptr()
+
     def place_of(self, parameter: Tensor) -> int | None:
         """Return the element of a row at which a parameter's shard begins; None if it is not in the file."""
         local = local_tensor(parameter)
@@ -154,15 +158,15 @@ class ParameterFile:
         """Reuse the buffer of a bucket that FSDP2 has copied, and read the next ones."""
         bucket.group.feed(None)
         read = self._reads.popleft()
-        if (again := self._after.get(read.key)) is not None and again[0] == read.key[0] and not self._reads:
+        if (again := self._after.get(read.key)) is not None and again[0] == read.key[0]:
             # The backward pass begins with the last bucket of the forward pass.
             self._reads.append(read._replace(key=again))
         else:
             self._give(read.memory)
         key = self._reads[-1].key if self._reads else read.key
         while len(self._reads) < self._ahead and (following := self._after.get(key)) is not None:
-            if backward and not following[1] and bucket.group.last:
-                return  # the update changes what the next step reads
+            if following[0] == key[0] or (backward and not following[1] and bucket.group.last):
+                return  # the same buffer serves both, or the update changes what the next step reads
             self._read(following)
             key = following
 
