@@ -22,7 +22,7 @@ from gptlite.ops.select import Ops
 from gptlite.optimizer.fused import writes_copies
 from gptlite.optimizer.schedule import Schedule
 from gptlite.parallelism.config import REDUCTIONS
-from gptlite.parallelism.in_files import offload_state
+from gptlite.parallelism.in_files import offload_state, place_parameters
 from gptlite.parallelism.mesh import Mesh
 from gptlite.parallelism.pipeline import OnePart, Pipeline
 from gptlite.parallelism.stage_runner import StageRunner
@@ -111,10 +111,11 @@ def build_state(
     """
     layout, compiles = config.parallelism, config.trainer.compile
     parts = build_parts(model, layout, mesh, policy, ops, config.seed, compile=compiles)
+    placed = place_parameters(parts, layout, mesh)
     materialize(model, parts, storage_device(mesh, layout))
     fill(parts)
     updates = build_updates(config.optimizer, model, parts, policy, ops, config.seed)
-    optimizer = offload_state(updates, layout, mesh)
+    optimizer = offload_state(updates, layout, mesh, placed)
     if ops.weight_copies and writes_copies(optimizer) and not compiles:
         copy_weights(parts, mesh, policy)
     state = TrainState(
