@@ -18,6 +18,7 @@ from gptlite.parallelism.point_to_point import PairwiseReduceScatter
 from gptlite.parallelism.reduction import Reduction
 from gptlite.torch_private.buckets import (
     all_reduces,
+    bucket_of,
     padded_shard_sizes,
     registered_parameters,
     sharded_parameters,
@@ -38,7 +39,7 @@ class Bucket:
         return sharded_parameters(self.module)
 
     def registered(self) -> list[nn.Parameter]:
-        """Return the same parameters before the first forward pass, until which FSDP2 keeps those on the meta device."""
+        """Return the same before the first forward pass, until which FSDP2 keeps those on the meta device."""
         return registered_parameters(self.module)
 
     @cached_property
@@ -72,7 +73,10 @@ class BucketReduction(Reduction):
         self.buckets: list[Bucket] = []
 
     def attach(self, module: FSDPModule) -> None:
-        """Replace the sums of a module that is sharded along `dp_shard` alone."""
+        """Replace the sums of a module that is sharded along `dp_shard` alone, unless it has no parameters of its own or
+        shares its bucket with an earlier one."""
+        if bucket_of(module) in [None, *(bucket_of(bucket.module) for bucket in self.buckets)]:
+            return
         bucket = Bucket(module, self.mesh.size("dp_shard"))
         self.buckets.append(bucket)
         if bucket.rows > 1:
