@@ -73,8 +73,8 @@ class BucketReduction(Reduction):
         self.buckets: list[Bucket] = []
 
     def attach(self, module: FSDPModule) -> None:
-        """Replace the sums of a module that is sharded along `dp_shard` alone, unless it has no parameters of its own or
-        shares its bucket with an earlier one."""
+        """Replace the sums of a module that is sharded along `dp_shard` alone, unless it shares its bucket with an
+        earlier one, or has no parameters of its own."""
         if bucket_of(module) in [None, *(bucket_of(bucket.module) for bucket in self.buckets)]:
             return
         bucket = Bucket(module, self.mesh.size("dp_shard"))
