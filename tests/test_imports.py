@@ -146,6 +146,7 @@ WIDER = {
 # Construction and folder of a run, and a plan: these know the whole configuration, the rest of both rooms sections.
 COMPOSING = {
     SATELLITES / "compressed" / "build.py",  # parallelism, optimizer and trainer together choose a reduction
+    SATELLITES / "compressed" / "check.py",
     *(SATELLITES / "plan" / f"{name}.py" for name in "advice banner largest planning report tuning".split()),
     *(PACKAGE / "trainer" / f"{name}.py" for name in "banner build folder restore summary".split()),
 }

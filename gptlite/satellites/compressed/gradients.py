@@ -120,13 +120,13 @@ class CompressedReduction(BucketReduction):
         """Return tensors for the stored lanes that are this rank's: those congruent to its own modulo the number of
         lanes now. So every stored error has a rank, and if the layout is the same, it is the one that wrote it."""
         self._stored = bool(stored)
-        found: dict[str, list[int]] = {}
+        indices: dict[str, list[int]] = {}
         for key in stored:
             lane, _, name = key.removeprefix(PREFIX).partition(".")
-            found.setdefault(name, []).append(int(lane))
+            indices.setdefault(name, []).append(int(lane))
         tensors = {}
         for parameter, lane in self._lanes.items():
-            for index in found.get(lane.name, []):
+            for index in indices.get(lane.name, []):
                 if index % lane.count == lane.index:
                     local = torch.empty(self._shape(parameter), device=self._device)
                     tensors[f"{PREFIX}{index}.{lane.name}"] = self._wrapped(parameter, local)
