@@ -2,6 +2,7 @@
 
 import pytest
 
+from gptlite.commands.parity import run as parity
 from gptlite.config import load
 from gptlite.errors import ConfigError
 
@@ -25,6 +26,15 @@ def test_what_cannot_be_compressed_is_refused(overrides: str):
     with pytest.raises(ConfigError) as refused:
         load(["data=synthetic", "run.name=x", "parallelism.data=2", *overrides.split()])
     assert str(refused.value) == REFUSED[overrides]
+
+
+def test_parity_is_of_dense_sums():
+    with pytest.raises(ConfigError) as refused:
+        parity(["parallelism=ddp", "parallelism.compression=bf16"])
+    assert str(refused.value) == (
+        "parallelism.compression=bf16 rounds gradients, and parity is up to rounding in fp32; use "
+        "parallelism.compression=none"
+    )
 
 
 def test_the_rest_is_not():

@@ -141,3 +141,15 @@ def test_a_single_rank_says_that_it_sends_nothing(tmp_path: Path):
     assert pretrained([*tiny, "parallelism.compression=int4", "trainer.max_steps=1", "checkpoint.interval=0"]) == 0
     line = "compression: none, although parallelism.compression=int4: a single data rank sends no gradients"
     assert line in (tmp_path / "train.log").read_text()
+
+
+def test_an_engine_compresses_too(two: Ranks, tmp_path: Path):
+    """A module with a frozen parameter, and one that it uses twice."""
+    dense = two.run("engine.loops:train", "net", 4, "parallelism=zero2")[0]["curve"]
+    compressed = ["net", 4, "parallelism=zero2", "parallelism.compression=int4"]
+    whole = two.run("engine.loops:train", *compressed)[0]["curve"]
+    assert whole != pytest.approx(dense, rel=1e-4)
+    assert whole == pytest.approx(dense, rel=0.05)
+    two.run("engine.loops:train_with", {"save": str(tmp_path)}, "net", 2, *compressed[2:])
+    resumed = two.run("engine.loops:train_with", {"load": str(tmp_path)}, *compressed)[0]["curve"]
+    assert resumed == whole[4:]
