@@ -73,12 +73,16 @@ class BucketReduction(Reduction):
         self.buckets: list[Bucket] = []
 
     def attach(self, module: FSDPModule) -> None:
-        """Replace the sums of a module that is sharded along `dp_shard` alone, unless it shares its bucket with an
-        earlier one, or has no parameters of its own."""
-        if bucket_of(module) in [None, *(bucket_of(bucket.module) for bucket in self.buckets)]:
+        """Replace the sums of a module that is sharded along `dp_shard` alone, unless it has no parameters of its own.
+
+        Also for modules that share a bucket, since the caller has set its own sums for each of them.
+        """
+        if (shared := bucket_of(module)) is None:
             return
-        bucket = Bucket(module, self.mesh.size("dp_shard"))
-        self.buckets.append(bucket)
+        bucket = next((bucket for bucket in self.buckets if bucket_of(bucket.module) is shared), None)
+        if bucket is None:
+            bucket = Bucket(module, self.mesh.size("dp_shard"))
+            self.buckets.append(bucket)
         if bucket.rows > 1:
             module.set_custom_reduce_scatter(_ReduceScatter(self, bucket))  # type: ignore[arg-type]
         if self.mesh.size("dp_replicate") > 1:
