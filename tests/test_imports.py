@@ -99,7 +99,7 @@ ROOMS = {
     "deepspeed": Room("config precision"),
     "huggingface": Room("models", packages="torch"),
     "images": Room("corpus data samples", packages="numpy torch", lazy="PIL datasets"),
-    "start": Room("config deepspeed launch metrics monitor noise parallelism plan plots pretrain trainer"),
+    "start": Room("compressed config deepspeed launch metrics monitor noise parallelism plan plots pretrain trainer"),
     "engine": Room(
         "checkpoint config data deepspeed launch models ops parallelism precision samples trainer",
         packages="numpy torch",

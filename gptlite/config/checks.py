@@ -60,8 +60,6 @@ def check_layout(config: Config) -> None:
     _fp8(config)
     _master_weights(config)
     config.optimizer.check_placement(layout.zero, layout.tensor, layout.offload.value)
-    for refuse in CHECKS:
-        refuse(config)
 
 
 def check_forward(config: Config, world: int) -> Layout:

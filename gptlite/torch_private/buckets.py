@@ -8,8 +8,14 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 def _group(module: FSDPModule) -> Any:
     state: Any = fully_shard.state(module)  # type: ignore[attr-defined]
-    (group,) = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]  # 2.11
-    return group
+    groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]  # 2.11
+    return next(iter(groups), None)
+
+
+def bucket_of(module: FSDPModule) -> object | None:
+    """Return an object that is the same for all modules whose gradients FSDP2 reduces together; None if it reduces none
+    for this module, since nested modules have all parameters."""
+    return _group(module)
 
 
 def sharded_parameters(module: FSDPModule) -> list[nn.Parameter]:

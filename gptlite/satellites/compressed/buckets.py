@@ -18,6 +18,7 @@ from gptlite.parallelism.point_to_point import PairwiseReduceScatter
 from gptlite.parallelism.reduction import Reduction
 from gptlite.torch_private.buckets import (
     all_reduces,
+    bucket_of,
     padded_shard_sizes,
     registered_parameters,
     sharded_parameters,
@@ -38,7 +39,7 @@ class Bucket:
         return sharded_parameters(self.module)
 
     def registered(self) -> list[nn.Parameter]:
-        """Return the same parameters before the first forward pass, until which FSDP2 keeps meta ones."""
+        """Return the same before the first forward pass, until which FSDP2 keeps those on the meta device."""
         return registered_parameters(self.module)
 
     @cached_property
@@ -72,9 +73,16 @@ class BucketReduction(Reduction):
         self.buckets: list[Bucket] = []
 
     def attach(self, module: FSDPModule) -> None:
-        """Replace the sums of a module that is sharded along `dp_shard` alone."""
-        bucket = Bucket(module, self.mesh.size("dp_shard"))
-        self.buckets.append(bucket)
+        """Replace the sums of a module that is sharded along `dp_shard` alone, unless it has no parameters of its own.
+
+        Also for modules that share a bucket, since the caller has set its own sums for each of them.
+        """
+        if (shared := bucket_of(module)) is None:
+            return
+        bucket = next((bucket for bucket in self.buckets if bucket_of(bucket.module) is shared), None)
+        if bucket is None:
+            bucket = Bucket(module, self.mesh.size("dp_shard"))
+            self.buckets.append(bucket)
         if bucket.rows > 1:
             module.set_custom_reduce_scatter(_ReduceScatter(self, bucket))  # type: ignore[arg-type]
         if self.mesh.size("dp_replicate") > 1:
