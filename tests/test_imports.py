@@ -86,6 +86,7 @@ ROOMS = {
     "corpus": Room("data parallelism tokenizers", packages="numpy", lazy="datasets"),
     "samples": Room("data parallelism", packages="numpy torch"),
     "optimizers": Room("ops optimizer parallelism", packages="torch", lazy="torchao"),
+    "onebit": Room("compressed config optimizer optimizers parallelism", packages="torch"),
     "plots": Room("metrics trainer", lazy="matplotlib numpy"),
     "plan": Room(
         "config data kernels metrics models monitor ops optimizer optimizers parallelism plots precision samples "
@@ -257,7 +258,7 @@ def test_the_core_imports_no_satellite():
     # Imported by their names: the plug-ins that come with gptlite, as a user's are.
     named = {
         ("plugins.py", f"gptlite.satellites.{name}")
-        for name in ("compressed", "corpus", "images", "optimizers", "samples")
+        for name in ("compressed", "corpus", "images", "onebit", "optimizers", "samples")
     }
     assert {each for each in quoted if f"{each[1]}.".startswith(satellites)} == named
 

@@ -25,6 +25,7 @@ INCLUDED = (
     "gptlite.satellites.compressed",
     "gptlite.satellites.corpus",
     "gptlite.satellites.images",
+    "gptlite.satellites.onebit",
     "gptlite.satellites.optimizers",
     "gptlite.satellites.samples",
 )

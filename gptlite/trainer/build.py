@@ -107,7 +107,9 @@ def build_state(
     parts = build_parts(model, layout, mesh, policy, ops, config.seed, compile=compiles)
     materialize(model, parts, storage_device(mesh, layout))
     fill(parts)
-    updates = build_updates(config.optimizer, model, parts, policy, ops, config.seed)
+    schedule = Schedule(config.schedule, config.trainer.max_steps)
+    completed = config.optimizer.completed(config.trainer.max_steps, schedule.warmup_steps)
+    updates = build_updates(completed, model, parts, policy, ops, config.seed)
     optimizer = offload_state(updates, layout, mesh)
     if ops.weight_copies and writes_copies(optimizer) and not compiles:
         copy_weights(parts, mesh, policy)
@@ -115,7 +117,7 @@ def build_state(
         model,
         StageRunner(parts, mesh, layout),
         optimizer,
-        Schedule(config.schedule, config.trainer.max_steps),
+        schedule,
         loader,
         identity,
         scaler=build_scaler(config.precision, policy),
