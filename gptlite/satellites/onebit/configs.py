@@ -86,8 +86,8 @@ def check_onebit(config: Any) -> None:
     key = f"optimizer={optimizer_name(type(optimizer))}"
     if layout.expert > 1:
         raise ConfigError(
-            f"{key} exchanges momenta over all data ranks, but parallelism.expert={layout.expert} divides experts among "
-            "them; use parallelism.expert=1, or optimizer=adamw"
+            f"{key} exchanges momenta over all data ranks, but parallelism.expert={layout.expert} divides experts "
+            "among them; use parallelism.expert=1, or optimizer=adamw"
         )
     compression = getattr(getattr(layout, "compression", None), "value", "none")
     if compression != "none":

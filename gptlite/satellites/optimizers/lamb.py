@@ -93,7 +93,9 @@ class Lamb(OwnOptimizer):
         return list(updates)
 
 
-def trust_ratios(weights: Sequence[nn.Parameter], updates: Sequence[Tensor], trust: tuple[float, float | None]) -> Tensor:
+def trust_ratios(
+    weights: Sequence[nn.Parameter], updates: Sequence[Tensor], trust: tuple[float, float | None]
+) -> Tensor:
     """Return the norm of each matrix over the norm of its update [len(weights)], fp64, within `trust`; 1 if either norm
     is 0. Does not synchronize."""
     squares = torch.stack([square_norms(local_parameters(weights)), square_norms(updates)], 1)
