@@ -13,7 +13,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from gptlite.config import Config
+from gptlite.parallelism.axes import AXES
 from gptlite.parallelism.boxes import local_tensor
+from gptlite.parallelism.mesh import Mesh
 from gptlite.satellites.monitor.replicas import check_replicas
 from gptlite.satellites.onebit.reduction import OneBitReduction
 from gptlite.trainer.state import TrainState
@@ -27,11 +29,10 @@ class Seen:
     first: dict[str, NDArray]
     vectors: list[list[str]]
     lane: int
+    line: str  # the same on ranks that exchange the same values
     gradients: list[dict[str, NDArray]] = field(default_factory=list)
     results: list[tuple[float, float, float]] = field(default_factory=list)  # loss, norm, learning rate
-    last: dict[str, NDArray] = field(default_factory=dict)
-    momenta: dict[str, NDArray] = field(default_factory=dict)
-    errors: dict[str, NDArray] = field(default_factory=dict)
+    after: list[dict[str, dict[str, NDArray]]] = field(default_factory=list)  # x, m and errors after each step
     sent: list[int] = field(default_factory=list)
 
 
@@ -40,9 +41,9 @@ def steps(config: Config, count: int) -> Seen:
     with built(config) as (mesh, state, step):
         reduction = state.runner.mesh.reduction
         assert isinstance(reduction, OneBitReduction)
-        seen = Seen(
-            _parts(reduction, state), [each.names for each in reduction.exchange.vectors], reduction.exchange.lane
-        )
+        exchange = reduction.exchange
+        vectors = [vector.names for vector in exchange.vectors]
+        seen = Seen(_parts(reduction, state), vectors, exchange.lane, _line(mesh, reduction))
         plain = reduction.gradient_square
 
         def recorded(counted: Iterable[nn.Parameter], dense: Callable[[], Tensor]) -> Tensor:
@@ -56,13 +57,29 @@ def steps(config: Config, count: int) -> Seen:
                 result = step(state)
                 seen.results.append((result.loss, result.grad_norm, result.lr))
                 seen.sent.append(reduction.exchange.counted.sent - before)
+                seen.after.append(
+                    {
+                        "x": _parts(reduction, state),
+                        "m": _parts(reduction, state, lambda p: state.optimizer.state[p]["exp_avg"]),
+                        "errors": _errors(reduction),
+                    }
+                )
                 check_replicas(state.named_parameters(), state.tied_names(), mesh, state.step)
-        seen.last = _parts(reduction, state)
-        seen.momenta = _parts(reduction, state, lambda p: state.optimizer.state[p]["exp_avg"])
-        for vector in reduction.exchange.vectors:
-            if vector.errors is not None:
-                seen.errors |= dict(zip(vector.names, map(_numpy, vector.views(vector.errors)), strict=True))
     return seen
+
+
+def _line(mesh: Mesh, reduction: OneBitReduction) -> str:
+    axes = [axis for axis in AXES if axis != reduction.exchange.axis]
+    return " ".join(f"{axis}{mesh.coordinate(axis)}" for axis in axes)
+
+
+def _errors(reduction: OneBitReduction) -> dict[str, NDArray]:
+    return {
+        name: _numpy(view)
+        for vector in reduction.exchange.vectors
+        if vector.errors is not None
+        for name, view in zip(vector.names, vector.views(vector.errors), strict=True)
+    }
 
 
 def _numpy(tensor: Tensor) -> NDArray:

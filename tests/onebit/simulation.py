@@ -142,6 +142,12 @@ class Simulation:
         assert self.exchanged is not None
         return [self._unpacked(each) for each in self.exchanged.errors]
 
+    def set_errors(self, errors: list[dict[str, Array]]) -> None:
+        """Replaces the errors of all workers."""
+        assert self.exchanged is not None
+        named = [{name: each[name] for name in self.x} for each in errors]
+        self.exchanged.errors = np.stack([self._packed(each) for each in named])
+
     def _packed(self, values: dict[str, Array]) -> Array:
         flat = np.zeros(self.workers * self.blocks * WIDTH)
         start = 0
