@@ -50,6 +50,8 @@ def check(config: Config) -> None:
     _ops(config)
     _one_of("checkpoint.load", config.checkpoint.load, ("all", "weights"))
     check_logger(config.logger)
+    for refuse in CHECKS:
+        refuse(config)
 
 
 def check_layout(config: Config) -> None:

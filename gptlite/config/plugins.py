@@ -30,6 +30,7 @@ INCLUDED = (
     "gptlite.satellites.images",
     "gptlite.satellites.noise",
     "gptlite.satellites.nvme",
+    "gptlite.satellites.onebit",
     "gptlite.satellites.optimizers",
     "gptlite.satellites.samples",
 )

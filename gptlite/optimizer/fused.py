@@ -114,7 +114,7 @@ def clip_and_step(
     loss. The fused step does not modify the gradients. If the scalar fp32 tensor `found_inf` is not 0, only the
     gradients may change; passing it requires `decides_on_device`.
     """
-    if is_fused(optimizer) or getattr(optimizer, "scales_gradients", False):
+    if is_fused(optimizer) or getattr(optimizer, "scales_gradients", False):  # the latter is for plug-ins
         held = next((tensor for group in optimizer.param_groups for tensor in group["params"]), norm)
         # Offloaded parameters are on the host, but a norm that was summed over ranks is on the device.
         factor = clip_factor(max_norm, norm.to(local_tensor(held).device), loss_scale)

@@ -114,7 +114,9 @@ def build_state(
     placed = place_parameters(parts, layout, mesh)
     materialize(model, parts, storage_device(mesh, layout))
     fill(parts)
-    updates = build_updates(config.optimizer, model, parts, policy, ops, config.seed)
+    schedule = Schedule(config.schedule, config.trainer.max_steps)
+    completed = config.optimizer.completed(config.trainer.max_steps, schedule.warmup_steps)
+    updates = build_updates(completed, model, parts, policy, ops, config.seed)
     optimizer = offload_state(updates, layout, mesh, placed)
     if ops.weight_copies and writes_copies(optimizer) and not compiles:
         copy_weights(parts, mesh, policy)
@@ -122,7 +124,7 @@ def build_state(
         model,
         StageRunner(parts, mesh, layout),
         optimizer,
-        Schedule(config.schedule, config.trainer.max_steps),
+        schedule,
         loader,
         identity,
         scaler=build_scaler(config.precision, policy),
