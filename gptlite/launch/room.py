@@ -13,6 +13,7 @@ from gptlite.launch.host_memory import GIB
 from gptlite.models.registry import spec_of
 from gptlite.parallelism.axes import EXPERT
 from gptlite.parallelism.config import Offload
+from gptlite.parallelism.in_files import PAGE
 from gptlite.parallelism.layout import Layout
 
 FP32 = 4  # bytes
@@ -55,10 +56,8 @@ def check_disk(config: Config, layout: Layout, here: int) -> None:
 def state_file_bytes(config: Config, layout: Layout, here: int) -> int:
     """Return the bytes of the files with the optimizer state of `here` ranks, if all ranks' files are equal. A file has
     each parameter's state in whole pages."""
-    from gptlite.parallelism.state_file import ALIGN
-
-    pages = sum(math.ceil(FP32 * shard / ALIGN) for shard in shards(config, layout))
-    return math.ceil(here * config.optimizer.state_elements() * ALIGN * pages / layout.size("pp"))
+    pages = sum(math.ceil(FP32 * shard / PAGE) for shard in shards(config, layout))
+    return math.ceil(here * config.optimizer.state_elements() * PAGE * pages / layout.size("pp"))
 
 
 def shards(config: Config, layout: Layout) -> list[float]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import SGD, Adam, Optimizer
 
 from gptlite.optimizer.base import OwnOptimizer, rule_of
-from gptlite.parallelism.state_file import InFiles
+from gptlite.parallelism.in_files import InFiles
 
 
 def optimizer_state(optimizer: Optimizer) -> dict[str, Tensor]:

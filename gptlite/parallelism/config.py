@@ -8,6 +8,15 @@ from enum import Enum
 REDUCTIONS: list[str] = []
 
 
+class Compression(Enum):
+    """Codec of the gradients that data ranks send."""
+
+    none = "none"
+    bf16 = "bf16"
+    int8 = "int8"
+    int4 = "int4"
+
+
 class ActivationCheckpointing(Enum):
     """Recomputation in the backward pass: nothing (`none`), whole blocks (`full`), or everything except matmuls and
     attention (`selective`).
@@ -55,6 +64,7 @@ class ParallelismConfig:
     virtual_stages: int | None = None  # stages per pipeline rank; null: 1 for gpipe and 1f1b, otherwise 2
     spread: bool = False  # if train.py starts the ranks, data: null uses every GPU, or data=2 on a CPU
     bucket_layers: int = 1  # number of blocks whose parameters are gathered, and gradients reduced, together
+    compression: Compression = Compression.none  # bytes of gradients between data ranks: docs/compressed.md
     prefetch: int = 1  # number of buckets whose parameters ZeRO 3 gathers ahead of their use
     timeout_seconds: float = 300.0  # a collective that takes longer ends the run
     activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing.none

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from gptlite.parallelism.boxes import local_tensor
-from gptlite.parallelism.state_file import InFiles
+from gptlite.parallelism.in_files import InFiles
 
 MASTER = 4  # bytes of a master weight or an accumulated gradient: fp32
 

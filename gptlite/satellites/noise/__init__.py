@@ -1,7 +1,8 @@
 """Gradient noise scale, and AdaScale, which multiplies the learning rate by a gain that follows from it: a plug-in that
 comes with gptlite. Does not import torch."""
 
-from gptlite.config.trainer import CHECKS, NOISES
+from gptlite.config.plugins import CHECKS
+from gptlite.config.trainer import NOISES
 from gptlite.parallelism.config import REDUCTIONS
 from gptlite.satellites.noise.checks import check_noise
 

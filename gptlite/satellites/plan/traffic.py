@@ -2,7 +2,7 @@
 
 Collectives inside layers are read from the model's profile. All others are computed from sizes; they occur in
 gptlite.parallelism.zero (FSDP2's gathers and reductions, copies to and from the host), gptlite.parallelism.pipeline
-(messages), gptlite.trainer.step (sums over a step) and gptlite.optimizer.streamed (files).
+(messages), gptlite.trainer.step (sums over a step) and gptlite.satellites.nvme.streamed (files).
 """
 
 from __future__ import annotations

@@ -10,11 +10,11 @@ from distributed.cells.compare import same_bits
 from distributed.cells.layouts import BASE, GLOBAL_BATCH
 from distributed.cells.steps import built, planned_work
 from gptlite.config import Config, load
-from gptlite.optimizer.streamed import StateStream
 from gptlite.parallelism.boxes import local_tensor
 from gptlite.parallelism.config import Offload
 from gptlite.satellites.monitor.memory_watch import MemoryWatch
 from gptlite.satellites.monitor.model_state import StateBytes
+from gptlite.satellites.nvme.streamed import StateStream
 from gptlite.satellites.plan.memory import estimate
 from gptlite.satellites.plan.traffic import OffloadBytes, moved
 from gptlite.satellites.plan.workload import RankBytes

@@ -23,14 +23,16 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from gptlite.errors import ConfigError, RunEnded
+from gptlite.metrics.console import format_bytes
 from gptlite.optimizer.base import PiecewiseOptimizer
 from gptlite.optimizer.state import materialized
 from gptlite.parallelism.boxes import cut_like, local_tensor
-from gptlite.parallelism.config import Offload, ParallelismConfig
+from gptlite.parallelism.config import ParallelismConfig
+from gptlite.parallelism.in_files import InFiles
 from gptlite.parallelism.mesh import Mesh
 from gptlite.parallelism.messages import passed_on
 from gptlite.parallelism.rank_sync import together
-from gptlite.parallelism.state_file import ALIGN, InFiles, StateFile, aligned
+from gptlite.satellites.nvme.state_file import ALIGN, StateFile, aligned
 
 ITEM = 4  # bytes: state is fp32
 UNIT = ALIGN // ITEM
@@ -74,18 +76,26 @@ class StreamedOptimizer(PiecewiseOptimizer, InFiles):
         """Return the tensors that take memory: the two buffers, and the state other than moments."""
         return self.stream.resident()
 
+    def describe(self, weights: str, gradients: str, path: str | None) -> str:
+        """Return the place of the model state in words, with the sizes of `weights` and `gradients`."""
+        stream = self.stream
+        way = "O_DIRECT" if stream.file.direct else "the page cache, without O_DIRECT"
+        buffers, size = format_bytes(sum(each.nbytes for each in self.resident())), format_bytes(stream.file.size)
+        return (
+            f"{weights} and {gradients} in host memory, {size} of optimizer state in {path} by {way}, through buffers "
+            f"of {buffers} in total; each step reads {size} and writes {size}"
+        )
+
     def update(self, options: dict[str, Any]) -> None:
         """Take a step. Raises OffloadFailed."""
         self.stream.run(self, {key: value.cpu() for key, value in options.items()})
 
 
 def offload_state(optimizer: Optimizer, config: ParallelismConfig, mesh: Mesh) -> Optimizer:
-    """Return the optimizer with its state in files if configured. All ranks call this once.
+    """Return the optimizer with its state in files. All ranks call this once.
 
     Raises ConfigError on all ranks if one of them cannot create its file.
     """
-    if config.offload is not Offload.nvme:
-        return optimizer
     folder = Path(config.offload_path or "").expanduser()
 
     def make() -> Optimizer:
