@@ -82,7 +82,7 @@ ROOMS = {
     ),
     # Satellites.
     "monitor": Room("parallelism trainer", packages="torch"),
-    "compressed": Room("config optimizer parallelism", packages="torch"),
+    "compressed": Room("config optimizer parallelism precision", packages="torch"),
     "corpus": Room("data parallelism tokenizers", packages="numpy", lazy="datasets"),
     "samples": Room("data parallelism", packages="numpy torch"),
     "optimizers": Room("ops optimizer parallelism", packages="torch", lazy="torchao"),

@@ -46,6 +46,7 @@ EFFECTS: dict[str, Effect] = {
     "data_identity": Effect.refused,
     "data_identity.sequence_length": Effect.changes_numbers,
     "parallelism": Effect.reshards,
+    "parallelism.compression": Effect.changes_numbers,
     "parallelism.prefetch": Effect.safe,  # changes when data is transferred, not the order of summation
     "parallelism.timeout_seconds": Effect.safe,
     "parallelism.offload_path": Effect.safe,  # scratch space

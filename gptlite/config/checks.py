@@ -20,7 +20,7 @@ from gptlite.models.registry import spec_of
 from gptlite.ops import apex
 from gptlite.ops.config import LayerNormKernel
 from gptlite.optimizer.registry import elementwise_optimizers, optimizer_name
-from gptlite.parallelism.config import ActivationCheckpointing, Offload
+from gptlite.parallelism.config import CHECKS, ActivationCheckpointing, Offload
 from gptlite.parallelism.layout import (
     Layout,
     divisors,
@@ -59,6 +59,8 @@ def check_layout(config: Config) -> None:
     _fp8(config)
     _master_weights(config)
     config.optimizer.check_placement(layout.zero, layout.tensor, layout.offload.value)
+    for refuse in CHECKS:
+        refuse(config)
 
 
 def check_forward(config: Config, world: int) -> Layout:

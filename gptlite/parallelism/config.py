@@ -1,11 +1,23 @@
 """Configuration of parallelism: degrees, ZeRO, pipeline schedule, offload and activation checkpointing."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 # Modules whose `build_reduction(config, mesh)` returns what replaces FSDP2's sums of gradients, or None: see
 # reduction.py. Global on purpose: a plug-in adds its module when it is imported.
 REDUCTIONS: list[str] = []
+CHECKS: list[Callable[[Any], None]] = []  # their checks of the whole configuration, which raise ConfigError
+
+
+class Compression(Enum):
+    """Codec of the gradients that data ranks send."""
+
+    none = "none"
+    bf16 = "bf16"
+    int8 = "int8"
+    int4 = "int4"
 
 
 class ActivationCheckpointing(Enum):
@@ -55,6 +67,7 @@ class ParallelismConfig:
     virtual_stages: int | None = None  # stages per pipeline rank; null: 1 for gpipe and 1f1b, otherwise 2
     spread: bool = False  # if train.py starts the ranks, data: null uses every GPU, or data=2 on a CPU
     bucket_layers: int = 1  # number of blocks whose parameters are gathered, and gradients reduced, together
+    compression: Compression = Compression.none  # bytes of gradients between data ranks: docs/compressed.md
     prefetch: int = 1  # number of buckets whose parameters ZeRO 3 gathers ahead of their use
     timeout_seconds: float = 300.0  # a collective that takes longer ends the run
     activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing.none

@@ -17,6 +17,13 @@ def sharded_parameters(module: FSDPModule) -> list[nn.Parameter]:
     return [param.sharded_param for param in _group(module).fsdp_params if param.sharded_param.requires_grad]
 
 
+def registered_parameters(module: FSDPModule) -> list[nn.Parameter]:
+    """Return what the modules have in the places of `sharded_parameters`. Before the first forward pass, these are the
+    parameters that `nn.Module.to_empty` has created; in a step, FSDP2 has gathered ones there."""
+    places = [param._module_info for param in _group(module).fsdp_params if param.sharded_param.requires_grad]
+    return [getattr(place.module, place.param_name) for place in places]
+
+
 def padded_shard_sizes(module: FSDPModule) -> list[int]:
     """Return the number of elements that each parameter of a bucket has in a row of the flat gradients."""
     params = [param for param in _group(module).fsdp_params if param.sharded_param.requires_grad]

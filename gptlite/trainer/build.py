@@ -53,8 +53,7 @@ def build_run(config: Config, mesh: Mesh, log: Log) -> Run:
     Collective. Raises ConfigError, on all ranks, for a configuration that cannot run here.
     """
     import_included()  # registers the kinds of data, if another process has composed the configuration
-    builders = (import_module(name).build_reduction for name in REDUCTIONS)
-    mesh = replace(mesh, reduction=next(filter(None, (build(config, mesh) for build in builders)), None))
+    mesh = with_reduction(config, mesh)
     policy = resolve_precision(config.precision, mesh.device)
     ops = agreed_ops(config.ops, mesh, documents=config.data.documents)
     data = open_data(config.data, config.seed, log, mesh)
@@ -86,6 +85,12 @@ def build_run(config: Config, mesh: Mesh, log: Log) -> Run:
         example=example,
     )
     return Run(config, mesh, policy, ops, data, state, passes)
+
+
+def with_reduction(config: Config, mesh: Mesh) -> Mesh:
+    """Return the mesh with what replaces FSDP2's sums of gradients, if the configuration asks for something."""
+    builders = (import_module(name).build_reduction for name in REDUCTIONS)
+    return replace(mesh, reduction=next(filter(None, (build(config, mesh) for build in builders)), None))
 
 
 def build_state(

@@ -16,7 +16,12 @@ from torch.distributed.fsdp import FSDPModule
 from gptlite.parallelism.mesh import Mesh
 from gptlite.parallelism.point_to_point import PairwiseReduceScatter
 from gptlite.parallelism.reduction import Reduction
-from gptlite.torch_private.buckets import all_reduces, padded_shard_sizes, sharded_parameters
+from gptlite.torch_private.buckets import (
+    all_reduces,
+    padded_shard_sizes,
+    registered_parameters,
+    sharded_parameters,
+)
 from gptlite.torch_private.distributed import reduce_scatter_single
 
 
@@ -24,23 +29,27 @@ class Bucket:
     """Parameters whose gradients FSDP2 reduces together, over `rows` ranks of `dp_shard`."""
 
     def __init__(self, module: FSDPModule, rows: int) -> None:
-        self._module, self.rows = module, rows
+        self.module, self.rows = module, rows
         self.pending: Tensor | None = None  # sum of the micro-batches so far, not yet summed over the replicas
 
     @property
     def parameters(self) -> list[nn.Parameter]:
         """Sharded parameters, in the order of the flat tensor."""
-        return sharded_parameters(self._module)
+        return sharded_parameters(self.module)
+
+    def registered(self) -> list[nn.Parameter]:
+        """Return the same parameters before the first forward pass, until which FSDP2 keeps those on the meta device."""
+        return registered_parameters(self.module)
 
     @cached_property
     def sizes(self) -> list[int]:
         """Number of elements of each parameter in one row, with padding."""
-        return padded_shard_sizes(self._module)
+        return padded_shard_sizes(self.module)
 
     @property
     def last(self) -> bool:
         """True in the last backward pass of a step."""
-        return all_reduces(self._module)
+        return all_reduces(self.module)
 
     def row(self, flat: Tensor) -> Tensor:
         """Return the flat gradients [rows * n] or [n] as [rows, n] or [1, n]. Raises RuntimeError if a parameter has no

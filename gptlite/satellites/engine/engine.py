@@ -42,7 +42,7 @@ from gptlite.satellites.engine.settings import compose
 from gptlite.satellites.engine.weights import check_module, fill_from, on_meta, refuse_ties
 from gptlite.satellites.samples.batch import SampleBatch
 from gptlite.torch_private.ops import tree_map_only
-from gptlite.trainer.build import build_state, single_input
+from gptlite.trainer.build import build_state, single_input, with_reduction
 from gptlite.trainer.eval import Evaluation, evaluate
 from gptlite.trainer.parts import agreed_ops
 from gptlite.trainer.signals import Stopping, StopSignal
@@ -94,6 +94,7 @@ def initialize(
         check_device(settings, "cuda" if torch.cuda.is_available() else "cpu")
         mesh = build_mesh(settings.parallelism)
         held.callback(mesh.close)
+        mesh = with_reduction(settings, mesh)
         state = _new_state(model, loss, settings, mesh)
         layout = mesh.layout.describe(settings.parallelism)
         checkpointer = Checkpointer(settings.checkpoint, Path(settings.run.dir).expanduser(), mesh, layout)
