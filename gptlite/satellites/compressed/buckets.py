@@ -20,6 +20,7 @@ from gptlite.torch_private.buckets import (
     all_reduces,
     padded_shard_sizes,
     registered_parameters,
+    share_bucket,
     sharded_parameters,
 )
 from gptlite.torch_private.distributed import reduce_scatter_single
@@ -73,12 +74,18 @@ class BucketReduction(Reduction):
 
     def attach(self, module: FSDPModule) -> None:
         """Replace the sums of a module that is sharded along `dp_shard` alone."""
-        bucket = Bucket(module, self.mesh.size("dp_shard"))
-        self.buckets.append(bucket)
+        bucket = self.bucket_of(module)
+        if bucket is None:
+            bucket = Bucket(module, self.mesh.size("dp_shard"))
+            self.buckets.append(bucket)
         if bucket.rows > 1:
             module.set_custom_reduce_scatter(_ReduceScatter(self, bucket))  # type: ignore[arg-type]
         if self.mesh.size("dp_replicate") > 1:
             module.set_all_reduce_hook(partial(self._over_replicas, bucket))
+
+    def bucket_of(self, module: FSDPModule) -> Bucket | None:
+        """Return the bucket of a module, or of another that it shares its bucket with (`bucket_layers`), if any."""
+        return next((bucket for bucket in self.buckets if share_bucket(bucket.module, module)), None)
 
     def scatter(self, bucket: Bucket, out: Tensor, flat: Tensor, group: dist.ProcessGroup) -> None:
         """Sum [rows * n] over the ranks that shard the bucket, and write this rank's row [n] to `out`."""
