@@ -83,6 +83,7 @@ ROOMS = {
     # Satellites.
     "monitor": Room("parallelism trainer", packages="torch"),
     "compressed": Room("config optimizer parallelism precision", packages="torch"),
+    "noise": Room("compressed config optimizer parallelism trainer", packages="torch"),
     "corpus": Room("data parallelism tokenizers", packages="numpy", lazy="datasets"),
     "samples": Room("data parallelism", packages="numpy torch"),
     "optimizers": Room("ops optimizer parallelism", packages="torch", lazy="torchao"),
@@ -99,7 +100,7 @@ ROOMS = {
     "deepspeed": Room("config precision"),
     "huggingface": Room("models", packages="torch"),
     "images": Room("corpus data samples", packages="numpy torch", lazy="PIL datasets"),
-    "start": Room("config deepspeed launch metrics monitor parallelism plan plots pretrain trainer"),
+    "start": Room("compressed config deepspeed launch metrics monitor noise parallelism plan plots pretrain trainer"),
     "engine": Room(
         "checkpoint config data deepspeed launch models ops parallelism precision samples trainer",
         packages="numpy torch",
@@ -147,6 +148,7 @@ WIDER = {
 COMPOSING = {
     SATELLITES / "compressed" / "build.py",  # parallelism, optimizer and trainer together choose a reduction
     *(SATELLITES / "zeropp" / f"{name}.py" for name in "build check".split()),
+    SATELLITES / "compressed" / "check.py",
     *(SATELLITES / "plan" / f"{name}.py" for name in "advice banner largest planning report tuning".split()),
     *(PACKAGE / "trainer" / f"{name}.py" for name in "banner build folder restore summary".split()),
 }
@@ -259,7 +261,7 @@ def test_the_core_imports_no_satellite():
     texts = {path: path.read_text(encoding="utf-8") for name in CORE - {"invocation"} for path in files_of(name)}
     quoted = {(path.name, text) for path in texts for text in re.findall(r'"(gptlite(?:\.\w+)+)"', texts[path])}
     # Imported by their names: the plug-ins that come with gptlite, as a user's are.
-    included = "compressed", "corpus", "images", "nvme", "optimizers", "samples", "zeropp"
+    included = "compressed", "corpus", "images", "noise", "nvme", "optimizers", "samples", "zeropp"
     named = {("plugins.py", f"gptlite.satellites.{name}") for name in included}
     assert {each for each in quoted if f"{each[1]}.".startswith(satellites)} == named
 

@@ -12,6 +12,7 @@ from gptlite.config.batch import check_batch
 from gptlite.config.bounds import check_bounds
 from gptlite.config.completed import check_length
 from gptlite.config.schema import Config, RunConfig, schema_names
+from gptlite.config.trainer import CHECKS
 from gptlite.data.check import check_settings as check_data
 from gptlite.errors import ConfigError, did_you_mean
 from gptlite.metrics.sinks import check_logger
@@ -20,7 +21,7 @@ from gptlite.models.registry import spec_of
 from gptlite.ops import apex
 from gptlite.ops.config import LayerNormKernel
 from gptlite.optimizer.registry import elementwise_optimizers, optimizer_name
-from gptlite.parallelism.config import CHECKS, ActivationCheckpointing, Offload
+from gptlite.parallelism.config import ActivationCheckpointing, Offload
 from gptlite.parallelism.layout import (
     Layout,
     divisors,
@@ -49,6 +50,8 @@ def check(config: Config) -> None:
     _ops(config)
     _one_of("checkpoint.load", config.checkpoint.load, ("all", "weights"))
     check_logger(config.logger)
+    for further in CHECKS:
+        further(config)
 
 
 def check_layout(config: Config) -> None:
@@ -59,8 +62,6 @@ def check_layout(config: Config) -> None:
     _fp8(config)
     _master_weights(config)
     config.optimizer.check_placement(layout.zero, layout.tensor, layout.offload.value)
-    for refuse in CHECKS:
-        refuse(config)
 
 
 def check_forward(config: Config, world: int) -> Layout:

@@ -25,6 +25,7 @@ INCLUDED = (
     "gptlite.satellites.compressed",
     "gptlite.satellites.corpus",
     "gptlite.satellites.images",
+    "gptlite.satellites.noise",
     "gptlite.satellites.nvme",
     "gptlite.satellites.optimizers",
     "gptlite.satellites.samples",

@@ -1,6 +1,13 @@
 """Trainer configuration: length of a run, intervals, profiling and loss spikes."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
+
+# Global on purpose: a plug-in adds to both when it is imported. Checks of a whole configuration, which raise
+# ConfigError; and modules whose `build_noise(config, mesh, state)` returns a GradientNoise, or None.
+CHECKS: list[Callable[[Any], None]] = []
+NOISES: list[str] = []
 
 
 @dataclass
@@ -31,6 +38,7 @@ class TrainerConfig:
     eval_interval: int = 250  # 0: only at the end
     eval_samples: int | None = None  # maximum number of sequences per validation set; null: all
     log_interval: int = 10  # steps between two rows of metrics.jsonl; slow steps have further lines on the terminal
+    noise_scale: bool = False  # estimate the gradient noise scale for the metrics: docs/adascale.md
     compile: bool = False  # compile the model's blocks with torch.compile
     host_memory_limit: float | None = None  # GiB of host memory per rank; allocations beyond it fail
     max_restarts: int = 0  # maximum number of restarts from the last checkpoint after a rank fails

@@ -1,14 +1,11 @@
 """Configuration of parallelism: degrees, ZeRO, pipeline schedule, offload and activation checkpointing."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
 
 # Modules whose `build_reduction(config, mesh)` returns what replaces FSDP2's sums of gradients, or None: see
 # reduction.py. Global on purpose: a plug-in adds its module when it is imported.
 REDUCTIONS: list[str] = []
-CHECKS: list[Callable[[Any], None]] = []  # their checks of the whole configuration, which raise ConfigError
 
 
 class Compression(Enum):

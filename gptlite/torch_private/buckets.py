@@ -9,13 +9,14 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 def _group(module: FSDPModule) -> Any:
     state: Any = fully_shard.state(module)  # type: ignore[attr-defined]
-    (group,) = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]  # 2.11
-    return group
+    groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]  # 2.11
+    return next(iter(groups), None)
 
 
-def share_bucket(module: FSDPModule, other: FSDPModule) -> bool:
-    """Return True if the parameters of two modules are in the same bucket."""
-    return _group(module) is _group(other)
+def bucket_of(module: FSDPModule) -> object | None:
+    """Return an object that is the same for all modules whose gradients FSDP2 reduces together; None if it reduces none
+    for this module, since nested modules have all parameters."""
+    return _group(module)
 
 
 def sharded_parameters(module: FSDPModule) -> list[nn.Parameter]:

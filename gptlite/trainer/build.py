@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from gptlite.config.completed import refuse_larger_vocabulary, with_epochs, with_vocabulary
 from gptlite.config.plugins import import_included
 from gptlite.config.schema import Config
+from gptlite.config.trainer import NOISES
 from gptlite.data.batch_loader import BatchLoader
 from gptlite.data.build import build_loader, open_data
 from gptlite.data.opened import OpenedData
@@ -126,6 +127,8 @@ def build_state(
         scaler=build_scaler(config.precision, policy),
         spikes=build_spike_watch(config.trainer.spike),
     )
+    noises = (import_module(name).build_noise(config, mesh, state) for name in NOISES)
+    state.noise = next(filter(None, noises), None)
     if mesh.reduction is not None:
         mesh.reduction.bind(state.named_parameters(), optimizer)
     return state

@@ -31,8 +31,9 @@ class ZeroppReduction(BucketReduction):
     def attach(self, module: FSDPModule) -> None:
         """Replace the gathers and sums of a module that is sharded along `dp_shard` alone."""
         super().attach(module)
-        bucket = self.bucket_of(module)
-        assert bucket is not None
+        bucket = self.attached(module)
+        if bucket is None:
+            return
         if bucket not in self.gathers:
             self.gathers[bucket] = Gather(module, self.weights, self.nodes, self._secondary)
         if self.weights is not None or self._secondary:
