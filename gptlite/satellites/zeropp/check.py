@@ -5,7 +5,7 @@ from __future__ import annotations
 from gptlite.config.schema import Config
 from gptlite.errors import ConfigError
 from gptlite.parallelism.config import Compression, ZeroppConfig
-from gptlite.parallelism.layout import divisors, listed
+from gptlite.parallelism.layout import divisors, listed, splits_backward
 
 OFF = "parallelism.zeropp.weights=none parallelism.zeropp.secondary=false parallelism.zeropp.gradients=none"
 
@@ -39,6 +39,11 @@ def check_zeropp(config: Config) -> None:
         raise ConfigError(
             f"{on} with parallelism.compression={layout.compression.value}: both replace the sums of gradients; use "
             f"parallelism.compression=none, or {OFF}"
+        )
+    if layout.zeropp.secondary and splits_backward(layout):
+        raise ConfigError(
+            f"parallelism.zeropp.secondary=true with parallelism.schedule={layout.schedule}, whose split backward passes "
+            "gather whole parts over all data ranks; use parallelism.schedule=1f1b, or parallelism.zeropp.secondary=false"
         )
     if layout.expert > 1:
         raise ConfigError(
