@@ -33,6 +33,7 @@ INCLUDED = (
     "gptlite.satellites.onebit",
     "gptlite.satellites.optimizers",
     "gptlite.satellites.samples",
+    "gptlite.satellites.zeropp",
 )
 GIVEN = re.compile(r"\+{0,2}plugins=\[?([^\]]*)\]?$")
 RESOLVER = re.compile(r"\$\{[^}]*:")  # ${oc.env:NAME}, ${now:...}; ${model.peak_lr} is of the configuration
