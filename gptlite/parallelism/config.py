@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 # Modules whose `build_reduction(config, mesh)` returns what replaces FSDP2's sums of gradients, or None: see
-# reduction.py. Global on purpose: a plug-in adds its module when it is imported.
+# reduction.py. The last one that returns something counts. Global on purpose: a plug-in adds its module.
 REDUCTIONS: list[str] = []
 
 

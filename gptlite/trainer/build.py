@@ -90,8 +90,8 @@ def build_run(config: Config, mesh: Mesh, log: Log) -> Run:
 
 def with_reduction(config: Config, mesh: Mesh) -> Mesh:
     """Return the mesh with what replaces FSDP2's sums of gradients, if the configuration asks for something."""
-    builders = (import_module(name).build_reduction for name in REDUCTIONS)
-    return replace(mesh, reduction=next(filter(None, (build(config, mesh) for build in builders)), None))
+    built = [import_module(name).build_reduction(config, mesh) for name in REDUCTIONS]
+    return replace(mesh, reduction=next(filter(None, reversed(built)), None))
 
 
 def build_state(

@@ -9,5 +9,5 @@ from gptlite.satellites.noise.checks import check_noise
 BUILDER = f"{__name__}.build"
 if BUILDER not in NOISES:
     NOISES.append(BUILDER)
-    REDUCTIONS.append(BUILDER)
+    REDUCTIONS.insert(0, BUILDER)  # for sums that nothing else replaces
     CHECKS.append(check_noise)
