@@ -150,6 +150,7 @@ COMPOSING = {
     # Several sections together choose a reduction, and rule it out.
     *(SATELLITES / "compressed" / f"{name}.py" for name in ("build", "check")),
     *(SATELLITES / "noise" / f"{name}.py" for name in ("build", "checks")),
+    SATELLITES / "onebit" / "reduction.py",
     *(SATELLITES / "zeropp" / f"{name}.py" for name in ("build", "check")),
     *(SATELLITES / "plan" / f"{name}.py" for name in "advice banner largest planning report tuning".split()),
     *(PACKAGE / "trainer" / f"{name}.py" for name in "banner build folder restore summary".split()),
