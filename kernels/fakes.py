@@ -105,7 +105,7 @@ FAKES: dict[str, Callable] = {
     "dropout": _like,
     "cross_entropy_": lambda logits, *_: _fp32(logits, logits.shape[0]),
     "cross_entropy_stats": lambda logits, *_: _fp32(logits, logits.shape[0], 2),
-    "quantize_blocks": lambda x, _, bits: x.new_empty(len(x) * (4 + x.shape[1] * bits // 8), dtype=torch.uint8),
+    "quantize_blocks": lambda x, _, bits: x.new_empty(x.shape[0] * (4 + x.shape[1] * bits // 8), dtype=torch.uint8),
     "dequantize_blocks": lambda message, _, blocks, bits: _fp32(message, blocks, 1024 if bits == 1 else 256),
     "norm": lambda tensors: _fp32(tensors[0]),
     "weight_gradient": _weight_gradient,

@@ -81,7 +81,7 @@ def test_the_smallest_and_the_largest_values_keep_their_sign_or_vanish(codec: Co
     decoded = through(codec, x)
     assert decoded.isfinite().all()
     assert (decoded * x.sign() >= 0).all()
-    assert decoded.abs().max() <= size * 1.01
+    assert decoded.abs().max() <= size * 1.01 + 64 * 2.0**-149  # 127 times half of the smallest number
 
 
 def test_codes_of_a_block_depend_on_nothing_else(codec: Codec):

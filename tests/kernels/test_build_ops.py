@@ -159,7 +159,10 @@ def test_the_self_check_sees_an_error() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    "layer_norm masked_softmax bias_activation rope dropout attention cross_entropy_stats quantize_blocks".split(),
+    [
+        *("layer_norm", "masked_softmax", "bias_activation", "rope", "dropout", "attention", "cross_entropy_stats"),
+        "quantize_blocks",
+    ],
 )
 def test_layouts_that_a_kernel_does_not_take_are_made_contiguous(ops: Any, name: str) -> None:
     first, *rest = arguments(name)
