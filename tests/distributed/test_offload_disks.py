@@ -21,6 +21,7 @@ from marking import marked
 CASES, DISKS = "distributed.cells.offload_disks:", "checkpoint.destruction.disks:"
 P = "parallelism."
 LAYOUTS = {1: [f"{P}data=1", f"{P}zero=3"], 2: [f"{P}data=2", f"{P}zero=2"]}
+INFINITE = f"{P}offload_parameters=true"
 FULL_MB = 0.25  # less than the state of TINY takes
 LAST = "checkpoints/step-00000006"
 needs_mounts = pytest.mark.skipif("not disks.allowed()", reason="no mounts in a namespace of one's own here")
@@ -37,6 +38,7 @@ class Run(Lives):
 
     def __init__(self, server: ForkServer, folder: Path, world: int) -> None:
         super().__init__(server, folder, world)
+        self.more = list[str]()
         self.good, self.bad = folder / "good", folder / "bad"
         for each in (self.good, self.bad):
             each.mkdir()
@@ -44,7 +46,7 @@ class Run(Lives):
     def overrides(self, steps: int, path: Path) -> list[str]:
         offload = [f"{P}offload=nvme", f"{P}offload_path={path}", f"{P}offload_buffer_mib=1"]
         saving = ["checkpoint.interval=1", "checkpoint.keep=2", f"run.dir={self.folder / 'run'}"]
-        return [*TINY, *LAYOUTS[self.world], *offload, *saving, f"trainer.max_steps={steps}"]
+        return [*TINY, *LAYOUTS[self.world], *offload, *saving, f"trainer.max_steps={steps}", *self.more]
 
     def train(self, steps: int, path: Path, function: str = LIVE, *act: object) -> list[int]:
         """Trains until a step and gives the ranks' exit codes; `act` is what happens to each of them."""
@@ -171,6 +173,21 @@ def test_a_kill_amid_a_write_leaves_nothing_and_the_last_checkpoint_resumes(begu
     codes = run.train(6, run.good, CASES + "disturbed", "kill", at)
     assert codes == [-signal.SIGKILL] * world
     assert list(run.good.iterdir()) == []
+    check_goes_on(run)
+
+
+def test_parameters_in_files_meet_the_same_troubles(begun, check_goes_on):
+    """A kill amid the write of a gradient or of a chunk; then a disk that refuses; the run goes on without the key."""
+    run = begun(1)
+    run.more = [INFINITE]
+    assert run.train(6, run.good, CASES + "disturbed", "kill", 19) == [-signal.SIGKILL]
+    assert list(run.good.iterdir()) == []
+    assert run.train(6, run.good, CASES + "disturbed", "refuse", 12) == [1]
+    assert "in parallelism.offload_path cannot be read or written: File too large; once that is" in run.error()
+    assert run.train(6, run.good, CASES + "limited") == [2]
+    assert "rank 0 cannot keep its model there: file too large; " in run.error()
+    assert run.train(4, run.good) == [0], run.said()
+    run.more = []
     check_goes_on(run)
 
 

@@ -33,13 +33,17 @@ Usage = namedtuple("Usage", "total used free")
 
 @pytest.mark.slow
 def test_a_checkpoint_goes_from_files_to_memory_to_the_host_and_back(tmp_path: Path):
-    """Four ranks of ZeRO 3 with files, one without offload, two tensor ranks on the host, two pipeline ranks."""
+    """Four ranks of ZeRO 3 with files, one without offload, two tensor ranks on the host, two pipeline ranks; two and
+    three ranks with their parameters in files too, and two without offload."""
     nvme = [f"{P}offload=nvme", f"{P}offload_path={tmp_path}"]
     chain = [
         (Layout(data=4, zero=3), nvme),
         (SINGLE, []),
         (Layout(tensor=2), [f"{P}offload=cpu"]),
         (Layout(pipeline=2, zero=2), nvme),
+        (Layout(data=2, zero=3), [*nvme, f"{P}offload_parameters=true"]),
+        (Layout(data=3, zero=3), [*nvme, f"{P}offload_parameters=true"]),
+        (Layout(data=2, zero=1), []),
     ]
     expected, loss = whole(Pair(SINGLE, SINGLE))
     folder = None
@@ -54,14 +58,15 @@ def test_a_checkpoint_goes_from_files_to_memory_to_the_host_and_back(tmp_path: P
                 assert [each.loss for each in found] == pytest.approx([loss] * layout.world, rel=1e-5)
             folder = found[0] if folder is None else found[0].folder
             check_stored(folder, expected)
-    assert {path.name for path in tmp_path.iterdir()} == {"0", "1", "2", "3"}
+    assert {path.name for path in tmp_path.iterdir()} == set("0123456")
 
 
 @pytest.mark.slow
-def test_a_killed_run_leaves_nothing_in_the_folder_and_goes_on_from_its_checkpoint(tmp_path: Path):
+@pytest.mark.parametrize("more", [[], [f"{P}offload_parameters=true"]], ids=["state", "parameters"])
+def test_a_killed_run_leaves_nothing_in_the_folder_and_goes_on_from_its_checkpoint(tmp_path: Path, more: list[str]):
     scratch = tmp_path / "scratch"
     scratch.mkdir()
-    overrides = [f"{P}offload=nvme", f"{P}offload_path={scratch}", f"{P}offload_buffer_mib=1", f"{P}zero=3"]
+    overrides = [f"{P}offload=nvme", f"{P}offload_path={scratch}", f"{P}offload_buffer_mib=1", f"{P}zero=3", *more]
     campaign = Campaign(shared_server(), tmp_path, overrides, seed=0, interval=2)
     campaign.probe()
     campaign.kill_at("data")
