@@ -75,11 +75,12 @@ class BucketReduction(Reduction):
     def attach(self, module: FSDPModule) -> None:
         """Replace the sums of a module that is sharded along `dp_shard` alone, unless it has no parameters of its own.
 
-        Also for modules that share a bucket, since the caller has set its own sums for each of them.
+        Modules that share a bucket (`bucket_layers`) are attached one by one, each after `zero.shard` has set its
+        own sums for the bucket.
         """
-        if (shared := bucket_of(module)) is None:
+        if bucket_of(module) is None:
             return
-        bucket = next((bucket for bucket in self.buckets if bucket_of(bucket.module) is shared), None)
+        bucket = self.attached(module)
         if bucket is None:
             bucket = Bucket(module, self.mesh.size("dp_shard"))
             self.buckets.append(bucket)
@@ -87,6 +88,11 @@ class BucketReduction(Reduction):
             module.set_custom_reduce_scatter(_ReduceScatter(self, bucket))  # type: ignore[arg-type]
         if self.mesh.size("dp_replicate") > 1:
             module.set_all_reduce_hook(partial(self._over_replicas, bucket))
+
+    def attached(self, module: FSDPModule) -> Bucket | None:
+        """Return the bucket of a module, if it has one."""
+        own = bucket_of(module)
+        return next((bucket for bucket in self.buckets if bucket_of(bucket.module) is own), None)
 
     def scatter(self, bucket: Bucket, out: Tensor, flat: Tensor, group: dist.ProcessGroup) -> None:
         """Sum [rows * n] over the ranks that shard the bucket, and write this rank's row [n] to `out`."""
