@@ -94,7 +94,8 @@ LAYOUTS = [
     "data=2 pipeline=2 zero=2 schedule=zbv",
     "data=2 context=2 zero=2 bucket_layers=2",
 ]
-UNEVEN = ["model.vocab_multiple=1", "model.qk_norm=true"]  # 37 rows, and weights whose gradients some heads give
+# 17 rows, which two tensor ranks store in two blocks and in one; and weights whose gradients come from some heads.
+UNEVEN = ["data.vocab_size=17", "model.vocab_multiple=1", "model.qk_norm=true"]
 
 
 @pytest.mark.slow
@@ -153,3 +154,19 @@ def test_an_engine_compresses_too(two: Ranks, tmp_path: Path):
     two.run("engine.loops:train_with", {"save": str(tmp_path)}, "net", 2, *compressed[2:])
     resumed = two.run("engine.loops:train_with", {"load": str(tmp_path)}, *compressed)[0]["curve"]
     assert resumed == whole[4:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "more",
+    [
+        "parallelism.offload=cpu parallelism.zero=2",
+        "precision=bf16 precision.master_weights=false parallelism.zero=1",
+        "trainer.compile=true parallelism.activation_checkpointing=full parallelism.zero=3",
+    ],
+)
+def test_settings_beside_the_layout(two: Ranks, more: str):
+    layout = words("data=2 compression=int4", "data.micro_batch_size=12", *more.split())
+    for each in two.run(f"{CASES}:train", load(layout), 3, timeout=300):
+        assert each.worst < ROUNDING
+        assert each.sent == each.planned > 0
