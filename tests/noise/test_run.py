@@ -145,3 +145,13 @@ def test_an_open_micro_batch_size_gives_one_rank_two_groups(run: Callable, tmp_p
     words = [word for word in ADASCALE if "micro" not in word]
     assert run("a", *words, "data.micro_batch_size=null", "trainer.max_steps=3")[0] == 0
     assert "micro-batch 2 x 2" in " ".join((tmp_path / "a" / "train.log").read_text().split())
+
+
+def test_another_layout_keeps_the_base_and_the_clock(run: Callable, tmp_path: Path) -> None:
+    words = [*ADASCALE, "trainer.max_steps=20"]
+    run("a", *words, "trainer.stop_step=4")
+    saved = curve(tmp_path / "a")[-1]
+    run("a", *words, "trainer.stop_step=8", "data.micro_batch_size=2")
+    following = curve(tmp_path / "a")[saved["step"]]
+    assert following["clock"] == pytest.approx(saved["clock"] + following["gain"], rel=1e-12)
+    assert meta(tmp_path / "a", curve(tmp_path / "a")[-1]["step"])["noise"]["base"] == 1
