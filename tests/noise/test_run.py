@@ -114,10 +114,14 @@ def test_what_is_read_is_what_each_micro_batch_adds(tiny: list[str], options: st
 
 S = "optimizer=sgd optimizer.adascale=true"
 REFUSED = {
-    f"{S} data.micro_batch_size=4 parallelism.data=1": r"optimizer\.adascale=true .* data\.micro_batch_size=1 or 2",
+    f"{S} data.micro_batch_size=4 parallelism.data=1": r"optimizer\.adascale=true .* data\.micro_batch_size=2",
     f"{S} parallelism.context=2": r"parallelism\.context=1",
     f"{S} parallelism.data=1 data.micro_batch_size=1 parallelism.offload=cpu": r"parallelism\.offload=none",
     f"{S} optimizer.adascale_base=5": r"optimizer\.adascale_base=5 must be from 1 to data\.global_batch_size=4",
+    f"{S} parallelism.data=1 data.micro_batch_size=null data.batch_ramp=[1,1,9]": (
+        r"first size of data\.batch_ramp=\[1, 1, 9\] .* a larger one"
+    ),
+    f"{S} parallelism=zero2 parallelism.compression=int8": r"parallelism\.compression=none",
     "optimizer=sgd optimizer.adascale_base=2": r"without optimizer\.adascale=true",
     "trainer.noise_scale=true parallelism.data=1 data.micro_batch_size=4": r"trainer\.noise_scale=true .*=false",
     "trainer.noise_scale=true parallelism.data=1 parallelism.pipeline=2 model.num_layers=4 data.micro_batch_size=1 "
@@ -132,6 +136,22 @@ def test_refusals_name_the_key_and_the_fix(tiny: list[str], words: str) -> None:
 
 
 def test_one_group_is_refused_when_the_number_of_ranks_is_known(run: Callable, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"data\.micro_batch_size=1 or 2"):
+    with pytest.raises(ConfigError, match=r"data\.micro_batch_size=2"):
         run("a", "trainer.noise_scale=true", "data.micro_batch_size=4")
     assert not (tmp_path / "a").exists()
+
+
+def test_an_open_micro_batch_size_gives_one_rank_two_groups(run: Callable, tmp_path: Path) -> None:
+    words = [word for word in ADASCALE if "micro" not in word]
+    assert run("a", *words, "data.micro_batch_size=null", "trainer.max_steps=3")[0] == 0
+    assert "micro-batch 2 x 2" in " ".join((tmp_path / "a" / "train.log").read_text().split())
+
+
+def test_another_layout_keeps_the_base_and_the_clock(run: Callable, tmp_path: Path) -> None:
+    words = [*ADASCALE, "trainer.max_steps=20"]
+    run("a", *words, "trainer.stop_step=4")
+    saved = curve(tmp_path / "a")[-1]
+    run("a", *words, "trainer.stop_step=8", "data.micro_batch_size=2")
+    following = curve(tmp_path / "a")[saved["step"]]
+    assert following["clock"] == pytest.approx(saved["clock"] + following["gain"], rel=1e-12)
+    assert meta(tmp_path / "a", curve(tmp_path / "a")[-1]["step"])["noise"]["base"] == 1

@@ -12,7 +12,7 @@ from gptlite.errors import ConfigError
 from gptlite.optimizer.config import SGDConfig
 from gptlite.parallelism.mesh import Mesh
 from gptlite.satellites.compressed.buckets import BucketReduction
-from gptlite.satellites.noise.checks import check_groups, wanted_by
+from gptlite.satellites.noise.checks import check_groups, largest_group, wanted_by
 from gptlite.satellites.noise.estimate import NoiseEstimate, mean_and_noise
 from gptlite.satellites.noise.gradients import GroupSquares
 from gptlite.trainer.state import TrainState
@@ -28,7 +28,9 @@ def build_noise(config: Config, mesh: Mesh, state: TrainState) -> Noise | None:
     """Return what measures the noise, if the configuration asks for it. Raises ConfigError if it cannot be measured."""
     if (key := wanted_by(config)) is None:
         return None
-    check_groups(config, mesh.data_size, state.loader.micro_batch_size)
+    check_groups(config, mesh.data_size)
+    if mesh.data_size == 1 and config.data.micro_batch_size is None and (size := largest_group(config)) is not None:
+        state.loader.micro_batch_size = min(size, state.loader.micro_batch_size)
     squares = GroupSquares(state, mesh)
     if mesh.fsdp_size == 1:
         squares.watch(list(state.weights()))

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from gptlite.config.schema import Config
+from gptlite.data.batches import batch_schedule
 from gptlite.errors import ConfigError
 from gptlite.optimizer.config import SGDConfig
-from gptlite.parallelism.config import Offload
-from gptlite.parallelism.layout import divisors, listed, runs_batch, splits_backward
+from gptlite.parallelism.config import Compression, Offload
+from gptlite.parallelism.layout import MAX_MICRO_BATCH, divisors, runs_batch, splits_backward
 
 
 def wanted_by(config: Config) -> str | None:
@@ -28,13 +29,25 @@ def check_noise(config: Config) -> None:
     if layout.expert > 1:
         raise ConfigError(f"{key} compares the gradients of ranks, and with parallelism.expert={layout.expert} a rank "
                           f"computes some for others; use parallelism.expert=1, or {_without(key)}")  # fmt: skip
+    if layout.compression is not Compression.none:
+        raise ConfigError(f"{key} compares the gradients with their sum, to which parallelism.compression="
+                          f"{layout.compression.value} adds noise of its own; use parallelism.compression=none, or "
+                          f"{_without(key)}")  # fmt: skip
     if layout.data is not None:
-        check_groups(config, layout.data, None)
+        check_groups(config, layout.data)
 
 
-def check_groups(config: Config, data_size: int, micro_batch_size: int | None) -> None:
-    """Raise ConfigError if each step has only one gradient, or several that cannot be told apart, on `data_size` data
-    ranks and with micro-batches of `micro_batch_size` samples; None: data.micro_batch_size, if that is set."""
+def largest_group(config: Config) -> int | None:
+    """Return the largest size of micro-batches with which one data rank has several in every step; None if there is
+    none."""
+    sizes = batch_schedule(config.data.global_batch_size, config.data.batch_ramp).sizes()
+    fit = (size for size in divisors(min(sizes))[-2::-1] if size <= MAX_MICRO_BATCH)
+    return next((size for size in fit if all(runs_batch(config.parallelism, each, size, 1) for each in sizes)), None)
+
+
+def check_groups(config: Config, data_size: int) -> None:
+    """Raise ConfigError if some steps have only one gradient, or several that cannot be told apart, on `data_size` data
+    ranks."""
     key, layout, batch = wanted_by(config), config.parallelism, config.data.global_batch_size
     if key is None or data_size > 1:
         return
@@ -46,14 +59,14 @@ def check_groups(config: Config, data_size: int, micro_batch_size: int | None) -
             f"{key} on one data rank reads gradients in whole backward passes, which parallelism.schedule="
             f"{layout.schedule} splits; use parallelism.schedule=1f1b or interleaved_1f1b, or {_without(key)}"
         )
-    micro = micro_batch_size or config.data.micro_batch_size
-    if config.data.handed_over or micro is None or batch // micro > 1:
+    largest, micro, ramp = largest_group(config), config.data.micro_batch_size, config.data.batch_ramp
+    if config.data.handed_over or (largest is not None and (micro or largest) <= largest):
         return
-    sizes = [size for size in divisors(batch)[:-1] if runs_batch(layout, batch, size, 1)]
-    fix = f"data.micro_batch_size={listed(sizes[-3:], 'or')}, " if sizes else ""
+    size = f"data.global_batch_size={batch}" if ramp is None else f"the first size of data.batch_ramp={ramp}"
+    fix = f"data.micro_batch_size={largest}, more ranks" if largest else "a larger one, more ranks"
     raise ConfigError(
-        f"{key} compares the gradients of several ranks or micro-batches, but data.global_batch_size={batch} is one "
-        f"micro-batch on one data rank; use {fix}more ranks, or {_without(key)}"
+        f"{key} compares the gradients of several ranks or micro-batches, but {size} is one micro-batch on one data "
+        f"rank; use {fix}, or {_without(key)}"
     )
 
 
