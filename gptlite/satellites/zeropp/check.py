@@ -42,8 +42,9 @@ def check_zeropp(config: Config) -> None:
         )
     if layout.zeropp.secondary and splits_backward(layout):
         raise ConfigError(
-            f"parallelism.zeropp.secondary=true with parallelism.schedule={layout.schedule}, whose split backward passes "
-            "gather whole parts over all data ranks; use parallelism.schedule=1f1b, or parallelism.zeropp.secondary=false"
+            f"parallelism.zeropp.secondary=true with parallelism.schedule={layout.schedule}, whose split backward "
+            "passes gather whole parts over all data ranks; use parallelism.schedule=1f1b, or "
+            "parallelism.zeropp.secondary=false"
         )
     if layout.expert > 1:
         raise ConfigError(
