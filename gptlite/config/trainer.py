@@ -1,12 +1,9 @@
 """Trainer configuration: length of a run, intervals, profiling and loss spikes."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
-# Global on purpose: a plug-in adds to both when it is imported. Checks of a whole configuration, which raise
-# ConfigError; and modules whose `build_noise(config, mesh, state)` returns a GradientNoise, or None.
-CHECKS: list[Callable[[Any], None]] = []
+# Modules whose `build_noise(config, mesh, state)` returns a GradientNoise, or None. Global on purpose: a plug-in adds
+# its module when it is imported.
 NOISES: list[str] = []
 
 

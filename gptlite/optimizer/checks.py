@@ -12,6 +12,7 @@ def check_optimizer(optimizer: OptimizerConfig, schedule: ScheduleConfig, max_st
     _check_shape(schedule)
     if max_steps is not None:
         _check_length(schedule, max_steps)
+        optimizer.completed(max_steps, resolve_warmup_steps(schedule, max_steps))
 
 
 def _check_shape(config: ScheduleConfig) -> None:

@@ -78,6 +78,11 @@ class OptimizerConfig:
     def check_placement(self, zero: int, tensor: int, offload: str) -> None:
         """Raise ConfigError if parameters are sharded or offloaded and the optimizer does not support that."""
 
+    def completed(self, max_steps: int, warmup: int) -> "OptimizerConfig":
+        """Return the configuration for a run of `max_steps` steps, whose learning rate rises for `warmup` steps. Raises
+        ConfigError for values that do not fit these."""
+        return self
+
     def left_to_adamw(self, names: Iterable[str], embeddings: Collection[str]) -> set[str]:
         """Return those of the parameter names that AdamW updates instead of this optimizer, besides vectors."""
         return set()

@@ -10,9 +10,10 @@ from torch.optim import Adam, AdamW, Optimizer
 
 from gptlite.ops.weight_copies import copy_of, mark_written
 from gptlite.optimizer.base import Closure, local_gradients, refuse, rule_of
-from gptlite.optimizer.clip import clip_factor, clip_gradients
+from gptlite.optimizer.clip import clip_factor, clip_gradients, local_grad_norm
 from gptlite.optimizer.state import materialized
 from gptlite.parallelism.boxes import local_tensor
+from gptlite.parallelism.in_files import InFiles
 
 
 class FusedStep:
@@ -92,6 +93,13 @@ def decides_on_device(optimizer: Optimizer, device: torch.device) -> bool:
     return type(optimizer) in (Adam, AdamW) and bool(optimizer.defaults["fused"]) and not cut
 
 
+def grad_norm(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> Tensor:
+    """Return the L2 norm of this rank's gradient shards of the parameters: see `local_grad_norm`."""
+    if isinstance(optimizer, InFiles):
+        return optimizer.grad_norm(parameters)
+    return local_grad_norm(parameters, is_fused(optimizer))
+
+
 def clip_and_step(
     optimizer: Optimizer,
     parameters: Iterable[nn.Parameter],
@@ -106,7 +114,7 @@ def clip_and_step(
     loss. The fused step does not modify the gradients. If the scalar fp32 tensor `found_inf` is not 0, only the
     gradients may change; passing it requires `decides_on_device`.
     """
-    if is_fused(optimizer):
+    if is_fused(optimizer) or getattr(optimizer, "scales_gradients", False):  # the latter is for plug-ins
         held = next((tensor for group in optimizer.param_groups for tensor in group["params"]), norm)
         # Offloaded parameters are on the host, but a norm that was summed over ranks is on the device.
         factor = clip_factor(max_norm, norm.to(local_tensor(held).device), loss_scale)

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 # Modules whose `build_reduction(config, mesh)` returns what replaces FSDP2's sums of gradients, or None: see
-# reduction.py. Global on purpose: a plug-in adds its module when it is imported.
+# reduction.py. The last one that returns something counts. Global on purpose: a plug-in adds its module.
 REDUCTIONS: list[str] = []
 
 
@@ -68,6 +68,7 @@ class ParallelismConfig:
     zero: int = 0  # ZeRO stage: data ranks shard optimizer state (1), also gradients (2), also parameters (3)
     offload: Offload = Offload.none  # place of parameters, gradients and optimizer state: docs/offload.md
     offload_path: str | None = None  # folder for offload=nvme, on a local disk of each machine
+    offload_parameters: bool = False  # offload=nvme with zero=3 keeps parameters and gradients in files as well
     offload_buffer_mib: int = 64  # size of each of the two buffers between files and the update
     sequence: bool = False  # shard the activations between tensor-parallel layers along the sequence
     schedule: str = "1f1b"  # gpipe, 1f1b, interleaved_1f1b, zero_bubble or zbv

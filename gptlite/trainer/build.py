@@ -22,7 +22,7 @@ from gptlite.ops.select import Ops
 from gptlite.optimizer.fused import writes_copies
 from gptlite.optimizer.schedule import Schedule
 from gptlite.parallelism.config import REDUCTIONS
-from gptlite.parallelism.in_files import offload_state
+from gptlite.parallelism.in_files import offload_state, place_parameters
 from gptlite.parallelism.mesh import Mesh
 from gptlite.parallelism.pipeline import OnePart, Pipeline
 from gptlite.parallelism.stage_runner import StageRunner
@@ -90,8 +90,8 @@ def build_run(config: Config, mesh: Mesh, log: Log) -> Run:
 
 def with_reduction(config: Config, mesh: Mesh) -> Mesh:
     """Return the mesh with what replaces FSDP2's sums of gradients, if the configuration asks for something."""
-    builders = (import_module(name).build_reduction for name in REDUCTIONS)
-    return replace(mesh, reduction=next(filter(None, (build(config, mesh) for build in builders)), None))
+    built = [import_module(name).build_reduction(config, mesh) for name in REDUCTIONS]
+    return replace(mesh, reduction=next(filter(None, reversed(built)), None))
 
 
 def build_state(
@@ -111,17 +111,20 @@ def build_state(
     """
     layout, compiles = config.parallelism, config.trainer.compile
     parts = build_parts(model, layout, mesh, policy, ops, config.seed, compile=compiles)
+    placed = place_parameters(parts, layout, mesh)
     materialize(model, parts, storage_device(mesh, layout))
     fill(parts)
-    updates = build_updates(config.optimizer, model, parts, policy, ops, config.seed)
-    optimizer = offload_state(updates, layout, mesh)
+    schedule = Schedule(config.schedule, config.trainer.max_steps)
+    completed = config.optimizer.completed(config.trainer.max_steps, schedule.warmup_steps)
+    updates = build_updates(completed, model, parts, policy, ops, config.seed)
+    optimizer = offload_state(updates, layout, mesh, placed)
     if ops.weight_copies and writes_copies(optimizer) and not compiles:
         copy_weights(parts, mesh, policy)
     state = TrainState(
         model,
         StageRunner(parts, mesh, layout),
         optimizer,
-        Schedule(config.schedule, config.trainer.max_steps),
+        schedule,
         loader,
         identity,
         scaler=build_scaler(config.precision, policy),

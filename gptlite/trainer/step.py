@@ -13,14 +13,14 @@ from gptlite.data.batch_loader import Batch
 from gptlite.errors import RunEnded
 from gptlite.models.metrics import Recording
 from gptlite.models.parallelize import finish_gradients
-from gptlite.optimizer.clip import local_grad_norm
-from gptlite.optimizer.fused import clip_and_step, is_fused
+from gptlite.optimizer.fused import clip_and_step, grad_norm
 from gptlite.optimizer.rounded import set_step
 from gptlite.optimizer.schedule import set_lr
 from gptlite.parallelism.axes import CONTEXT, DATA_AXES
 from gptlite.parallelism.boxes import copies
 from gptlite.parallelism.collectives import all_reduce
 from gptlite.parallelism.host_copy import HostCopy, to_device
+from gptlite.parallelism.in_files import finish_backward
 from gptlite.parallelism.mesh import Mesh
 from gptlite.parallelism.pipeline import MicroBatches, OnePart, Pipeline
 from gptlite.parallelism.tensor import is_cut, of_experts
@@ -115,6 +115,7 @@ class Step:
         # With decisions, the host's loss scale is one step behind the device's.
         scale = decisions.scale if decisions else state.scaler.scale if state.scaler else 1.0
         loss = self._run_passes(state, batches, targets / scale if state.scaler else targets)
+        finish_backward(state.optimizer)
         loads = finish_gradients(state.model, state.parts, self.mesh)
         if inspect is not None:
             inspect(state)
@@ -161,9 +162,9 @@ class Step:
         """Return the totals over all ranks, on the device. `loss` and `noise` are this rank's shares."""
         forward = self.passes.forward
         metrics = forward.take(loss.device) if isinstance(forward, Recording) else None
-        fused, mesh = is_fused(state.optimizer), self.mesh
+        mesh = self.mesh
         if mesh.world_size == 1:
-            norm = local_grad_norm((p for part in state.parts for p in part.parameters()), fused)
+            norm = grad_norm(state.optimizer, (p for part in state.parts for p in part.parameters()))
             return StepTotals(loss=loss, norm=norm.to(loss.device), metrics=metrics, noise=noise)
         computes = mesh.is_first("uncut")
         # Count each gradient element on only one of the ranks that hold it.
@@ -174,7 +175,7 @@ class Step:
         counted = list(counted)
 
         def dense() -> Tensor:
-            return local_grad_norm(counted, fused).double() ** 2
+            return grad_norm(state.optimizer, counted).double() ** 2
 
         square = dense() if mesh.reduction is None else mesh.reduction.gradient_square(counted, dense)
         share = StepTotals(

@@ -73,13 +73,32 @@ def test_tensor_ranks_count_each_element_once(two: Ranks, one):
         close(held, one)
 
 
-PARTIAL = ("bias", "norm.weight", "position_embedding.weight")
+# Replicated over the tensor axis; with sequence parallelism each rank has their gradients from its slices.
+PARTIAL = ("norm.weight", "norm.bias", "proj.bias", "down.bias", "position_embedding.weight")
+
+
+@pytest.mark.slow
+def test_partial_gradients_of_sequence_parallelism_stay_outside(two: Ranks):
+    reference = sums([], PARTIAL)
+    for held in two.run(
+        "distributed.test_noise:sums", ["parallelism.tensor=2", "parallelism.sequence=true"], timeout=200
+    ):
+        close(held, reference)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_four_ranks_are_four_groups(four: Ranks, one, zero):
-    for held in four.run("distributed.test_noise:sums", ["parallelism.data=4", f"parallelism.zero={zero}"]):
+    for held in four.run(
+        "distributed.test_noise:sums", ["parallelism.data=4", f"parallelism.zero={zero}"], timeout=200
+    ):
+        close(held, one)
+
+
+@pytest.mark.slow
+def test_replicas_of_shards_are_four_groups(four: Ranks, one):
+    words = ["parallelism.data=4", "parallelism.zero=1", "parallelism.dp_replicate=2"]
+    for held in four.run("distributed.test_noise:sums", words, timeout=200):
         close(held, one)
 
 
@@ -98,5 +117,5 @@ def test_combined_layouts(four: Ranks, zero, more):
 def test_a_pipeline_reads_whole_backward_passes(two: Ranks, more):
     words = ["parallelism.pipeline=2", "model.tied_embeddings=false", *more]
     reference = sums(["model.tied_embeddings=false"])
-    for held in two.run("distributed.test_noise:sums", words):
+    for held in two.run("distributed.test_noise:sums", words, timeout=200):
         close(held, reference)

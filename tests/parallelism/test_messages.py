@@ -19,7 +19,7 @@ from gptlite.parallelism import messages
 from gptlite.parallelism.messages import MessageError, decode, decode_error, encode, encode_error
 from gptlite.satellites.monitor.stack_sampling import Place
 from gptlite.satellites.monitor.verdict import Heartbeat
-from gptlite.satellites.nvme.streamed import OffloadFailed
+from gptlite.satellites.nvme.errors import OffloadFailed
 from gptlite.trainer.folder import SaveFailed
 
 VALUES = [

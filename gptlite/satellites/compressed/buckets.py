@@ -74,8 +74,10 @@ class BucketReduction(Reduction):
 
     def attach(self, module: FSDPModule) -> None:
         """Replace the sums of a module that is sharded along `dp_shard` alone, unless it has no parameters of its own.
+
         Modules that share a bucket (`bucket_layers`) are attached one by one, each after `zero.shard` has set its
-        own sums for the bucket."""
+        own sums for the bucket.
+        """
         if bucket_of(module) is None:
             return
         bucket = self.attached(module)

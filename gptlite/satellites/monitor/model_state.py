@@ -69,6 +69,11 @@ def state_of(optimizer: Optimizer) -> list[Tensor]:
     return [part for value in values if isinstance(value, Tensor) for part in _plain(local_tensor(value))]
 
 
+def in_memory(optimizer: Optimizer, tensors: list[Tensor]) -> list[Tensor]:
+    """Return those of an optimizer's local parameters or gradients that are not in files."""
+    return [each for each in tensors if optimizer.in_memory(each)] if isinstance(optimizer, InFiles) else tensors
+
+
 def _plain(tensor: Tensor) -> list[Tensor]:
     """Return the plain tensors inside a tensor subclass, such as 8-bit state."""
     flatten = getattr(tensor, "__tensor_flatten__", None)

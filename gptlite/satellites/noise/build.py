@@ -35,8 +35,8 @@ def build_noise(config: Config, mesh: Mesh, state: TrainState) -> Noise | None:
     elif type(mesh.reduction) is BucketReduction:
         mesh.reduction.observers.append(squares.observe)
     else:
-        raise ConfigError(f"{key} needs the gradients' sums as they are, and this run compresses them; use "
-                          f"parallelism.compression=none, or {key.replace('true', 'false')}")  # fmt: skip
+        raise ConfigError(f"{key} needs the gradients' sums as they are, which parallelism.compression, zeropp and "
+                          f"1-bit optimizers replace; leave these out, or use {key.replace('true', 'false')}")  # fmt: skip
     optimizer = config.optimizer
     adascale = isinstance(optimizer, SGDConfig) and optimizer.adascale
     base = optimizer.adascale_base if isinstance(optimizer, SGDConfig) else None

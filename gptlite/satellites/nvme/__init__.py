@@ -1,20 +1,23 @@
 """Model state in files (ZeRO-Infinity, arXiv:2104.07857): a plug-in that comes with gptlite. Does not import torch."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from gptlite.parallelism.in_files import register_state_files
+from gptlite.parallelism.in_files import FileKeeper, register_files
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from gptlite.parallelism.config import ParallelismConfig
-    from gptlite.parallelism.mesh import Mesh
+
+def _place(*arguments: Any) -> object:
+    from gptlite.satellites.nvme.infinite import place_parameters
+
+    return place_parameters(*arguments)
 
 
-def _keep(optimizer: "Optimizer", config: "ParallelismConfig", mesh: "Mesh") -> "Optimizer":
-    from gptlite.satellites.nvme.streamed import offload_state
+def _keep(*arguments: Any) -> "Optimizer":
+    from gptlite.satellites.nvme.infinite import offload_state
 
-    return offload_state(optimizer, config, mesh)
+    return offload_state(*arguments)
 
 
-register_state_files(_keep)
+register_files(FileKeeper(_place, _keep))

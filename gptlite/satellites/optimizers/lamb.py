@@ -57,10 +57,21 @@ class Lamb(OwnOptimizer):
         updates = [self._updates(group, parameters) for group, parameters in groups]
         parameters = [parameter for _, each in groups for parameter in each]
         if parameters:
-            _adapt(parameters, [update for each in updates for update in each], self.trust)
+            self.adapt(parameters, [update for each in updates for update in each])
         for (group, each), its in zip(groups, updates, strict=True):
             if each:
                 foreach_add_(local_parameters(each), its, alpha=-group["lr"])
+
+    def adapt(self, parameters: Sequence[nn.Parameter], updates: Sequence[Tensor]) -> None:
+        """Rescale each matrix's update to the norm of the matrix, in place."""
+        pairs = [(weight, update) for weight, update in zip(parameters, updates, strict=True) if weight.ndim > 1]
+        if pairs:
+            weights, changes = zip(*pairs, strict=True)
+            self.rescale(weights, changes, trust_ratios(weights, changes, self.trust))
+
+    def rescale(self, weights: Sequence[nn.Parameter], updates: Sequence[Tensor], ratios: Tensor) -> None:
+        """Multiply each matrix's update by its trust ratio, in place."""
+        foreach_mul_(updates, list(ratios.to(updates[0].dtype).unbind()))
 
     def _updates(self, group: dict[str, Any], parameters: Sequence[nn.Parameter]) -> list[Tensor]:
         """Return m / (sqrt(v) + eps) + weight_decay x, with bias-corrected moments."""
@@ -82,16 +93,12 @@ class Lamb(OwnOptimizer):
         return list(updates)
 
 
-def _adapt(parameters: Sequence[nn.Parameter], updates: Sequence[Tensor], trust: tuple[float, float | None]) -> None:
-    """Rescale each matrix's update to the norm of the matrix, unless either norm is 0. Does not synchronize."""
-    matrices = [
-        (parameter, update) for parameter, update in zip(parameters, updates, strict=True) if parameter.ndim > 1
-    ]
-    if not matrices:
-        return
-    weights, updates = local_parameters(p for p, _ in matrices), [update for _, update in matrices]
-    squares = torch.stack([square_norms(weights), square_norms(updates)], 1)  # both in one reduction per axis
-    squares = torch.stack(sum_over_cuts(squares.unbind(), [cuts(parameter) for parameter, _ in matrices]))
+def trust_ratios(
+    weights: Sequence[nn.Parameter], updates: Sequence[Tensor], trust: tuple[float, float | None]
+) -> Tensor:
+    """Return the norm of each matrix over the norm of its update [len(weights)], fp64, within `trust`; 1 if either norm
+    is 0. Does not synchronize."""
+    squares = torch.stack([square_norms(local_parameters(weights)), square_norms(updates)], 1)
+    squares = torch.stack(sum_over_cuts(squares.unbind(), [cuts(weight) for weight in weights]))  # a reduction per axis
     size, length = squares.sqrt().unbind(1)
-    ratio = torch.where((size > 0) & (length > 0), (size / length).clamp(*trust), 1.0).to(updates[0].dtype)
-    foreach_mul_(updates, list(ratio.unbind()))
+    return torch.where((size > 0) & (length > 0), (size / length).clamp(*trust), 1.0)

@@ -70,7 +70,7 @@ def build(config: Config, mesh: Mesh) -> tuple[TrainState, Step]:
     """Return a run's state before its first step, and the step function."""
     run = build_run(config, mesh, lambda _: None)
     stopping, optimizing = Stopping(mesh, StopSignal()), config.optimizer
-    return run.state, Step(mesh, run.passes, optimizing.lr, optimizing.clip_norm, stopping)
+    return run.state, Step(run.mesh, run.passes, optimizing.lr, optimizing.clip_norm, stopping)
 
 
 def _gradients(state: TrainState) -> Iterator[tuple[str, Tensor]]:

@@ -1,6 +1,6 @@
 """ZeRO++ (Wang et al. 2023, arXiv:2306.10209): a plug-in that comes with gptlite. Does not import torch."""
 
-from gptlite.config.trainer import CHECKS
+from gptlite.config.plugins import CHECKS
 from gptlite.parallelism.config import REDUCTIONS
 from gptlite.satellites.zeropp.check import check_zeropp
 

@@ -1,0 +1,125 @@
+"""Configurations of the 1-bit optimizers. Does not import torch."""
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, TypeVar
+
+from gptlite.errors import ConfigError
+from gptlite.optimizer.config import AdamWConfig, OptimizerConfig, Range, positive, require
+from gptlite.optimizer.registry import optimizer_name
+from gptlite.satellites.optimizers.configs import LambConfig
+
+Kind = TypeVar("Kind", bound="OneBitAdamConfig | OneBitLambConfig")
+SHARE = 0.15  # of the steps, the default of `freeze_step`: that of 1-bit Adam's runs (arXiv:2102.02888)
+
+
+@dataclass
+class OneBitAdamConfig(AdamWConfig):
+    """AdamW whose momenta are exchanged as signs once the second moments are frozen (arXiv:2102.02888)."""
+
+    rule: ClassVar[str] = "gptlite.satellites.onebit.adam"
+    elementwise: ClassVar[bool] = False  # the scale of a sign is a mean over other elements
+
+    freeze_step: int | None = None  # last step of the warm-up, AdamW's own steps; null: 15% of trainer.max_steps
+
+    def check_placement(self, zero: int, tensor: int, offload: str) -> None:
+        """Raise ConfigError for ZeRO 2 and 3, and for offloaded state."""
+        _refuse_placement(self, zero, offload)
+
+    def completed(self, max_steps: int, warmup: int) -> OptimizerConfig:
+        """Return the configuration with `freeze_step`. Raises ConfigError if it does not fit the run's length."""
+        return _with_freeze(self, max_steps, warmup)
+
+
+@dataclass
+class ZeroOneAdamConfig(OneBitAdamConfig):
+    """0/1 Adam (arXiv:2202.06009): second moments are refreshed less and less often before they are frozen."""
+
+    ranges: ClassVar[dict[str, Range]] = {
+        **OneBitAdamConfig.ranges,
+        "var_update_scaler": Range(lambda value: value >= 1, "must be 1 or more, e.g. 16"),
+    }
+
+    var_update_scaler: int = 16  # refreshes after which the interval between them doubles
+    local_step_clipper: int = 1  # steps between exchanges; only 1 is implemented
+
+    def check(self) -> None:
+        """Raise ConfigError for values out of range, and for local steps."""
+        super().check()
+        fix = "asks for steps without an exchange, which are not implemented; use optimizer.local_step_clipper=1"
+        require(self.local_step_clipper == 1, "optimizer.local_step_clipper", self.local_step_clipper, fix)
+
+
+@dataclass
+class OneBitLambConfig(LambConfig):
+    """LAMB whose momenta are exchanged as signs once second moments and trust ratios are frozen (arXiv:2104.06069)."""
+
+    rule: ClassVar[str] = "gptlite.satellites.onebit.lamb"
+    moments: ClassVar[int] = 3  # with the second moments of the exchanged momenta
+    ranges: ClassVar[dict[str, Range]] = {
+        **LambConfig.ranges,
+        "coeff_beta": Range(lambda value: 0 <= value < 1, "must be in [0, 1), e.g. 0.9"),
+        "factor_min": Range(lambda value: 0 < value <= 1, "must be above 0 and at most 1, e.g. 0.5"),
+        "factor_max": Range(lambda value: 1 <= value < float("inf"), "must be 1 or more, e.g. 4.0"),
+        "factor_threshold": Range(positive, "must be above 0, e.g. 0.1"),
+    }
+
+    freeze_step: int | None = None  # last step of the warm-up, LAMB's own steps; null: 15% of trainer.max_steps
+    coeff_beta: float = 0.9  # decay rate of the mean of a matrix's trust ratios during the warm-up
+    factor_min: float = 0.5  # bounds on the factor by which the frozen mean is later multiplied
+    factor_max: float = 4.0
+    factor_threshold: float = 0.1  # limit on the change of that factor in a step, relative to it
+
+    def check_placement(self, zero: int, tensor: int, offload: str) -> None:
+        """Raise ConfigError for ZeRO 2 and 3, and for offloaded state."""
+        _refuse_placement(self, zero, offload)
+
+    def completed(self, max_steps: int, warmup: int) -> OptimizerConfig:
+        """Return the configuration with `freeze_step`. Raises ConfigError if it does not fit the run's length."""
+        return _with_freeze(self, max_steps, warmup)
+
+
+def check_onebit(config: Any) -> None:
+    """Raise ConfigError if another section of the configuration rules out a 1-bit optimizer."""
+    optimizer, layout = config.optimizer, config.parallelism
+    if not isinstance(optimizer, OneBitAdamConfig | OneBitLambConfig):
+        return
+    key = f"optimizer={optimizer_name(type(optimizer))}"
+    if layout.expert > 1:
+        raise ConfigError(
+            f"{key} exchanges momenta over all data ranks, but parallelism.expert={layout.expert} divides experts "
+            "among them; use parallelism.expert=1, or optimizer=adamw"
+        )
+    compression = getattr(getattr(layout, "compression", None), "value", "none")
+    if compression != "none":
+        raise ConfigError(
+            f"{key} replaces the sums of gradients that parallelism.compression={compression} compresses; "
+            "use parallelism.compression=none, or optimizer=adamw"
+        )
+
+
+def _refuse_placement(config: OptimizerConfig, zero: int, offload: str) -> None:
+    key = f"optimizer={optimizer_name(type(config))}"
+    if zero > 1:
+        raise ConfigError(
+            f"{key} needs whole gradients on all data ranks, which parallelism.zero={zero} frees; use "
+            "parallelism=zero1, or optimizer=adamw"
+        )
+    if offload != "none":
+        raise ConfigError(
+            f"{key} exchanges momenta from device memory, but parallelism.offload={offload} keeps them elsewhere; use "
+            "parallelism.offload=none, or optimizer=adamw"
+        )
+
+
+def _with_freeze(config: Kind, max_steps: int, warmup: int) -> Kind:
+    """Return the configuration with a `freeze_step` that ends between the learning rate's warm-up and the last step."""
+    key, step = "optimizer.freeze_step", config.freeze_step
+    shown = "null" if step is None else step
+    if step is None:
+        step = max(1, round(SHARE * max_steps))
+        shown = f"null ({step})"
+    fix = f"must be below trainer.max_steps={max_steps} and at least 1; set {key}={max(1, max_steps // 6)}"
+    require(1 <= step < max_steps, key, shown, fix)
+    fix = f"freezes second moments while the learning rate rises; set {key}={warmup}, or schedule.warmup_steps={step}"
+    require(step >= warmup, key, shown, fix)
+    return replace(config, freeze_step=step)

@@ -1,0 +1,183 @@
+"""Momenta of a 1-bit optimizer after its warm-up: exchanged between the data ranks as signs, with error feedback.
+
+Gradients here are sums over the ranks, g = sum_i g_i, so rank i contributes beta1 m / W + (1 - beta1) g_i, and the sum
+over the W ranks is Adam's own momentum (arXiv:2102.02888, algorithm 1, which has means instead). Elements whose second
+moment is 0, as in rows that no token has used, are left out: they send nothing, and their momentum is 0.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from gptlite.optimizer.base import local_gradients
+from gptlite.parallelism.boxes import cuts, local_box
+from gptlite.parallelism.collectives import gather_objects
+from gptlite.parallelism.mesh import Mesh
+from gptlite.parallelism.tensor import is_cut
+from gptlite.satellites.compressed.blocks import BlockLayout
+from gptlite.satellites.compressed.codecs import CODECS
+from gptlite.satellites.compressed.sums import Counted, all_reduce
+from gptlite.torch_private.distributed import all_gather_single
+
+CODEC = CODECS["sign"]
+State = Callable[[Tensor, str], Tensor]  # an optimizer's state tensor of a parameter, by key
+
+
+class Momenta:
+    """Momenta on one data rank, which has nothing to send. `state` returns this rank's part of a state tensor."""
+
+    def advance(self, parameters: Sequence[nn.Parameter], state: State, beta1: float, factor: Tensor | None) -> None:
+        """Set each m to beta1 m + (1 - beta1) factor g, with 0 where the second moment is 0. No factor means 1."""
+        for parameter in parameters:
+            first, second = state(parameter, "exp_avg"), state(parameter, "exp_avg_sq")
+            add_gradient(first.mul_(beta1), next(iter(local_gradients([parameter])), None), 1 - beta1, factor)
+            first.mul_(second != 0)
+
+    def refreshed(self) -> None:
+        """Note that second moments have changed."""
+
+
+def add_gradient(into: Tensor, gradient: Tensor | None, weight: float, factor: Tensor | None) -> None:
+    """Add weight · factor · gradient to a tensor. A parameter without a gradient has one of zeros."""
+    if gradient is not None:
+        into.add_(gradient if factor is None else gradient * factor.to(gradient.device), alpha=weight)
+
+
+@dataclass
+class Vector:
+    """Parameters that are exchanged together, as blocks [W, blocks, width]."""
+
+    names: list[str]
+    parameters: list[nn.Parameter]
+    layout: BlockLayout
+    shapes: list[torch.Size]
+    mask: Tensor | None = None  # False for elements that are left out, and for padding
+    errors: Tensor | None = None
+
+    def views(self, blocks: Tensor) -> list[Tensor]:
+        """Return each parameter's part of the blocks, in its shape."""
+        return [part.view(shape) for part, shape in zip(self.layout.views(blocks), self.shapes, strict=True)]
+
+
+class Exchange(Momenta):
+    """Momenta that the ranks of one data axis exchange.
+
+    With ZeRO 0, and with replicas of shards (HSDP), a rank holds all values that it exchanges. With ZeRO 1 it stores a
+    shard of parameters and state, but contributes to all values: `whole` is then True, and the ranks keep whole copies
+    of the momenta.
+
+    Vectors are separate for parameters that tensor ranks hold slices of, for those that they hold copies of, and for
+    each tied parameter. So the blocks of copies, and the ranks that sum them, depend on nothing but their own values,
+    and copies stay equal bit for bit.
+    """
+
+    def __init__(self, mesh: Mesh, named: Iterable[tuple[str, nn.Parameter]]) -> None:
+        self.mesh, self.whole = mesh, mesh.size("dp_replicate") == 1
+        self.axis = "dp_shard" if self.whole else "dp_replicate"
+        self.size, self.lane, self.group = mesh.size(self.axis), mesh.coordinate(self.axis), mesh.group(self.axis)
+        self.gradients: dict[nn.Parameter, Tensor] = {}  # whole ones of this rank, if `whole`
+        self.counted = Counted()
+        named = [(name, parameter) for name, parameter in named if parameter.requires_grad]
+        self.parameters = [parameter for _, parameter in named if parameter.ndim]
+        self.scalars = {parameter for _, parameter in named if not parameter.ndim}  # zero.py sums their gradients
+        tied = _tied(mesh, [name for name, _ in named])
+        groups: dict[object, list[tuple[str, nn.Parameter]]] = {}
+        for at, (name, parameter) in enumerate(named):
+            if parameter.ndim:
+                groups.setdefault((name, at) if name in tied else is_cut(parameter), []).append((name, parameter))
+        self.tied = [
+            [each for name, each in named if name == tie] for tie in sorted(tied & {name for name, _ in named})
+        ]
+        self.vectors = [self._vector(*zip(*members, strict=True)) for members in groups.values()]
+        self._momenta: dict[nn.Parameter, Tensor] = {}
+        self._ready = False
+
+    def advance(self, parameters: Sequence[nn.Parameter], state: State, beta1: float, factor: Tensor | None) -> None:
+        """Set each m to the exchanged sum of all ranks' beta1 m / W + (1 - beta1) factor g_i. Collective."""
+        if not self._ready:
+            self._prepare(state)
+        super().advance([each for each in parameters if each in self.scalars], state, beta1, factor)
+        for vector in self.vectors:
+            assert vector.mask is not None
+            assert vector.errors is not None
+            blocks = vector.layout.new(vector.errors.device)
+            for view, parameter in zip(vector.views(blocks), vector.parameters, strict=True):
+                torch.mul(self._momenta[parameter], beta1 / self.size, out=view)
+                add_gradient(view, self.gradient(parameter), 1 - beta1, factor)
+            blocks.mul_(vector.mask)
+            chunks = partial(torch.Tensor.view, size=(self.size, -1, CODEC.width))
+            all_reduce(chunks(blocks), chunks(vector.errors), CODEC, self.group, chunks(vector.mask), self.counted)
+            for view, parameter in zip(vector.views(blocks), vector.parameters, strict=True):
+                self._momenta[parameter].copy_(view)
+                if self.whole:
+                    state(parameter, "exp_avg").copy_(self._own(parameter, view))
+        self.gradients = {}
+
+    def gradient(self, parameter: nn.Parameter) -> Tensor | None:
+        """Return this rank's own gradient of the values that it exchanges."""
+        if self.whole:
+            return self.gradients.get(parameter)
+        return next(iter(local_gradients([parameter])), None)
+
+    def refreshed(self) -> None:
+        """Note that second moments have changed, or all state. Errors are kept."""
+        self._ready = False
+
+    def shape(self, parameter: nn.Parameter) -> torch.Size:
+        """Return the shape of the part of a parameter that is exchanged: without the shards of ZeRO 1."""
+        if not self.whole:
+            return torch.Size(local_box(parameter)[0])
+        sizes = list(parameter.shape)
+        for cut in cuts(parameter):
+            if cut.axis != self.axis:
+                sizes[cut.dim] = cut.lengths(sizes[cut.dim])[cut.rank]
+        return torch.Size(sizes)
+
+    def _vector(self, names: tuple[str, ...], parameters: tuple[nn.Parameter, ...]) -> Vector:
+        shapes = [self.shape(parameter) for parameter in parameters]
+        layout = BlockLayout(tuple(shape.numel() for shape in shapes), CODEC.width, multiple=self.size)
+        return Vector(list(names), list(parameters), layout, shapes)
+
+    def _prepare(self, state: State) -> None:
+        """Set the masks from the second moments, and gather the momenta. Collective."""
+        for vector in self.vectors:
+            vector.mask = vector.layout.mask(self.mesh.device)
+            if vector.errors is None:
+                vector.errors = vector.layout.new(self.mesh.device)
+            for view, parameter in zip(vector.views(vector.mask), vector.parameters, strict=True):
+                first, second = (self._gathered(parameter, state(parameter, key)) for key in ("exp_avg", "exp_avg_sq"))
+                torch.ne(second, 0, out=view)
+                self._momenta[parameter] = first.mul_(view)
+            vector.errors.mul_(vector.mask)
+        self._ready = True
+
+    def _gathered(self, parameter: nn.Parameter, local: Tensor) -> Tensor:
+        """Return the part of a state tensor that is exchanged, from this rank's part `local`."""
+        if not self.whole:
+            return local
+        shape = self.shape(parameter)
+        rows = -(-shape[0] // self.size)  # of all shards but the last, as torch.chunk has them
+        sent = local.new_zeros(rows, *shape[1:])
+        sent[: len(local)] = local
+        received = local.new_empty(self.size * rows, *shape[1:])
+        all_gather_single(received, sent, group=self.group)
+        return received[: shape[0]].clone()
+
+    def _own(self, parameter: nn.Parameter, whole: Tensor) -> Tensor:
+        """Return this rank's shard of an exchanged tensor."""
+        rows = -(-whole.shape[0] // self.size)
+        return whole[self.lane * rows : (self.lane + 1) * rows]
+
+
+def _tied(mesh: Mesh, names: list[str]) -> set[str]:
+    """Return the names of parameters of which the pipeline's ranks hold more than one copy. Collective."""
+    if mesh.size("pp") == 1:
+        return set()
+    stages = {mesh.layout.coordinate(rank, "pp"): held for rank, held in enumerate(gather_objects(mesh, names))}
+    return {name for name, count in Counter(name for held in stages.values() for name in held).items() if count > 1}

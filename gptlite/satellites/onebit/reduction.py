@@ -1,0 +1,180 @@
+"""Reduction of a run with a 1-bit optimizer: dense in its warm-up, later none, as the optimizer exchanges momenta."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Shard
+from torch.optim import Optimizer
+
+from gptlite.config.schema import Config
+from gptlite.optimizer.clip import square_norms
+from gptlite.parallelism.boxes import cut_like, cuts, local_tensor
+from gptlite.parallelism.mesh import Mesh
+from gptlite.parallelism.pipeline import add_across_ends
+from gptlite.parallelism.reduction import PREFIX
+from gptlite.parallelism.tensor import axis_of, is_cut, sum_sliced_gradients
+from gptlite.satellites.compressed.buckets import Bucket, BucketReduction
+from gptlite.satellites.onebit.adam import OneBitAdam
+from gptlite.satellites.onebit.configs import OneBitAdamConfig, OneBitLambConfig
+from gptlite.satellites.onebit.lamb import OneBitLamb
+from gptlite.satellites.onebit.momenta import Exchange, Vector
+
+
+def build_reduction(config: Config, mesh: Mesh) -> OneBitReduction | None:
+    """Return the reduction of a run with a 1-bit optimizer on several data ranks; None for any other run."""
+    if mesh.fsdp_size == 1 or not isinstance(config.optimizer, OneBitAdamConfig | OneBitLambConfig):
+        return None
+    return OneBitReduction(mesh)
+
+
+@dataclass
+class _Own:
+    """A parameter's whole gradient on this rank, where the functions for parameters read it."""
+
+    grad: Tensor
+
+
+class OneBitReduction(BucketReduction):
+    """Dense sums in the steps in which the optimizer does not exchange momenta, and in all others none: a rank keeps
+    its own gradients for the optimizer."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        super().__init__(mesh)
+        self._modules: list[FSDPModule] = []
+        self._kept: dict[Bucket, Tensor] = {}  # this rank's gradients [rows, n], with ZeRO 1
+        self._own: bool | None = None  # True if ranks keep their gradients in this step; None: not asked yet
+
+    def attach(self, module: FSDPModule) -> None:
+        """Replace the sums of a module that is sharded along `dp_shard` alone."""
+        super().attach(module)
+        self._modules.append(module)
+
+    def bind(self, parameters: Iterable[tuple[str, nn.Parameter]], optimizer: Optimizer) -> None:
+        """Let the optimizer exchange momenta over the data ranks."""
+        assert isinstance(optimizer, OneBitAdam | OneBitLamb)
+        self.optimizer, self.exchange = optimizer, Exchange(self.mesh, parameters)
+        optimizer.momenta = self.exchange
+
+    def scatter(self, bucket: Bucket, out: Tensor, flat: Tensor, group: dist.ProcessGroup) -> None:
+        """Sum over the ranks that shard the bucket, or keep this rank's gradients of the whole bucket (ZeRO 1)."""
+        if not (self.exchange.whole and self._keeps()):
+            return super().scatter(bucket, out, flat, group)
+        rows = bucket.row(flat)
+        out.copy_(rows[self.exchange.lane])
+        self._kept[bucket] = rows.float() + self._kept[bucket] if bucket in self._kept else rows.float().clone()
+
+    def sum(self, bucket: Bucket, flat: Tensor, group: dist.ProcessGroup) -> None:
+        """Sum over the ranks that hold copies, or leave this rank's gradients as they are."""
+        if not self._keeps():
+            super().sum(bucket, flat, group)
+
+    def gradient_square(self, counted: Iterable[nn.Parameter], dense: Callable[[], Tensor]) -> Tensor:
+        """Return this rank's share of W sum_i |g_i|^2 over the data ranks i, fp64: the square of the root mean square
+        of the norms of W g_i. It is that of the gradient if all g_i are equal, and larger otherwise."""
+        keeps, self._own = self._keeps(), None
+        if not keeps:
+            return dense()
+        exchange, counted = self.exchange, list(counted)
+        if exchange.whole:
+            exchange.gradients = self._whole_gradients()
+        gradients = [exchange.gradient(each) for each in exchange.parameters]
+        present = [each for each in gradients if each is not None and each.numel()]
+        norms = iter(square_norms(present)) if present else iter(())
+        zero = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
+        squares = torch.stack([zero if each is None or not each.numel() else next(norms) for each in gradients])
+        if not exchange.whole:  # all replicas count, but only the first has parameters in `counted`
+            dist.all_reduce(squares, group=exchange.group)
+        by_parameter = dict(zip(exchange.parameters, squares.unbind(), strict=True))
+        total = sum((exchange.size * by_parameter[each] for each in counted if each in by_parameter), zero)
+        for scalar in (each for each in counted if each in exchange.scalars and each.grad is not None):
+            total = total + local_tensor(scalar.grad).double().square()
+        return total
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return this rank's errors, as `errors.<index of the rank>.<parameter>`; none before the first exchange."""
+        return {
+            f"{PREFIX}{self.exchange.lane}.{name}": self._like(parameter, view)
+            for vector in self.exchange.vectors
+            if vector.errors is not None
+            for name, parameter, view in self._errors(vector)
+        }
+
+    def requested(self, stored: Collection[str]) -> dict[str, Tensor]:
+        """Return tensors for the errors that this rank takes: those of the ranks with the same index modulo W."""
+        lanes = sorted({int(key.split(".")[1]) for key in stored})
+        self._note = ""
+        if lanes and len(lanes) != self.exchange.size:
+            self._note = f"the compression errors of {len(lanes)} data ranks are summed for {self.exchange.size}"
+        vectors = (zip(each.names, each.parameters, strict=True) for each in self.exchange.vectors)
+        named = {name: parameter for vector in vectors for name, parameter in vector}
+        return {
+            key: self._like(parameter, torch.zeros(self.exchange.shape(parameter), device=self.mesh.device))
+            for lane in lanes
+            if lane % self.exchange.size == self.exchange.lane
+            for name, parameter in named.items()
+            if (key := f"{PREFIX}{lane}.{name}") in stored
+        }
+
+    def take(self, tensors: dict[str, Tensor]) -> list[str]:
+        """Set the errors to the sums of the tensors of each parameter, and forget what depended on former state."""
+        self.exchange.refreshed()
+        self._own, self._kept = None, {}
+        for vector in self.exchange.vectors:
+            vector.errors = vector.layout.new(self.mesh.device) if tensors else None
+            for name, _, view in self._errors(vector) if tensors else ():
+                for key, tensor in tensors.items():
+                    if key.split(".", 2)[2] == name:
+                        view += local_tensor(tensor)
+        return [self._note] if self._note else []
+
+    def _keeps(self) -> bool:
+        if self._own is None:
+            self._own = self.optimizer.exchanges
+        return self._own
+
+    @staticmethod
+    def _errors(vector: Vector) -> Iterable[tuple[str, nn.Parameter, Tensor]]:
+        assert vector.errors is not None
+        return zip(vector.names, vector.parameters, vector.views(vector.errors), strict=True)
+
+    def _like(self, parameter: nn.Parameter, local: Tensor) -> Tensor:
+        """Wrap an exchanged tensor of a parameter as it is sharded."""
+        if not self.exchange.whole:
+            return cut_like(parameter, local)
+        slices = [Shard(cut.dim) for cut in cuts(parameter) if cut.axis == "tp"]
+        if not slices:
+            return local
+        mesh, shape, stride = self.mesh.along("tp"), parameter.shape, parameter.stride()
+        return DTensor.from_local(local, mesh, slices, run_check=False, shape=shape, stride=stride)
+
+    def _whole_gradients(self) -> dict[nn.Parameter, Tensor]:
+        """Return this rank's own gradients, after the sums that `finish_gradients` does for the shards of parameters.
+        Collective over the tensor ranks and the ends of the pipeline."""
+        own: dict[nn.Parameter, _Own] = {}
+        for bucket in self.buckets:
+            for parameter, part in zip(bucket.parameters, self._kept[bucket].split(bucket.sizes, dim=1), strict=True):
+                shape = self.exchange.shape(parameter)
+                own[parameter] = _Own(part.reshape(-1, *shape[1:])[: shape[0]])
+        self._kept = {}
+        axis = next((axis for module in self._modules if (axis := axis_of(module)) is not None), None)
+        if axis is not None and self.mesh.size("tp") > 1:
+            partial = self._partial(axis.sequence)
+            sum_sliced_gradients([each for parameter, each in own.items() if parameter in partial], axis)  # type: ignore[misc]
+        for parameters in self.exchange.tied:
+            held = [own[parameter] for parameter in parameters]
+            first, last = held if len(held) == 2 else [*held, None]
+            ends = (first, last) if last is not None or self.mesh.coordinate("pp") == 0 else (None, first)
+            add_across_ends(*ends, self.mesh)  # type: ignore[arg-type]
+        return {parameter: each.grad for parameter, each in own.items()}
+
+    def _partial(self, sequence: bool) -> set[nn.Parameter]:
+        """Return the parameters of whose gradients tensor ranks have parts."""
+        modules = [module for each in self._modules for module in each.modules()]
+        some = [module for module in modules if sequence or getattr(module, "of_heads", False) is True]
+        return {parameter for module in some for parameter in module.parameters() if not is_cut(parameter)}
