@@ -19,6 +19,10 @@ ON = "parallelism.zeropp.weights=int8"
         ("parallelism.compression=int8", "parallelism.compression=int8"),
         ("parallelism.data=1", "each data rank holds all parameters"),
         ("parallelism.data=4 parallelism.dp_replicate=4", "each data rank holds all parameters"),
+        (
+            "parallelism.offload=nvme parallelism.offload_path=/tmp parallelism.offload_parameters=true",
+            "parallelism.offload_parameters=true",
+        ),
         ("parallelism.zeropp.node_size=3", "parallelism.zeropp.node_size=3 does not divide the 4 ranks"),
         ("parallelism.zeropp.node_size=0", "parallelism.zeropp.node_size=0"),
         (
