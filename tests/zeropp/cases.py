@@ -169,7 +169,8 @@ def train(config: Config, steps: int) -> Trained:
         planned = {}
         if reduction:
             itemsize = 4 if config.precision.dtype.value == "fp32" else 2
-            total = reduction.step_bytes(state.loader.num_micro_batches, itemsize, 4)
+            reduced = itemsize if config.precision.reduce.value == "compute" else 4
+            total = reduction.step_bytes(state.loader.num_micro_batches, itemsize, reduced)
             planned = {"inside": total.inside, "across": total.across}
         weights = digest(torch.cat([local_tensor(each).flatten() for _, each in state.named_parameters()]))
         return Trained(losses, dict(sent), planned, weights)

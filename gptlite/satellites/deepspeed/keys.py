@@ -92,14 +92,15 @@ ZERO: Rules = {
     **_alike(Kind.flag, OTHER_CODE, "log_trace_cache_warnings enable_sanity_checks override_module_apply"),
     **_alike(Kind.flag, OTHER_CODE, "ignore_unused_parameters pipeline_loading_checkpoint"),
     **_alike(Kind.flag, "checkpoints are fp32 and load under any layout", "elastic_checkpoint load_from_fp32_weights"),
-    **_alike(
+    "zero_quantized_nontrainable_weights": (
         Kind.flag,
-        Only((False,), "quantized communication is not implemented"),
-        "zero_quantized_weights zero_quantized_nontrainable_weights zero_quantized_gradients",
+        Only((False,), "weights without a gradient are quantized as others are: zero_quantized_weights"),
     ),
-    "zeropp_loco_param": (Kind.section, Only(({},), "quantized communication is not implemented")),
+    "zeropp_loco_param": (
+        Kind.section,
+        Only(({},), "the two hops have no error feedback; parallelism.compression=int4, without zeropp, has"),
+    ),
     "zenflow": (Kind.section, Only((), "gptlite updates every parameter in every step")),
-    "zero_hpz_partition_size": (Kind.integer, "a secondary partition of the parameters affects only speed and memory"),
 }
 STAGE_3 = {  # with or without stage3_ before the name
     **_alike(

@@ -131,6 +131,7 @@ def zero(root: Section, ranks: int | None, compute: str) -> None:
         section.refuse("stage", "is not a ZeRO stage; use 0, 1, 2 or 3")
     section.apply(keys.ZERO)
     _offload(section, stage)
+    _zeropp(section, stage)
     size = section.value("mics_shard_size", Kind.integer)
     if size is not None and size <= 0:
         section.no_op("mics_shard_size", OFF)
@@ -170,6 +171,25 @@ def _offload(section: Section, stage: Any) -> None:
     for each in filter(None, (states, parameters)):
         if each.value("nvme_path", Kind.text) and (each is parameters or device != "nvme"):
             each.no_op("nvme_path", "gptlite stores nothing there")
+
+
+def _zeropp(section: Section, stage: Any) -> None:
+    """Add the rows of ZeRO++."""
+    flags = {"zero_quantized_weights": ("weights", "int8"), "zero_quantized_gradients": ("gradients", "int4")}
+    for name, (key, codec) in flags.items():
+        on = section.value(name, Kind.flag)
+        if on and stage == 3:
+            section.take(name, **{f"parallelism__zeropp__{key}": codec})
+        elif on is not None:
+            section.no_op(name, "DeepSpeed quantizes only with stage 3" if on else OFF)
+    size = section.value("zero_hpz_partition_size", Kind.count)
+    if size is not None and size > 1 and stage == 3:
+        reason = "its backward passes gather inside nodes of so many data ranks"
+        section.take(
+            "zero_hpz_partition_size", reason, parallelism__zeropp__secondary=True, parallelism__zeropp__node_size=size
+        )
+    elif size is not None:
+        section.no_op("zero_hpz_partition_size", OFF if size == 1 else "has no effect without stage 3")
 
 
 def _device(section: Section | None) -> str:

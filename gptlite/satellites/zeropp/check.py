@@ -46,6 +46,11 @@ def check_zeropp(config: Config) -> None:
             "passes gather whole parts over all data ranks; use parallelism.schedule=1f1b, or "
             "parallelism.zeropp.secondary=false"
         )
+    if layout.offload_parameters:
+        raise ConfigError(
+            f"{on} with parallelism.offload_parameters=true, which reads shards from files ahead of dense gathers; use "
+            f"parallelism.offload_parameters=false, or {OFF}"
+        )
     if layout.expert > 1:
         raise ConfigError(
             f"{on} with parallelism.expert={layout.expert}: experts are gathered over fewer ranks than other "

@@ -65,7 +65,7 @@ class Gather:
                 _gather(output_tensor, self.copy, self._nodes.inside)
             return
         if self.codec is None:
-            _gather(output_tensor, input_tensor, group)
+            self._over_nodes(output_tensor, input_tensor, group)
         else:
             self._quantized(self.codec, output_tensor, input_tensor, group)
         if self._secondary and self.copy is None:
@@ -79,9 +79,23 @@ class Gather:
         layout = BlockLayout(tuple(self.sizes), codec.width)
         message = codec.encode(layout.pack(shard)[0])
         messages = message.new_empty(group.size() * message.numel())
-        _gather(messages, message, group)
+        self._over_nodes(messages, message, group)
         for part, received in zip(output.view(group.size(), -1), messages.view(group.size(), -1), strict=True):
             part.copy_(layout.unpack(codec.decode(received, layout.blocks)[None])[0])
+
+    def _over_nodes(self, output: Tensor, part: Tensor, group: dist.ProcessGroup) -> None:
+        """Gather the ranks' parts [n] into [ranks * n]. With gloo, a part goes to another node once, to the rank that
+        has the same place there, and then on inside the node; NCCL chooses such ways itself."""
+        nodes = self._nodes
+        if nodes.inside is None or nodes.across is None or output.device.type != "cpu":
+            _gather(output, part, group)
+            return
+        column = part.new_empty(nodes.count * part.numel())
+        _gather(column, part, nodes.across)
+        table = torch.empty_like(output)
+        _gather(table, column, nodes.inside)
+        by_place = table.view(nodes.size, nodes.count, part.numel())
+        output.view(nodes.count, nodes.size, part.numel()).copy_(by_place.transpose(0, 1))
 
 
 def _gather(output: Tensor, part: Tensor, group: dist.ProcessGroup) -> None:

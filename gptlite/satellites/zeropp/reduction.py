@@ -64,9 +64,11 @@ class ZeroppReduction(BucketReduction):
         total = Sent()
         for bucket, gather in self.gathers.items():
             shards = Shards(tuple(gather.sizes), self.nodes.count, self.nodes.size)
-            total += shards.gather(self.weights, gathered_itemsize) * (2 if gather.refetches else 1)
+            dense = self.weights is None and not self._secondary
+            once = shards.dense(gathered_itemsize) if dense else shards.gather(self.weights, gathered_itemsize)
+            total += once * (2 if gather.refetches else 1)
             if gather.keeps:
                 total += shards.gather_inside(gathered_itemsize)
             trained = replace(shards, sizes=tuple(bucket.sizes))
-            total += trained.two_hops(self.gradients) if self.gradients else trained.scatter(reduced_itemsize)
+            total += trained.two_hops(self.gradients) if self.gradients else trained.dense(reduced_itemsize)
         return total * passes

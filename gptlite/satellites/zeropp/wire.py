@@ -26,32 +26,32 @@ class Sent:
 @dataclass(frozen=True)
 class Shards:
     """A bucket whose shards have `sizes` elements of each parameter, with padding, on `nodes` nodes of `node_size`
-    ranks each. With gloo the bytes below are those of the messages; a ring of NCCL sends as many in all, of which it
-    may send a smaller part between nodes."""
+    ranks each. The bytes are those of messages over gloo. A ring of NCCL sends as many in all, and may send a smaller
+    part of dense ones between nodes."""
 
     sizes: tuple[int, ...]
     nodes: int
     node_size: int
 
     def gather(self, codec: Codec | None, itemsize: int) -> Sent:
-        """Return the bytes of an all-gather over all ranks: of blocks of the codec, or of elements of `itemsize`."""
-        if codec is None:
-            return self._to_all(sum(self.sizes) * itemsize)
-        return self._to_all(codec.message_bytes(BlockLayout(self.sizes, codec.width).blocks))
+        """Return the bytes of an all-gather between nodes and then inside them: of blocks of the codec, or of elements
+        of `itemsize`."""
+        message = sum(self.sizes) * itemsize
+        if codec is not None:
+            message = codec.message_bytes(BlockLayout(self.sizes, codec.width).blocks)
+        return Sent((self.node_size - 1) * self.nodes * message, (self.nodes - 1) * message)
 
     def gather_inside(self, itemsize: int) -> Sent:
         """Return the bytes of an all-gather of the node's copy, which holds all ranks' shards."""
         return Sent((self.node_size - 1) * self.nodes * sum(self.sizes) * itemsize)
 
-    def scatter(self, itemsize: int) -> Sent:
-        """Return the bytes of a reduce-scatter over all ranks."""
-        return self._to_all(sum(self.sizes) * itemsize)
+    def dense(self, itemsize: int) -> Sent:
+        """Return the bytes of FSDP2's all-gather or reduce-scatter over all ranks."""
+        message = sum(self.sizes) * itemsize
+        return Sent((self.node_size - 1) * message, (self.nodes - 1) * self.node_size * message)
 
     def two_hops(self, codec: Codec) -> Sent:
         """Return the bytes of a reduce-scatter of the codec's blocks inside nodes, and then between them."""
         blocks = BlockLayout(self.sizes, codec.width).blocks
         inside = reduce_scatter_bytes(codec, self.nodes * blocks, self.node_size)
         return Sent(inside, reduce_scatter_bytes(codec, blocks, self.nodes))
-
-    def _to_all(self, message: int) -> Sent:
-        return Sent((self.node_size - 1) * message, (self.nodes - 1) * self.node_size * message)
