@@ -12,7 +12,7 @@ from gptlite.errors import ConfigError
 from gptlite.optimizer.config import SGDConfig
 from gptlite.parallelism.mesh import Mesh
 from gptlite.satellites.compressed.buckets import BucketReduction
-from gptlite.satellites.noise.checks import check_groups, largest_group, wanted_by
+from gptlite.satellites.noise.checks import check_groups, wanted_by, without
 from gptlite.satellites.noise.estimate import NoiseEstimate, mean_and_noise
 from gptlite.satellites.noise.gradients import GroupSquares
 from gptlite.trainer.state import TrainState
@@ -38,7 +38,7 @@ def build_noise(config: Config, mesh: Mesh, state: TrainState) -> Noise | None:
         mesh.reduction.observers.append(squares.observe)
     else:
         raise ConfigError(f"{key} needs the gradients' sums as they are, which parallelism.compression, zeropp and "
-                          f"1-bit optimizers replace; leave these out, or use {key.replace('true', 'false')}")  # fmt: skip
+                          f"1-bit optimizers replace; leave those out, or use {without(key)}")  # fmt: skip
     optimizer = config.optimizer
     adascale = isinstance(optimizer, SGDConfig) and optimizer.adascale
     base = optimizer.adascale_base if isinstance(optimizer, SGDConfig) else None

@@ -25,14 +25,14 @@ def check_noise(config: Config) -> None:
     layout = config.parallelism
     if layout.context > 1:
         raise ConfigError(f"{key} compares the gradients of different samples, which the ranks of parallelism.context="
-                          f"{layout.context} share; use parallelism.context=1, or {_without(key)}")  # fmt: skip
+                          f"{layout.context} share; use parallelism.context=1, or {without(key)}")  # fmt: skip
     if layout.expert > 1:
         raise ConfigError(f"{key} compares the gradients of ranks, and with parallelism.expert={layout.expert} a rank "
-                          f"computes some for others; use parallelism.expert=1, or {_without(key)}")  # fmt: skip
+                          f"computes some for others; use parallelism.expert=1, or {without(key)}")  # fmt: skip
     if layout.compression is not Compression.none:
         raise ConfigError(f"{key} compares the gradients with their sum, to which parallelism.compression="
                           f"{layout.compression.value} adds noise of its own; use parallelism.compression=none, or "
-                          f"{_without(key)}")  # fmt: skip
+                          f"{without(key)}")  # fmt: skip
     if layout.data is not None:
         check_groups(config, layout.data)
 
@@ -53,11 +53,11 @@ def check_groups(config: Config, data_size: int) -> None:
         return
     if layout.offload is not Offload.none:
         raise ConfigError(f"{key} with parallelism.offload={layout.offload.value} compares the gradients of data "
-                          f"ranks; use several, parallelism.offload=none, or {_without(key)}")  # fmt: skip
+                          f"ranks; use several, parallelism.offload=none, or {without(key)}")  # fmt: skip
     if splits_backward(layout):
         raise ConfigError(
             f"{key} on one data rank reads gradients in whole backward passes, which parallelism.schedule="
-            f"{layout.schedule} splits; use parallelism.schedule=1f1b or interleaved_1f1b, or {_without(key)}"
+            f"{layout.schedule} splits; use parallelism.schedule=1f1b or interleaved_1f1b, or {without(key)}"
         )
     largest, micro, ramp = largest_group(config), config.data.micro_batch_size, config.data.batch_ramp
     if config.data.handed_over or (largest is not None and (micro or largest) <= largest):
@@ -66,7 +66,7 @@ def check_groups(config: Config, data_size: int) -> None:
     fix = f"data.micro_batch_size={largest}, more ranks" if largest else "a larger one, more ranks"
     raise ConfigError(
         f"{key} compares the gradients of several ranks or micro-batches, but {size} is one micro-batch on one data "
-        f"rank; use {fix}, or {_without(key)}"
+        f"rank; use {fix}, or {without(key)}"
     )
 
 
@@ -83,5 +83,6 @@ def _check_base(config: Config) -> None:
                           "gain is of a larger batch; lower it, or raise data.global_batch_size")  # fmt: skip
 
 
-def _without(key: str) -> str:
+def without(key: str) -> str:
+    """Return the override that turns off a key of `wanted_by`."""
     return key.replace("true", "false")
