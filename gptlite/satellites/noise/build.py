@@ -12,7 +12,7 @@ from gptlite.errors import ConfigError
 from gptlite.optimizer.config import SGDConfig
 from gptlite.parallelism.mesh import Mesh
 from gptlite.satellites.compressed.buckets import BucketReduction
-from gptlite.satellites.noise.checks import check_groups, wanted_by, without
+from gptlite.satellites.noise.checks import check_groups, largest_group, wanted_by, without
 from gptlite.satellites.noise.estimate import NoiseEstimate, mean_and_noise
 from gptlite.satellites.noise.gradients import GroupSquares
 from gptlite.trainer.state import TrainState
