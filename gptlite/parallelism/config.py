@@ -37,7 +37,7 @@ class ActivationCheckpointing(Enum):
 
 class Offload(Enum):
     """Place of the model state: the device (`none`), host memory (`cpu`), or host memory with the optimizer state in
-    files (`nvme`)."""
+    files (`nvme`). With `offload_parameters`, `nvme` keeps all of it in files."""
 
     none = "none"
     cpu = "cpu"
