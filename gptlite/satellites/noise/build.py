@@ -29,7 +29,8 @@ def build_noise(config: Config, mesh: Mesh, state: TrainState) -> Noise | None:
     if (key := wanted_by(config)) is None:
         return None
     check_groups(config, mesh.data_size)
-    if mesh.data_size == 1 and config.data.micro_batch_size is None and (size := largest_group(config)) is not None:
+    chosen = mesh.data_size == 1 and config.data.micro_batch_size is None and not config.data.handed_over
+    if chosen and (size := largest_group(config)) is not None:
         state.loader.micro_batch_size = min(size, state.loader.micro_batch_size)
     squares = GroupSquares(state, mesh)
     if mesh.fsdp_size == 1:
