@@ -52,7 +52,7 @@ class Values(Bucket):
     """A bucket without parameters."""
 
     def __init__(self, rows: int) -> None:
-        self.rows, self.sizes = rows, list(SIZES)
+        self.rows, self.sizes = rows, [*map(int, SIZES)]
 
 
 def values(ranks: int) -> NDArray[np.float64]:

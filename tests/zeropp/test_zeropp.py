@@ -160,7 +160,8 @@ def test_split_backward_passes(four: Ranks):
         for options in ("", "weights=int8 gradients=int4")
     )
     for (loss, norm), (other, other_norm) in zip(quantized[0].losses, dense[0].losses, strict=True):
-        assert loss == pytest.approx(other, abs=2e-3) != other
+        assert loss == pytest.approx(other, abs=2e-3)
+        assert loss != other
         assert norm == pytest.approx(other_norm, rel=0.02)
 
 
@@ -202,4 +203,4 @@ def test_losses_beside_dense_ones(four: Ranks, text: Path, tmp_path: Path, optio
         f"{options}: {dense[0]:.4f} to {dense[-1]:.4f}, differences up to {difference.max():.1e}, {difference[-1]:.1e}"
     )
     assert dense[-1] < dense[0] - 1
-    assert difference.max() < 0.02
+    assert difference.max() < 0.04

@@ -52,5 +52,5 @@ def build_nodes(mesh: Mesh, size: int, timeout_seconds: float) -> Nodes:
 
 def _subgroup(lines: torch.Tensor) -> dist.ProcessGroup:
     group, _ = dist.new_subgroups_by_enumeration(lines.tolist(), group_desc="mesh_dp_shard")
-    assert group is not None
+    assert isinstance(group, dist.ProcessGroup)
     return group
