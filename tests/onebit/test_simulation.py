@@ -14,17 +14,18 @@ from onebit.simulation import Rule, Simulation, norm_of
 
 STEPS, FREEZE = 40, 8
 # 37 tokens are padded to 64 rows, which always have gradients of 0, as have positions behind the 16th.
-RUN = f"""
+RUN = """
 data=synthetic data.vocab_size=37 data.num_tokens=20000 data.global_batch_size=8 data.micro_batch_size=2
 data.sequence_length=16 model=gpt-lite model.num_layers=2 model.num_heads=4 model.d_model=16 model.sequence_length=20
-model.dropout=0 trainer.max_steps=1000 optimizer.freeze_step={FREEZE} optimizer.clip_norm=0.5
+model.dropout=0 trainer.max_steps=1000 optimizer.clip_norm=0.5
 optimizer.weight_decay=1 schedule=constant schedule.warmup_steps=4 run.dir=unused run.name=onebit
 """.split()
 
 
 def config(optimizer: str, *more: str) -> Config:
     rate = [] if "lamb" in optimizer else ["optimizer.lr=1e-3"]
-    return load([f"optimizer={optimizer}", *RUN, *rate, *more])
+    freeze = [f"optimizer.freeze_step={FREEZE}"] if "one" in optimizer else []
+    return load([f"optimizer={optimizer}", *RUN, *rate, *freeze, *more])
 
 
 def rule(config: Config) -> Rule:
