@@ -127,4 +127,4 @@ def test_one_rank_sends_nothing_and_keeps_the_exact_momentum():
         after = state.optimizer.state[first]
     assert torch.equal(after["exp_avg_sq"], before["exp_avg_sq"])
     expected = (0.9 * before["exp_avg"] + 0.1 * gradients[0]) * (before["exp_avg_sq"] != 0)
-    assert torch.allclose(after["exp_avg"], expected, rtol=1e-6, atol=1e-12)
+    assert (after["exp_avg"] - expected).abs().max() <= 1e-6 * expected.abs().max()
