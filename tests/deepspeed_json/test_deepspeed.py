@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from deepspeed_json.deepspeed_files import PUBLISHED, RANKS, RUN
+from deepspeed_json.deepspeed_files import LONG, PUBLISHED, RANKS, RUN
 from run_files import read_metrics
 from yaml import safe_load
 
@@ -45,7 +45,7 @@ def overrides(content: dict, **known) -> list[str]:
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_published_configuration_runs_or_is_refused_by_its_keys(name: str):
     path, outcome = HERE / f"{name}.json", PUBLISHED[name][2]
-    if outcome in (RUN, RANKS):
+    if outcome in (RUN, RANKS, LONG):
         load([f"deepspeed={path}", *outcome])
         return
     content = read(str(path))
@@ -60,6 +60,8 @@ def test_the_page_lists_the_published_configurations():
     def result(outcome: tuple[str, ...]) -> str:
         if outcome == RANKS:
             return "run, with `parallelism.data=N`"
+        if outcome == LONG:
+            return "run, with `trainer.max_steps=N`"
         return f"refused: {', '.join(f'`{key}`' for key in outcome)}" if outcome else "run"
 
     lines = ["| file | source | result |", "|---|---|---|"]

@@ -160,11 +160,11 @@ OPTIMIZERS: dict[str, tuple[str, dict[str, float]]] = {
     "lion": ("lion", {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.0}),
     "muon": ("muon", {"momentum": 0.95, "weight_decay": 0.0, "beta1": 0.9, "beta2": 0.95, "eps": 1e-10}),
     "sgd": ("sgd", {"lr": 1e-3, "momentum": 0.0, "weight_decay": 0.0}),
+    "onebitadam": ("onebit_adam", ADAMW_DEFAULTS),
+    "onebitlamb": ("onebit_lamb", {**ADAMW_DEFAULTS, "min_trust": 0.01, "max_trust": 10.0}),
+    "zerooneadam": ("zero_one_adam", ADAMW_DEFAULTS),
 }
 NO_OPTIMIZER = {
-    "onebitadam": "compression of gradients to one bit is not implemented",
-    "onebitlamb": "compression of gradients to one bit is not implemented",
-    "zerooneadam": "compression of gradients to one bit is not implemented",
     "adagrad": "it is not implemented; the closest optimizer is adafactor",
     "muadam": "muP is not implemented",
     "muadamw": "muP is not implemented",
@@ -180,7 +180,31 @@ ADAM_PARAMS: Rules = {
     **_alike(Kind.flag, FASTER, "fused foreach set_grad_none"),
     "fp32_optimizer_states": FP32_STATES,
 }
+ONE_BIT_PARAMS: Rules = {
+    "cuda_aware": (Kind.flag, OTHER_CODE),
+    "comm_backend_name": (Kind.text, "gptlite exchanges signs over the data ranks' own group, on GPUs and on CPUs"),
+    "bias_correction": (Kind.flag, "DeepSpeed's 1-bit optimizers do not read it; gptlite's correct the bias"),
+    "amsgrad": (Kind.flag, Only((False,), "AMSGrad is not implemented")),
+    "eps_inside_sqrt": (Kind.flag, Only((False,), "gptlite adds eps outside the square root")),
+}
+SYNCS = "gptlite exchanges momenta in every step; DeepSpeed's interval between exchanges grows"
 PARAMS: dict[str, Rules] = {
+    "onebitadam": {**ONE_BIT_PARAMS, "freeze_step": (Kind.count, Sets("optimizer.freeze_step"))},
+    "zerooneadam": {
+        **ONE_BIT_PARAMS,
+        "var_freeze_step": (Kind.count, Sets("optimizer.freeze_step")),
+        "var_update_scaler": (Kind.count, Sets("optimizer.var_update_scaler")),
+        "local_step_scaler": (Kind.count, SYNCS),
+        "local_step_clipper": (Kind.count, SYNCS),
+    },
+    "onebitlamb": {
+        **ONE_BIT_PARAMS,
+        "freeze_step": (Kind.count, Sets("optimizer.freeze_step")),
+        "min_coeff": (Kind.number, Sets("optimizer.min_trust")),
+        "max_coeff": (Kind.number, Sets("optimizer.max_trust")),
+        **{name: (Kind.number, Sets(f"optimizer.{name}")) for name in ("coeff_beta", "factor_min", "factor_max")},
+        "factor_threshold": (Kind.number, Sets("optimizer.factor_threshold")),
+    },
     "adam": ADAM_PARAMS,
     "adamw": ADAM_PARAMS,
     "lion": {"fp32_optimizer_states": FP32_STATES, "set_grad_none": (Kind.flag, FASTER)},

@@ -27,7 +27,7 @@ from gptlite.torch_private.ops import foreach_mul_
 
 
 def build(config: OneBitLambConfig, context: BuildContext) -> OneBitLamb:
-    """Return the optimizer of a configuration that is `completed`."""
+    """Return the optimizer of a configuration. One that is not `completed`, as in a plan, has a warm-up of one step."""
     return OneBitLamb(context.groups, config)
 
 
@@ -43,8 +43,7 @@ class OneBitLamb(Lamb):
     def __init__(self, groups: Iterable[dict[str, Any]], config: OneBitLambConfig) -> None:
         defaults = {"lr": config.lr, "betas": (config.beta1, config.beta2), "eps": config.eps, "weight_decay": 0.0}
         super().__init__(groups, defaults, (config.min_trust, config.max_trust))
-        assert config.freeze_step is not None
-        self.config, self.last, self.momenta = config, config.freeze_step, Momenta()
+        self.config, self.last, self.momenta = config, config.freeze_step or 1, Momenta()
 
     def new_state(self, parameter: Tensor) -> dict[str, Tensor]:
         """Return LAMB's state with the values for the steps after the warm-up."""
@@ -98,7 +97,7 @@ class OneBitLamb(Lamb):
             roots = (second / (1 - beta2**self.last)).sqrt_().add_(eps)
             updates.append(first / (1 - beta1**step) / roots)
             ratio = roots / (fresh / (1 - beta2**step)).sqrt_().add_(eps)
-            ratios.append(torch.where(second > 0, ratio, 0.0).max() if ratio.numel() else ratio.new_zeros(()))
+            ratios.append(torch.where(first != 0, ratio, 0.0).max() if ratio.numel() else ratio.new_zeros(()))
         self._move(parameters, updates, torch.stack(ratios))
 
     def _move(self, parameters: list[nn.Parameter], updates: list[Tensor], ratios: Tensor) -> None:
