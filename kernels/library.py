@@ -84,6 +84,11 @@ def load(device_type: str, log: Log = print) -> LoadedLibrary | Unavailable:
     return loaded
 
 
+def is_loaded(device_type: str) -> bool:
+    """Return True if this process has loaded the kernels for tensors of a device. Loads nothing."""
+    return bool(_LOADED) and isinstance(load(device_type), LoadedLibrary)
+
+
 def knows_stream(path: Path) -> bool:
     """Return True if this torch has the function from which the CUDA kernels get their stream."""
     return bool(ctypes.CDLL(str(path)).gptlite_cuda_knows_stream())

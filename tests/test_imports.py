@@ -82,7 +82,7 @@ ROOMS = {
     ),
     # Satellites.
     "monitor": Room("parallelism trainer", packages="torch"),
-    "compressed": Room("config optimizer parallelism precision", packages="torch"),
+    "compressed": Room("config kernels optimizer parallelism precision", packages="torch"),
     "noise": Room("compressed config data optimizer parallelism trainer", packages="torch"),
     "corpus": Room("data parallelism tokenizers", packages="numpy", lazy="datasets"),
     "samples": Room("data parallelism", packages="numpy torch"),

@@ -16,6 +16,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from gptlite.kernels.library import is_loaded
+
 SCALE_BYTES = 4
 
 
@@ -76,14 +78,14 @@ class Quantized:
     s = |x|_2 / √n, which keeps the length, with an error of 2|x|² − 2|x|_1·|x|_2 / √n. That exceeds |x|² where
     |x|_1 < √n·|x|_2 / 2: if a few values are much larger than the others, the errors then grow.
 
-    A byte holds the codes of values i, i + width·bits / 8, ... of its block, the first in its lowest bits. `fused`: by
-    our kernels, which must be loaded.
+    A byte holds the codes of values i, i + width·bits / 8, ... of its block, the first in its lowest bits. `fused`:
+    by our kernels, whose messages are the same; None: if they are loaded.
     """
 
     name: str
     bits: int
     width: int
-    fused: bool = False
+    fused: bool | None = None
 
     def message_bytes(self, blocks: int) -> int:
         """Return the length of the message of so many blocks."""
@@ -91,14 +93,14 @@ class Quantized:
 
     def encode(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Return the message of x [blocks, width]. `mask` (bool, like x) matters to signs alone."""
-        if self.fused:
+        if self._uses_kernels(x):
             return torch.ops.gptlite.quantize_blocks(x, mask if self.bits == 1 else None, self.bits)
         scales, codes = _signs(x, mask) if self.bits == 1 else _integers(x, 2 ** (self.bits - 1) - 1)
         return torch.cat([scales.view(-1).view(torch.uint8), _packed(codes, self.bits).view(-1)])
 
     def decode(self, message: Tensor, blocks: int, mask: Tensor | None = None) -> Tensor:
         """Return values [blocks, width], fp32."""
-        if self.fused:
+        if self._uses_kernels(message):
             return torch.ops.gptlite.dequantize_blocks(message, mask if self.bits == 1 else None, blocks, self.bits)
         scales = message[: blocks * SCALE_BYTES].view(torch.float32).view(blocks, 1)
         codes = _unpacked(message[blocks * SCALE_BYTES :].view(blocks, self.width * self.bits // 8), self.bits)
@@ -106,6 +108,9 @@ class Quantized:
             return codes.float() * scales
         signs = 1.0 - 2.0 * codes.float()
         return (signs if mask is None else torch.where(mask, signs, 0.0)) * scales  # 0 · NaN is NaN
+
+    def _uses_kernels(self, tensor: Tensor) -> bool:
+        return is_loaded(tensor.device.type) if self.fused is None else self.fused
 
 
 CODECS: dict[str, Codec] = {
@@ -117,9 +122,9 @@ CODECS: dict[str, Codec] = {
 
 
 def codec_of(name: str, fused: bool) -> Codec:
-    """Return a codec of CODECS. `fused`: with our kernels, which must be loaded; the messages are the same."""
+    """Return a codec of CODECS. `fused`: by our kernels, which must be loaded, or False: by torch's."""
     codec = CODECS[name]
-    return replace(codec, fused=True) if fused and isinstance(codec, Quantized) else codec
+    return replace(codec, fused=fused) if isinstance(codec, Quantized) else codec
 
 
 def _integers(x: Tensor, most: int) -> tuple[Tensor, Tensor]:

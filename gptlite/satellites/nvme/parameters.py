@@ -35,7 +35,7 @@ WRITES = 2  # gradients of so many buckets wait to be written, at most
 Key = tuple[int, bool]  # number of a bucket, and whether a backward pass gathers it
 
 
-class Bucket:
+class StoredBucket:
     """Shards of a group: elements `start` to `stop` of a row. Each shard begins at a whole page, at `places`."""
 
     def __init__(self, group: Group, start: int) -> None:
@@ -76,9 +76,9 @@ class ParameterFile:
     """
 
     def __init__(self, parts: Sequence[nn.Module], folder: Path, ahead: int) -> None:
-        self._buckets, self.total = list[Bucket](), 0
+        self._buckets, self.total = list[StoredBucket](), 0
         for group in (each for part in parts for each in groups(part)):
-            self._buckets.append(Bucket(group, self.total))
+            self._buckets.append(StoredBucket(group, self.total))
             self.total = self._buckets[-1].stop
         self.file = StateFile(folder, 2 * ITEM * self.total)
         self._rows = self.file.mapped()[: 2 * self.total].view(2, self.total)
@@ -154,7 +154,7 @@ class ParameterFile:
         row = torch.frombuffer(read.memory, dtype=torch.float32)
         bucket.group.feed(bucket.views(row, bucket.group.sizes, bucket.start))
 
-    def _loaded(self, bucket: Bucket, backward: bool) -> None:
+    def _loaded(self, bucket: StoredBucket, backward: bool) -> None:
         """Reuse the buffer of a bucket that FSDP2 has copied, and read the next ones."""
         bucket.group.feed(None)
         read = self._reads.popleft()
@@ -181,7 +181,7 @@ class ParameterFile:
             read.done.result()
         self._give(read.memory)
 
-    def _reduced(self, bucket: Bucket, gradients: list[Tensor | None]) -> None:
+    def _reduced(self, bucket: StoredBucket, gradients: list[Tensor | None]) -> None:
         """Move new gradients of a bucket to the file, where they are added to those of earlier micro-batches."""
         fresh = [index for index, gradient in enumerate(gradients) if gradient is not None]
         if fresh:
@@ -203,7 +203,7 @@ class ParameterFile:
                 if index in bucket.summed:
                     parameter.grad = cut_like(parameter, views[index].view(local_tensor(parameter).shape))
 
-    def _add(self, bucket: Bucket, memory: memoryview, fresh: list[int], summed: set[int]) -> None:
+    def _add(self, bucket: StoredBucket, memory: memoryview, fresh: list[int], summed: set[int]) -> None:
         """Add the gradients in the file to the `fresh` ones in memory, and write the sums. Runs on the I/O thread."""
         at, size = ITEM * (self.total + bucket.start), bucket.bytes
         if summed:
