@@ -39,14 +39,14 @@ class Arguments:
 
 
 class MemoryPeak:
-    """Largest anonymous memory of this process, sampled every 5 ms. The page cache does not count."""
+    """Largest anonymous memory of this process, sampled every 50 ms. The page cache does not count."""
 
     def __init__(self) -> None:
         self.most, self._stop = 0, threading.Event()
         threading.Thread(target=self._watch, daemon=True).start()
 
     def _watch(self) -> None:
-        while not self._stop.wait(0.005):
+        while not self._stop.wait(0.05):
             self.most = max(self.most, anonymous_bytes())
 
 
