@@ -61,7 +61,7 @@ def main(arguments: Arguments) -> None:
                 folder = out / f"{link}-{name}"
                 shutil.rmtree(folder, ignore_errors=True)
                 row = _row(arguments, names, [*arguments.common.split(), *overrides], folder)
-                row = {"link": link, "run": name} | row
+                row |= {"link": link, "run": name}
                 dense = next((each["seconds"] for each in rows if each["link"] == link), row["seconds"])
                 rows.append(row)
                 print(

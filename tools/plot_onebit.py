@@ -46,7 +46,7 @@ def main(arguments: Arguments) -> None:
             }
             below.plot(list(apart), list(apart.values()), color=color)
             print(
-                f"{name}: {mean(run, max(run)):.4f}, dense {mean(dense, max(run)):.4f}, {list(apart.values())[-1]:+.2f}%"
+                f"{name}: {mean(run, max(run)):.4f}, dense {mean(dense, max(run)):.4f}, {[*apart.values()][-1]:+.2f}%"
             )
         for axes in (above, below):
             axes.axvline(arguments.freeze, color=INK, linewidth=0.8, linestyle=":")
