@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gptlite.kernels.activation import ACTIVATIONS, is_gated
 from gptlite.kernels.case import Case, Inputs, Tensors, size_of, times_first
+from gptlite.kernels.cases_blocks import QUANTIZATION
 from gptlite.kernels.cases_lists import UPDATES
 from gptlite.kernels.cases_loss import LOSSES
 
@@ -352,4 +353,4 @@ ATTENTION = (
     ),
 )
 
-CASES = (*SOFTMAX, *ROWS, *LOSSES, *UPDATES, *ATTENTION)
+CASES = (*SOFTMAX, *ROWS, *LOSSES, *UPDATES, *QUANTIZATION, *ATTENTION)

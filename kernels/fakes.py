@@ -92,8 +92,8 @@ def _attention_packed(qkv: Tensor, scale: float) -> tuple[Tensor, Tensor]:
 
 FAKES: dict[str, Callable] = {
     **dict.fromkeys(("masked_softmax", "masked_softmax_backward", "causal_softmax", "causal_softmax_backward"), _like),
-    **dict.fromkeys(("masked_softmax_", "masked_softmax_backward_"), _nothing),
-    **dict.fromkeys(("causal_softmax_", "causal_softmax_backward_"), _nothing),
+    **dict.fromkeys(("masked_softmax_", "masked_softmax_backward_", "cross_entropy_gradient_"), _nothing),
+    **dict.fromkeys(("causal_softmax_", "causal_softmax_backward_", "adamw_"), _nothing),
     "layer_norm": _layer_norm,
     "layer_norm_backward": _layer_norm_backward,
     "residual_norm": _residual_norm,
@@ -105,9 +105,9 @@ FAKES: dict[str, Callable] = {
     "dropout": _like,
     "cross_entropy_": lambda logits, *_: _fp32(logits, logits.shape[0]),
     "cross_entropy_stats": lambda logits, *_: _fp32(logits, logits.shape[0], 2),
-    "cross_entropy_gradient_": _nothing,
+    "quantize_blocks": lambda x, _, bits: x.new_empty(len(x) * (4 + x.shape[1] * bits // 8), dtype=torch.uint8),
+    "dequantize_blocks": lambda message, _, blocks, bits: _fp32(message, blocks, 1024 if bits == 1 else 256),
     "norm": lambda tensors: _fp32(tensors[0]),
-    "adamw_": _nothing,
     "weight_gradient": _weight_gradient,
     "attention": lambda q, k, v, scale: (_by_position(q), _row(q)),
     "attention_backward": lambda dout, out, lse, q, k, v, scale: (_by_position(q), _by_position(k), _by_position(v)),

@@ -83,9 +83,12 @@ ROOMS = {
     # Satellites.
     "monitor": Room("parallelism trainer", packages="torch"),
     "compressed": Room("config optimizer parallelism precision", packages="torch"),
+    "noise": Room("compressed config optimizer parallelism trainer", packages="torch"),
     "corpus": Room("data parallelism tokenizers", packages="numpy", lazy="datasets"),
     "samples": Room("data parallelism", packages="numpy torch"),
     "optimizers": Room("ops optimizer parallelism", packages="torch", lazy="torchao"),
+    "zeropp": Room("compressed config parallelism", packages="torch"),
+    "nvme": Room("metrics optimizer parallelism", packages="torch"),
     "onebit": Room("compressed config optimizer optimizers parallelism", packages="torch"),
     "plots": Room("metrics trainer", lazy="matplotlib numpy"),
     "plan": Room(
@@ -98,7 +101,7 @@ ROOMS = {
     "deepspeed": Room("config precision"),
     "huggingface": Room("models", packages="torch"),
     "images": Room("corpus data samples", packages="numpy torch", lazy="PIL datasets"),
-    "start": Room("config deepspeed launch metrics monitor parallelism plan plots pretrain trainer"),
+    "start": Room("compressed config deepspeed launch metrics monitor noise parallelism plan plots pretrain trainer"),
     "engine": Room(
         "checkpoint config data deepspeed launch models ops parallelism precision samples trainer",
         packages="numpy torch",
@@ -144,10 +147,16 @@ WIDER = {
 }
 # Construction and folder of a run, and a plan: these know the whole configuration, the rest of both rooms sections.
 COMPOSING = {
+    # Several sections together choose a reduction, and rule it out.
+    *(SATELLITES / "compressed" / f"{name}.py" for name in ("build", "check")),
+    *(SATELLITES / "noise" / f"{name}.py" for name in ("build", "checks")),
+    SATELLITES / "onebit" / "reduction.py",
+    *(SATELLITES / "zeropp" / f"{name}.py" for name in ("build", "check")),
     *(SATELLITES / "plan" / f"{name}.py" for name in "advice banner largest planning report tuning".split()),
     *(PACKAGE / "trainer" / f"{name}.py" for name in "banner build folder restore summary".split()),
 }
-SECTIONS = "gptlite.config.cluster.", "gptlite.config.trainer."  # dataclasses of their users
+# Dataclasses of their users, and the list to which plug-ins add their checks.
+SECTIONS = "gptlite.config.cluster.", "gptlite.config.trainer.", "gptlite.config.plugins.CHECKS"
 CONFIG_USERS = set(
     "checkpoint_tool commands config data_tool deepspeed engine launch parity pretrain start sweep".split()
 )
@@ -256,10 +265,8 @@ def test_the_core_imports_no_satellite():
     texts = {path: path.read_text(encoding="utf-8") for name in CORE - {"invocation"} for path in files_of(name)}
     quoted = {(path.name, text) for path in texts for text in re.findall(r'"(gptlite(?:\.\w+)+)"', texts[path])}
     # Imported by their names: the plug-ins that come with gptlite, as a user's are.
-    named = {
-        ("plugins.py", f"gptlite.satellites.{name}")
-        for name in ("compressed", "corpus", "images", "onebit", "optimizers", "samples")
-    }
+    included = "compressed", "corpus", "images", "noise", "nvme", "onebit", "optimizers", "samples", "zeropp"
+    named = {("plugins.py", f"gptlite.satellites.{name}") for name in included}
     assert {each for each in quoted if f"{each[1]}.".startswith(satellites)} == named
 
 

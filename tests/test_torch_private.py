@@ -23,7 +23,7 @@ OTHERS = {
 }
 
 # Names of torch that the code's own methods and strings have as well.
-SHARED = {"_buffers", "_schema", "_stages"}
+SHARED = {"_apply", "_buffers", "_schema", "_stages"}
 
 
 class Row(NamedTuple):

@@ -21,8 +21,8 @@ from gptlite.ops.config import OpsConfig
 from gptlite.ops.select import select_ops
 from gptlite.optimizer.build import build_optimizer
 from gptlite.optimizer.config import AdamWConfig
-from gptlite.optimizer.streamed import StreamedOptimizer, stream_state
-from gptlite.parallelism.state_file import StateFile, aligned
+from gptlite.satellites.nvme.state_file import StateFile, aligned
+from gptlite.satellites.nvme.streamed import StreamedOptimizer, stream_state
 
 
 @dataclass

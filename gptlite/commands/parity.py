@@ -52,6 +52,11 @@ def run(arguments: list[str]) -> int:
     layout = check_world(config, world)
     if world == 1:
         raise ConfigError("the layout has only one rank; give one with several, e.g. parallelism=tp2")
+    if (codec := config.parallelism.compression.value) != "none":
+        raise ConfigError(
+            f"parallelism.compression={codec} rounds gradients, and parity is up to rounding in fp32; "
+            "use parallelism.compression=none"
+        )
     if gpus and world > gpus:
         raise ConfigError(
             f"the layout has {world} ranks, but this machine has {counted(gpus, 'GPU')}; "

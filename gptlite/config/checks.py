@@ -11,6 +11,7 @@ from pathlib import Path
 from gptlite.config.batch import check_batch
 from gptlite.config.bounds import check_bounds
 from gptlite.config.completed import check_length
+from gptlite.config.plugins import CHECKS
 from gptlite.config.schema import Config, RunConfig, schema_names
 from gptlite.data.check import check_settings as check_data
 from gptlite.errors import ConfigError, did_you_mean
@@ -20,7 +21,7 @@ from gptlite.models.registry import spec_of
 from gptlite.ops import apex
 from gptlite.ops.config import LayerNormKernel
 from gptlite.optimizer.registry import elementwise_optimizers, optimizer_name
-from gptlite.parallelism.config import CHECKS, ActivationCheckpointing, Offload
+from gptlite.parallelism.config import ActivationCheckpointing, Offload, ParallelismConfig
 from gptlite.parallelism.layout import (
     Layout,
     divisors,
@@ -49,6 +50,8 @@ def check(config: Config) -> None:
     _ops(config)
     _one_of("checkpoint.load", config.checkpoint.load, ("all", "weights"))
     check_logger(config.logger)
+    for refuse in CHECKS:
+        refuse(config)
 
 
 def check_layout(config: Config) -> None:
@@ -59,8 +62,6 @@ def check_layout(config: Config) -> None:
     _fp8(config)
     _master_weights(config)
     config.optimizer.check_placement(layout.zero, layout.tensor, layout.offload.value)
-    for refuse in CHECKS:
-        refuse(config)
 
 
 def check_forward(config: Config, world: int) -> Layout:
@@ -124,6 +125,8 @@ def _offload(config: Config) -> None:
     """Check the offload settings. The folder and its free space are checked later, on each machine that runs ranks
     (gptlite/launch/room.py)."""
     offload, path = config.parallelism.offload, config.parallelism.offload_path
+    if config.parallelism.offload_parameters:
+        _offload_parameters(config.parallelism)
     if offload is not Offload.nvme:
         if path is not None:
             raise ConfigError(
@@ -161,6 +164,20 @@ def _context(config: Config) -> None:
         f"data.sequence_length={length} is not divisible by 2 x parallelism.context={ranks} = {2 * ranks}, the number "
         f"of chunks that balances causal attention; try {', or '.join(tries)}"
     )
+
+
+def _offload_parameters(config: ParallelismConfig) -> None:
+    """Check the settings with which parameters and gradients can be in files."""
+    key = "parallelism.offload_parameters=true"
+    if config.offload is not Offload.nvme:
+        raise ConfigError(f"{key} is only for parallelism.offload=nvme, not {config.offload.value}; leave it out, or "
+                          "use parallelism=zero_infinity parallelism.offload_path=/nvme/run1")  # fmt: skip
+    if config.zero != 3:
+        raise ConfigError(f"{key} gathers parameters block by block, which parallelism.zero={config.zero} does not; "
+                          "use parallelism.zero=3")  # fmt: skip
+    if config.dp_replicate > 1:
+        raise ConfigError(f"{key} with parallelism.dp_replicate={config.dp_replicate} would sum gradients in memory; "
+                          "use parallelism.dp_replicate=1, which shards over all data ranks")  # fmt: skip
 
 
 def _tensor(config: Config) -> None:

@@ -10,24 +10,30 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Container, Iterable
+from collections.abc import Callable, Container, Iterable
 from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
+from typing import Any
 
 from gptlite.config.overrides import hydra_value, unquoted
 from gptlite.errors import ConfigError, text_of
 from gptlite.parallelism.messages import passed_on
 
+# Checks of a whole configuration, which raise ConfigError. Global on purpose: a plug-in adds its own.
+CHECKS: list[Callable[[Any], None]] = []
 GROUP = "gptlite.plugins"  # group of the entry points
 # Plugins that come with gptlite.
 INCLUDED = (
     "gptlite.satellites.compressed",
     "gptlite.satellites.corpus",
     "gptlite.satellites.images",
+    "gptlite.satellites.noise",
+    "gptlite.satellites.nvme",
     "gptlite.satellites.onebit",
     "gptlite.satellites.optimizers",
     "gptlite.satellites.samples",
+    "gptlite.satellites.zeropp",
 )
 GIVEN = re.compile(r"\+{0,2}plugins=\[?([^\]]*)\]?$")
 RESOLVER = re.compile(r"\$\{[^}]*:")  # ${oc.env:NAME}, ${now:...}; ${model.peak_lr} is of the configuration

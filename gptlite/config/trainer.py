@@ -2,6 +2,10 @@
 
 from dataclasses import dataclass, field
 
+# Modules whose `build_noise(config, mesh, state)` returns a GradientNoise, or None. Global on purpose: a plug-in adds
+# its module when it is imported.
+NOISES: list[str] = []
+
 
 @dataclass
 class SpikeConfig:
@@ -31,6 +35,7 @@ class TrainerConfig:
     eval_interval: int = 250  # 0: only at the end
     eval_samples: int | None = None  # maximum number of sequences per validation set; null: all
     log_interval: int = 10  # steps between two rows of metrics.jsonl; slow steps have further lines on the terminal
+    noise_scale: bool = False  # estimate the gradient noise scale for the metrics: docs/adascale.md
     compile: bool = False  # compile the model's blocks with torch.compile
     host_memory_limit: float | None = None  # GiB of host memory per rank; allocations beyond it fail
     max_restarts: int = 0  # maximum number of restarts from the last checkpoint after a rank fails

@@ -13,6 +13,7 @@ from gptlite.launch.host_memory import GIB
 from gptlite.models.registry import spec_of
 from gptlite.parallelism.axes import EXPERT
 from gptlite.parallelism.config import Offload
+from gptlite.parallelism.in_files import PAGE
 from gptlite.parallelism.layout import Layout
 
 FP32 = 4  # bytes
@@ -23,9 +24,10 @@ def check_memory(config: Config, layout: Layout, here: int) -> None:
 
     Otherwise the operating system would end the run, or other programs, after minutes of allocation.
     """
-    in_memory = 0 if config.parallelism.offload is Offload.nvme else config.optimizer.moments
+    in_memory = 1 if config.parallelism.offload is Offload.nvme else 1 + config.optimizer.moments
+    in_memory *= not config.parallelism.offload_parameters
     elements = sum(shards(config, layout)) / layout.size("pp")
-    state = here * (1 + in_memory) * FP32 * elements / GIB
+    state = here * in_memory * FP32 * elements / GIB
     if state > (memory := memory_bytes() / GIB):
         raise ConfigError(
             f"{spec_of(config.model).label(config.model)} needs {state:,.1f} GiB for parameters and optimizer state on "
@@ -46,19 +48,19 @@ def check_disk(config: Config, layout: Layout, here: int) -> None:
         raise ConfigError(f"{key}: {reason}")
     needed, free = state_file_bytes(config, layout, here), shutil.disk_usage(path).free
     if needed > free:
+        state = "model and optimizer state" if config.parallelism.offload_parameters else "optimizer state"
         raise ConfigError(
-            f"{key}: the optimizer state of {here} rank{'s' if here > 1 else ''} takes {needed / 1e6:.1f} MB, but "
+            f"{key}: the {state} of {here} rank{'s' if here > 1 else ''} takes {needed / 1e6:.1f} MB, but "
             f"only {free / 1e6:.1f} MB are free; free some, or give another folder"
         )
 
 
 def state_file_bytes(config: Config, layout: Layout, here: int) -> int:
-    """Return the bytes of the files with the optimizer state of `here` ranks, if all ranks' files are equal. A file has
-    each parameter's state in whole pages."""
-    from gptlite.parallelism.state_file import ALIGN
-
-    pages = sum(math.ceil(FP32 * shard / ALIGN) for shard in shards(config, layout))
-    return math.ceil(here * config.optimizer.state_elements() * ALIGN * pages / layout.size("pp"))
+    """Return the bytes of the files with the state of `here` ranks, if all ranks' files are equal. A file has each
+    parameter's state in whole pages."""
+    rows = config.optimizer.state_elements() + 2 * config.parallelism.offload_parameters  # parameters and gradients
+    pages = sum(math.ceil(FP32 * shard / PAGE) for shard in shards(config, layout))
+    return math.ceil(here * rows * PAGE * pages / layout.size("pp"))
 
 
 def shards(config: Config, layout: Layout) -> list[float]:

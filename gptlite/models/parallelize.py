@@ -41,7 +41,7 @@ from gptlite.parallelism.zero import shard, sum_scalars
 from gptlite.precision import Policy
 from gptlite.torch_private.dispatch import KeptForAll, OnlyKept
 from gptlite.torch_private.fsdp import keep_fp32_gradients
-from gptlite.torch_private.modules import BatchNorm, compile_block
+from gptlite.torch_private.modules import BatchNorm, compile_block, leave_meta
 from gptlite.torch_private.ops import ATTENTION_OPS
 
 IN_BLOCKS = (Linear, ColumnParallelLinear, RowParallelLinear)
@@ -131,10 +131,10 @@ def set_dtypes(model: Model, part: nn.Module, policy: Policy, *, recomputes: boo
 
 
 def materialize(model: Model, parts: Sequence[nn.Module], device: torch.device) -> None:
-    """Allocate uninitialized memory for parameters built on the meta device."""
+    """Allocate uninitialized memory for parameters on the meta device. Those that are in files have left it."""
     for part in parts:
-        part.to_empty(device=device)
-        model.tie(part)  # `to_empty` creates new parameters, two of them for a shared one
+        leave_meta(part, device)
+        model.tie(part)  # `leave_meta` creates new parameters, two of them for a shared one
         for parameter in part.parameters():
             parameter.grad_dtype = torch.float32  # even bf16 parameters have fp32 sums over micro-batches and ranks
 

@@ -133,6 +133,8 @@ class SGDConfig(OptimizerConfig):
     weight_decay: float = 0.0
     momentum: float = 0.9
     nesterov: bool = False
+    adascale: bool = False  # multiply the rate by the gain of the batch, and end the run sooner: docs/adascale.md
+    adascale_base: int | None = None  # samples in the batch for which `lr` was tuned; null: those of one group
 
     def check(self) -> None:
         """Raise ConfigError for values out of range."""

@@ -10,9 +10,10 @@ from torch.optim import Adam, AdamW, Optimizer
 
 from gptlite.ops.weight_copies import copy_of, mark_written
 from gptlite.optimizer.base import Closure, local_gradients, refuse, rule_of
-from gptlite.optimizer.clip import clip_factor, clip_gradients
+from gptlite.optimizer.clip import clip_factor, clip_gradients, local_grad_norm
 from gptlite.optimizer.state import materialized
 from gptlite.parallelism.boxes import local_tensor
+from gptlite.parallelism.in_files import InFiles
 
 
 class FusedStep:
@@ -90,6 +91,13 @@ def decides_on_device(optimizer: Optimizer, device: torch.device) -> bool:
         return True
     cut = any(isinstance(parameter, DTensor) for parameter in parameters)
     return type(optimizer) in (Adam, AdamW) and bool(optimizer.defaults["fused"]) and not cut
+
+
+def grad_norm(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> Tensor:
+    """Return the L2 norm of this rank's gradient shards of the parameters: see `local_grad_norm`."""
+    if isinstance(optimizer, InFiles):
+        return optimizer.grad_norm(parameters)
+    return local_grad_norm(parameters, is_fused(optimizer))
 
 
 def clip_and_step(

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import SGD, Adam, Optimizer
 
 from gptlite.optimizer.base import OwnOptimizer, rule_of
-from gptlite.parallelism.state_file import InFiles
+from gptlite.parallelism.in_files import settle
 
 
 def optimizer_state(optimizer: Optimizer) -> dict[str, Tensor]:
@@ -22,8 +22,7 @@ def optimizer_state(optimizer: Optimizer) -> dict[str, Tensor]:
     optimizer in place. Moments have the parameter's shape, and Adafactor's factors one element per row or column;
     `step` is an fp32 scalar. State in files is memory-mapped.
     """
-    if isinstance(optimizer, InFiles):
-        optimizer.settle()
+    settle(optimizer)
     tensors: dict[str, Tensor] = {}
     for name, parameter in _named_parameters(optimizer):
         for key, value in _stored(optimizer, parameter).items():

@@ -1,14 +1,11 @@
 """Configuration of parallelism: degrees, ZeRO, pipeline schedule, offload and activation checkpointing."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
 
 # Modules whose `build_reduction(config, mesh)` returns what replaces FSDP2's sums of gradients, or None: see
-# reduction.py. Global on purpose: a plug-in adds its module when it is imported.
+# reduction.py. The last one that returns something counts. Global on purpose: a plug-in adds its module.
 REDUCTIONS: list[str] = []
-CHECKS: list[Callable[[Any], None]] = []  # their checks of the whole configuration, which raise ConfigError
 
 
 class Compression(Enum):
@@ -48,6 +45,16 @@ class Offload(Enum):
 
 
 @dataclass
+class ZeroppConfig:
+    """ZeRO++, for zero=3: docs/zeropp.md."""
+
+    weights: Compression = Compression.none  # codec of the parameters that data ranks gather
+    secondary: bool = False  # keep a copy of the parameters in each node, for the backward pass to gather there
+    gradients: Compression = Compression.none  # codec of the gradients that data ranks send, inside nodes first
+    node_size: int | None = None  # number of data ranks of a node; null: those of a machine
+
+
+@dataclass
 class ParallelismConfig:
     """Degree and options of each parallelism axis. `data: null` is the world size / (tensor x pipeline x context)."""
 
@@ -61,6 +68,7 @@ class ParallelismConfig:
     zero: int = 0  # ZeRO stage: data ranks shard optimizer state (1), also gradients (2), also parameters (3)
     offload: Offload = Offload.none  # place of parameters, gradients and optimizer state: docs/offload.md
     offload_path: str | None = None  # folder for offload=nvme, on a local disk of each machine
+    offload_parameters: bool = False  # offload=nvme with zero=3 keeps parameters and gradients in files as well
     offload_buffer_mib: int = 64  # size of each of the two buffers between files and the update
     sequence: bool = False  # shard the activations between tensor-parallel layers along the sequence
     schedule: str = "1f1b"  # gpipe, 1f1b, interleaved_1f1b, zero_bubble or zbv
@@ -68,6 +76,7 @@ class ParallelismConfig:
     spread: bool = False  # if train.py starts the ranks, data: null uses every GPU, or data=2 on a CPU
     bucket_layers: int = 1  # number of blocks whose parameters are gathered, and gradients reduced, together
     compression: Compression = Compression.none  # bytes of gradients between data ranks: docs/compressed.md
+    zeropp: ZeroppConfig = field(default_factory=ZeroppConfig)
     prefetch: int = 1  # number of buckets whose parameters ZeRO 3 gathers ahead of their use
     timeout_seconds: float = 300.0  # a collective that takes longer ends the run
     activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing.none

@@ -23,7 +23,7 @@ class Mesh:
     With one rank, no process group exists and `device_mesh` is None, unless model state is offloaded, for which FSDP2
     needs a group. `folded_groups` maps the name of each folded axis with more than one rank to its group. `expert_mesh`
     has the dimensions EXPERT_AXES; it is None if the expert degree is 1. `reduction` replaces FSDP2's sums of gradients
-    over the data axes, unless it is None.
+    over the data axes, unless it is None; `subgroups` are further groups of its own, which `close` destroys.
     """
 
     device: torch.device
@@ -34,6 +34,7 @@ class Mesh:
     folded_groups: dict[str, dist.ProcessGroup] = field(default_factory=dict, hash=False)
     expert_mesh: DeviceMesh | None = None
     reduction: Reduction | None = field(default=None, hash=False, compare=False)
+    subgroups: list[dist.ProcessGroup] = field(default_factory=list, hash=False, compare=False)
 
     @property
     def world_size(self) -> int:
@@ -76,7 +77,7 @@ class Mesh:
     def all_groups(self) -> list[dist.ProcessGroup]:
         """Return all process groups of the mesh, including groups of one rank. Raises ValueError on one device."""
         experts = [] if self.expert_mesh is None else [self.expert_mesh.get_group(axis) for axis in EXPERT_AXES]
-        return [*map(self.group, AXES), *self.folded_groups.values(), *experts]
+        return [*map(self.group, AXES), *self.folded_groups.values(), *experts, *self.subgroups]
 
     def along(self, *axes: str) -> DeviceMesh:
         """Return this rank's sub-mesh along some axes. Raises ValueError on one device."""

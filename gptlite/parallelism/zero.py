@@ -57,7 +57,8 @@ def shard(
     policy = MixedPrecisionPolicy(
         param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False
     )
-    place = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda") if offloads else OffloadPolicy()
+    pins = mesh.device.type == "cuda" and not config.offload_parameters  # the memory of mapped files cannot be pinned
+    place = CPUOffloadPolicy(pin_memory=pins) if offloads else OffloadPolicy()
     scalars = {parameter for parameter in part.parameters() if parameter.ndim == 0}
     split = partial(fully_shard, mp_policy=policy, offload_policy=place, ignored_params=scalars)
     if mesh.expert_mesh is not None:

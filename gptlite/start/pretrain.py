@@ -7,10 +7,12 @@ from gptlite.config.schema import Config
 from gptlite.metrics.meter import Throughput
 from gptlite.parallelism.config import Offload
 from gptlite.pretrain import pretrain as train
+from gptlite.satellites.compressed.words import compression_words
 from gptlite.satellites.monitor.memory_report import MemoryReport
 from gptlite.satellites.monitor.profile import StepProfiler
 from gptlite.satellites.monitor.replicas import ReplicaCheck
 from gptlite.satellites.monitor.watchdog import watch_ranks
+from gptlite.satellites.noise.report import noise_report
 from gptlite.trainer.attached import Attached
 from gptlite.trainer.build import Run
 from gptlite.trainer.folder import RunFolder
@@ -39,10 +41,14 @@ def pretrain(
 
 
 def observers(run: Run, folder: RunFolder, throughput: Throughput) -> tuple[Observer, ...]:
-    """Return the observers of a run: the memory of its ranks, the profiler, and the comparison of replicas."""
+    """Return the observers of a run: the memory of its ranks, the profiler, the comparison of replicas, and the noise
+    of gradients if it is measured."""
     trainer, offloads = run.config.trainer, run.config.parallelism.offload is not Offload.none
+    if words := compression_words(run.config.parallelism, run.mesh, run.state.loader.num_micro_batches):
+        folder.log(f"compression: {words}") if run.mesh.is_main else None
     return (
         MemoryReport(run.mesh, trainer.last_step, throughput.excluded, offloads),
         StepProfiler(trainer.profile_steps, folder.path, run.mesh.rank, folder.log),
         ReplicaCheck(trainer.replica_check_interval),
+        *noise_report(run.state),
     )

@@ -4,12 +4,19 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 
 def _group(module: FSDPModule) -> Any:
     state: Any = fully_shard.state(module)  # type: ignore[attr-defined]
-    (group,) = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]  # 2.11
-    return group
+    groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]  # 2.11
+    return next(iter(groups), None)
+
+
+def bucket_of(module: FSDPModule) -> object | None:
+    """Return an object that is the same for all modules whose gradients FSDP2 reduces together; None if it reduces none
+    for this module, since nested modules have all parameters."""
+    return _group(module)
 
 
 def sharded_parameters(module: FSDPModule) -> list[nn.Parameter]:
@@ -28,6 +35,21 @@ def padded_shard_sizes(module: FSDPModule) -> list[int]:
     """Return the number of elements that each parameter of a bucket has in a row of the flat gradients."""
     params = [param for param in _group(module).fsdp_params if param.sharded_param.requires_grad]
     return [param.padded_sharded_param_size.numel() for param in params]
+
+
+def padded_gathered_sizes(module: FSDPModule) -> list[int]:
+    """Return the number of elements that each parameter of a bucket, trained or not, has in a rank's gathered part."""
+    return [param.padded_sharded_param_size.numel() for param in _group(module).fsdp_params]
+
+
+def frees_after_forward(module: FSDPModule) -> bool:
+    """Return True if a module's parameters are freed after the forward pass and gathered again in the backward pass."""
+    return _group(module)._reshard_after_forward
+
+
+def in_backward(module: FSDPModule) -> bool:
+    """Return True while parameters are gathered for a backward pass, ahead of it too."""
+    return _group(module)._training_state is TrainingState.PRE_BACKWARD
 
 
 def all_reduces(module: FSDPModule) -> bool:

@@ -30,12 +30,12 @@ def reduce_gradients_now(part: FSDPModule) -> None:
     module: Any = part
     if finalizes(part):
         part.set_requires_all_reduce(True)
-        for group in _groups([module]):
+        for group in groups_of([module]):
             group._post_backward_pending = True  # only FSDP2's hooks set it, which a weight-gradient pass does not call
         module.finalize_backward()
         return
     root: Any = fully_shard.state(part)  # type: ignore[attr-defined]
-    for group in _groups_of(root._state_ctx.all_states):
+    for group in _of_states(root._state_ctx.all_states):
         group.post_backward()
     root._root_post_backward_final_callback()
 
@@ -49,7 +49,7 @@ def accumulate_gradients_now(part: FSDPModule) -> None:
     if finalizes(part):
         return
     root: Any = fully_shard.state(part)  # type: ignore[attr-defined]
-    for group in _groups_of(root._state_ctx.all_states):
+    for group in _of_states(root._state_ctx.all_states):
         for param in group.fsdp_params:
             if hasattr(param, "_unsharded_param"):  # exists after the first gather
                 param.accumulate_unsharded_grad_if_needed()
@@ -60,7 +60,7 @@ def keep_fp32_gradients(part: nn.Module) -> None:
     """Make FSDP2 keep reduced gradients in fp32, the `grad_dtype` of all parameters. Up to torch 2.14, it rounds those
     of bf16 parameters to bf16."""
     if isinstance(part, FSDPModule) and not finalizes(part):
-        for group in _groups([part]):
+        for group in groups_of([part]):
             _reduce_into_fp32(group)
 
 
@@ -74,13 +74,13 @@ def _reduce_into_fp32(group: Any) -> None:
     group._init_mp_dtypes = resolved  # called by FSDP2 before the first forward pass
 
 
-def _groups(parts: Iterable[nn.Module]) -> list[Any]:
+def groups_of(parts: Iterable[nn.Module]) -> list[Any]:
     """Return FSDP2's parameter groups in parts of a model, including those of nested modules."""
     state_of: Any = fully_shard.state  # type: ignore[attr-defined]
-    return _groups_of(state_of(each) for part in parts for each in part.modules() if isinstance(each, FSDPModule))
+    return _of_states(state_of(each) for part in parts for each in part.modules() if isinstance(each, FSDPModule))
 
 
-def _groups_of(states: Iterable[Any]) -> list[Any]:
+def _of_states(states: Iterable[Any]) -> list[Any]:
     """Return the parameter groups of FSDP2's states, each once, as modules wrapped together share a state."""
     groups: dict[int, Any] = {}
     for state in states:
@@ -97,7 +97,7 @@ def fsdp_buffers(part: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
     """
     gathered: list[Tensor] = []
     gradients: list[Tensor | None] = []
-    for group in _groups([part]):
+    for group in groups_of([part]):
         gradients.append(group._partial_reduce_output)
         for param in group.fsdp_params:
             gathered += [] if group._reshard_after_forward else param.all_gather_outputs
@@ -135,14 +135,16 @@ def watched_shards(
 
         group.wait_for_unshard, group.post_backward = waited, reduces
 
-    groups = _groups(parts)
+    groups, names = groups_of(parts), ("wait_for_unshard", "post_backward")
+    before = [{name: vars(group)[name] for name in names if name in vars(group)} for group in groups]
     for group in groups:
         watch(group)
     try:
         yield
     finally:
-        for group in groups:
+        for group, own in zip(groups, before, strict=True):
             del group.wait_for_unshard, group.post_backward  # this restores the methods of the class
+            vars(group).update(own)
 
 
 def _has_gradient(param: Any) -> bool:

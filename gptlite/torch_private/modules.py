@@ -3,6 +3,7 @@ compilation. Each import of the compiler takes a second, so it is made when the 
 
 from typing import Any
 
+import torch
 from torch import nn
 
 BatchNorm = nn.modules.batchnorm._BatchNorm
@@ -16,6 +17,11 @@ def share_tensors(module: nn.Module, other: nn.Module) -> None:
 def is_persistent(module: nn.Module, buffer: str) -> bool:
     """Return True if a checkpoint has this buffer of the module itself."""
     return buffer not in module._non_persistent_buffers_set
+
+
+def leave_meta(module: nn.Module, device: torch.device) -> None:
+    """Allocate uninitialized memory for parameters and buffers on the meta device, as `nn.Module.to_empty` does."""
+    module._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
 
 
 def compile_block(block: nn.Module, **options: Any) -> None:

@@ -22,10 +22,10 @@ from gptlite.ops.backend import sdpa_words
 from gptlite.ops.config import Attention
 from gptlite.ops.select import Ops
 from gptlite.optimizer.schedule import resolve_warmup_steps
-from gptlite.optimizer.streamed import StreamedOptimizer
 from gptlite.parallelism.boxes import local_tensor, num_local_elements
 from gptlite.parallelism.collectives import gather_objects
 from gptlite.parallelism.config import Offload, ParallelismConfig
+from gptlite.parallelism.in_files import InFiles
 from gptlite.parallelism.layout import splits_backward, stages_per_rank
 from gptlite.parallelism.mesh import Mesh
 from gptlite.parallelism.rank_sync import from_main
@@ -150,16 +150,12 @@ def offload_words(state: TrainState, config: ParallelismConfig) -> list[tuple[st
     shards = [local_tensor(p) for part in state.parts for p in part.parameters()]
     weights, gradients = sum(p.nbytes for p in shards), sum(torch.float32.itemsize * p.numel() for p in shards)
     dtype = "bf16" if weights < gradients else "fp32"
-    text = f"{config.offload.value}: on rank 0 {format_bytes(weights)} of {dtype} weights"
-    text += f" and {format_bytes(gradients)} of gradients"
-    if not isinstance(state.optimizer, StreamedOptimizer):
-        return [("offload", f"{text}, and the optimizer state, in host memory")]
-    stream = state.optimizer.stream
-    way = "O_DIRECT" if stream.file.direct else "the page cache, without O_DIRECT"
-    buffers = format_bytes(sum(tensor.nbytes for tensor in state.optimizer.resident()))
-    size = format_bytes(stream.file.size)
-    return [("offload", f"{text} in host memory, {size} of optimizer state in {config.offload_path} by {way}, through "
-                        f"buffers of {buffers} in total; each step reads {size} and writes {size}")]  # fmt: skip
+    sizes = f"{format_bytes(weights)} of {dtype} weights", f"{format_bytes(gradients)} of gradients"
+    if isinstance(state.optimizer, InFiles):
+        text = state.optimizer.describe(*sizes, config.offload_path)
+    else:
+        text = f"{' and '.join(sizes)}, and the optimizer state, in host memory"
+    return [("offload", f"{config.offload.value}: on rank 0 {text}")]
 
 
 def _optimizer(config: Config) -> str:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from gptlite.config.completed import refuse_larger_vocabulary, with_epochs, with_vocabulary
 from gptlite.config.plugins import import_included
 from gptlite.config.schema import Config
+from gptlite.config.trainer import NOISES
 from gptlite.data.batch_loader import BatchLoader
 from gptlite.data.build import build_loader, open_data
 from gptlite.data.opened import OpenedData
@@ -20,8 +21,8 @@ from gptlite.models.parallelize import build_passes, copy_weights, materialize
 from gptlite.ops.select import Ops
 from gptlite.optimizer.fused import writes_copies
 from gptlite.optimizer.schedule import Schedule
-from gptlite.optimizer.streamed import offload_state
 from gptlite.parallelism.config import REDUCTIONS
+from gptlite.parallelism.in_files import offload_state, place_parameters
 from gptlite.parallelism.mesh import Mesh
 from gptlite.parallelism.pipeline import OnePart, Pipeline
 from gptlite.parallelism.stage_runner import StageRunner
@@ -89,8 +90,8 @@ def build_run(config: Config, mesh: Mesh, log: Log) -> Run:
 
 def with_reduction(config: Config, mesh: Mesh) -> Mesh:
     """Return the mesh with what replaces FSDP2's sums of gradients, if the configuration asks for something."""
-    builders = (import_module(name).build_reduction for name in REDUCTIONS)
-    return replace(mesh, reduction=next(filter(None, (build(config, mesh) for build in builders)), None))
+    built = [import_module(name).build_reduction(config, mesh) for name in REDUCTIONS]
+    return replace(mesh, reduction=next(filter(None, reversed(built)), None))
 
 
 def build_state(
@@ -110,12 +111,13 @@ def build_state(
     """
     layout, compiles = config.parallelism, config.trainer.compile
     parts = build_parts(model, layout, mesh, policy, ops, config.seed, compile=compiles)
+    placed = place_parameters(parts, layout, mesh)
     materialize(model, parts, storage_device(mesh, layout))
     fill(parts)
     schedule = Schedule(config.schedule, config.trainer.max_steps)
     completed = config.optimizer.completed(config.trainer.max_steps, schedule.warmup_steps)
     updates = build_updates(completed, model, parts, policy, ops, config.seed)
-    optimizer = offload_state(updates, layout, mesh)
+    optimizer = offload_state(updates, layout, mesh, placed)
     if ops.weight_copies and writes_copies(optimizer) and not compiles:
         copy_weights(parts, mesh, policy)
     state = TrainState(
@@ -128,6 +130,8 @@ def build_state(
         scaler=build_scaler(config.precision, policy),
         spikes=build_spike_watch(config.trainer.spike),
     )
+    noises = (import_module(name).build_noise(config, mesh, state) for name in NOISES)
+    state.noise = next(filter(None, noises), None)
     if mesh.reduction is not None:
         mesh.reduction.bind(state.named_parameters(), optimizer)
     return state

@@ -122,12 +122,14 @@ class RunFolder:
         trainer, found = self.config.trainer, self.resume_from
         if found is None or not found.resolve().is_relative_to(self.path.resolve()):
             return False
-        if state.step < trainer.last_step or state.evaluated_step != state.step:
+        if state.clock < trainer.last_step or state.evaluated_step != state.step:
             return False
-        part = state.step < trainer.max_steps
+        part = state.clock < trainer.max_steps
         words = f"already at trainer.stop_step={trainer.stop_step}" if part else "already complete"
         further = "trainer.stop_step=null" if part else trainer.doubled
-        self.log(f"{words}: step {state.step} of {trainer.max_steps}; to train further give {further}")
+        self.log(
+            f"{words}: step {state.step} of {state.steps_until(trainer.max_steps)}; to train further give {further}"
+        )
         return True
 
     @contextmanager

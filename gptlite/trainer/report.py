@@ -68,7 +68,7 @@ class Reporter:
         self._last = row
         self._write(row)
         eta = self.throughput.eta_seconds(state.remaining_batches(self.max_steps))
-        self.log(step_line(row, self.max_steps, eta, self.unit))
+        self.log(step_line(row, state.steps_until(self.max_steps), eta, self.unit))
         self._told = self.throughput.clock()
 
     def between(self, state: TrainState, result: StepResult) -> None:
@@ -82,7 +82,7 @@ class Reporter:
         row |= {TRAIN_METRIC + name: mean for name, mean in result.metrics.items()}
         row["tokens_per_second"] = self.throughput.speed()
         eta = self.throughput.eta_seconds(state.remaining_batches(self.max_steps))
-        self.log(step_line(row, self.max_steps, eta, self.unit))
+        self.log(step_line(row, state.steps_until(self.max_steps), eta, self.unit))
         self._told = self.throughput.clock()
 
     def skipped(self, state: TrainState, result: StepResult) -> None:
@@ -116,7 +116,7 @@ class Reporter:
         row |= {f"val_bits_per_byte/{name}": part.bits_per_byte for name, part in result.parts.items()}
         row |= {VAL_METRIC + name: mean for name, mean in result.means.items()}
         self._write(row)
-        self.log(eval_line(row, self.max_steps, self.unit))
+        self.log(eval_line(row, state.steps_until(self.max_steps), self.unit))
 
     def figures(self) -> dict[str, Any]:
         """Return the figures of result.json from training rows and observers; None for values that no row had.

@@ -25,6 +25,14 @@ class _Seen(TypedDict):
     rewinds: Count
 
 
+class _Noise(TypedDict):
+    gained: float
+    variance: float
+    square: float
+    weight: float
+    base: float | None
+
+
 class _Meta(TypedDict):
     step: Count
     consumed_samples: Count
@@ -37,6 +45,7 @@ class _Meta(TypedDict):
     loss_scale: NotRequired[_Scale | None]
     skipped_samples: NotRequired[list[Range]]
     spikes: NotRequired[_Seen | None]
+    noise: NotRequired[_Noise | None]
 
 
 def checked_meta(meta: dict[str, Any]) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from gptlite.progress import Log
 from gptlite.trainer.loss_scale import LossScaler
 from gptlite.trainer.saved_meta import checked_meta
 from gptlite.trainer.spike import SpikeWatch
+from gptlite.trainer.totals import GradientNoise
 
 
 def model_tensors(model: Model, parts: Sequence[nn.Module]) -> dict[str, Tensor]:
@@ -86,6 +87,7 @@ class TrainState:
     wandb_id: str | None = None
     scaler: LossScaler | None = None  # None unless the run computes in fp16
     spikes: SpikeWatch | None = None  # None unless trainer.spike.policy is skip
+    noise: GradientNoise | None = None  # None unless the run estimates it
 
     def tensors(self) -> dict[str, Tensor]:
         """Return all tensors in checkpoint form: the live tensor, or an fp32 copy if the run uses another form.
@@ -131,9 +133,19 @@ class TrainState:
         self.step, self.consumed_samples, self.tokens = progress.step, progress.consumed, progress.tokens
 
     @property
+    def gained(self) -> float:
+        """Steps by which the schedule's clock is ahead of `step`; 0 without AdaScale."""
+        return self.noise.gained if self.noise else 0.0
+
+    @property
+    def clock(self) -> float:
+        """The schedule's clock, at which a run ends: the number of steps taken, each as long as its gain."""
+        return self.step + self.gained
+
+    @property
     def schedule_step(self) -> int:
-        """Step of the learning-rate schedule: the number of steps taken, less the skipped ones by DeepSpeed's rule."""
-        return max(0, self.step - (self.scaler.skipped if self.scaler and self.scaler.deepspeed else 0))
+        """Step of the learning-rate schedule: its clock, less the steps skipped by DeepSpeed's rule."""
+        return max(0, int(self.clock) - (self.scaler.skipped if self.scaler and self.scaler.deepspeed else 0))
 
     @property
     def parts(self) -> list[nn.Module]:
@@ -146,10 +158,14 @@ class TrainState:
         for part in self.parts:
             yield from (parameter for parameter in part.parameters() if id(parameter) not in copies)
 
+    def steps_until(self, clock: int) -> int:
+        """Return the number of the step that takes the schedule's clock to `clock`, if later steps gain as the last."""
+        return self.step + max(0, math.ceil((clock - self.clock) / (self.noise.gain if self.noise else 1)))
+
     def remaining_batches(self, max_steps: int) -> float:
         """Return the number of full-size global batches with as many samples as the steps left until `max_steps`."""
         schedule = self.loader.schedule
-        end = schedule.after(self.consumed_samples, max_steps - self.step)
+        end = schedule.after(self.consumed_samples, self.steps_until(max_steps) - self.step)
         return (schedule.trained(end) - schedule.trained(self.consumed_samples)) / schedule.global_batch_size
 
     def refresh_copies(self) -> None:
@@ -194,6 +210,7 @@ class TrainState:
             "loss_scale": self.scaler.meta() if self.scaler else None,
             "skipped_samples": self.loader.schedule.skipped,
             "spikes": self.spikes.meta() if self.spikes else None,
+            **({"noise": self.noise.meta()} if self.noise else {}),
         }
 
     def load_meta(self, meta: dict[str, Any]) -> list[str]:
@@ -210,6 +227,8 @@ class TrainState:
         self.loader.schedule = replace(self.loader.schedule, skipped=()).skipping(meta.get("skipped_samples", ()))
         if self.spikes is not None:
             self.spikes.load_meta(meta.get("spikes"))
+        if self.noise is not None:
+            self.noise.load_meta(meta.get("noise"))
         return [*self._load_order(meta), *self._load_scale(meta.get("loss_scale"))]
 
     def _load_order(self, meta: dict[str, Any]) -> list[str]:

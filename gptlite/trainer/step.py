@@ -13,14 +13,14 @@ from gptlite.data.batch_loader import Batch
 from gptlite.errors import RunEnded
 from gptlite.models.metrics import Recording
 from gptlite.models.parallelize import finish_gradients
-from gptlite.optimizer.clip import local_grad_norm
-from gptlite.optimizer.fused import clip_and_step, is_fused
+from gptlite.optimizer.fused import clip_and_step, grad_norm
 from gptlite.optimizer.rounded import set_step
 from gptlite.optimizer.schedule import set_lr
 from gptlite.parallelism.axes import CONTEXT, DATA_AXES
 from gptlite.parallelism.boxes import copies
 from gptlite.parallelism.collectives import all_reduce
 from gptlite.parallelism.host_copy import HostCopy, to_device
+from gptlite.parallelism.in_files import finish_backward
 from gptlite.parallelism.mesh import Mesh
 from gptlite.parallelism.pipeline import MicroBatches, OnePart, Pipeline
 from gptlite.parallelism.tensor import is_cut, of_experts
@@ -109,20 +109,23 @@ class Step:
         before, loader = state.progress, state.loader
         batches = [loader.batch(before.consumed, index) for index in range(loader.micro_batches(before.consumed))]
         # Counted before the passes, in which each micro-batch's loss is divided by the count.
-        targets = torch.stack([state.model.count(batch.targets) for batch in batches]).sum()
+        counts = torch.stack([state.model.count(batch.targets) for batch in batches])
+        targets = counts.sum()
         all_reduce(targets, self.mesh, DATA_AXES)
         # With decisions, the host's loss scale is one step behind the device's.
         scale = decisions.scale if decisions else state.scaler.scale if state.scaler else 1.0
         loss = self._run_passes(state, batches, targets / scale if state.scaler else targets)
+        finish_backward(state.optimizer)
         loads = finish_gradients(state.model, state.parts, self.mesh)
         if inspect is not None:
             inspect(state)
-        totals = replace(self._total(state, loss), targets=targets, loads=loads)
+        noise = None if state.noise is None else state.noise.share(counts)
+        totals = replace(self._total(state, loss, noise), targets=targets, loads=loads)
         counters = self._counters(state, batches[0].length)
         if decisions is None:
             result = self._result(state, counters, totals.unpack(totals.pack().cpu()))
             if not result.skipped:
-                self._update(state, counters.lr, totals.norm, scale)
+                self._update(state, result.lr, totals.norm, scale)
             if state.scaler is not None:
                 state.scaler.update(overflow=result.skipped)
             result_of = partial(_known, result)
@@ -155,14 +158,14 @@ class Step:
         key = f"{seed} {step} {self.mesh.data_rank} {self.mesh.coordinate('pp')}"
         torch.manual_seed(int.from_bytes(hashlib.sha256(key.encode()).digest()[:8]) >> 1)
 
-    def _total(self, state: TrainState, loss: Tensor) -> StepTotals:
-        """Return the totals over all ranks, on the device. `loss` is this rank's share."""
+    def _total(self, state: TrainState, loss: Tensor, noise: Tensor | None) -> StepTotals:
+        """Return the totals over all ranks, on the device. `loss` and `noise` are this rank's shares."""
         forward = self.passes.forward
         metrics = forward.take(loss.device) if isinstance(forward, Recording) else None
-        fused, mesh = is_fused(state.optimizer), self.mesh
+        mesh = self.mesh
         if mesh.world_size == 1:
-            norm = local_grad_norm((p for part in state.parts for p in part.parameters()), fused)
-            return StepTotals(loss=loss, norm=norm.to(loss.device), metrics=metrics)
+            norm = grad_norm(state.optimizer, (p for part in state.parts for p in part.parameters()))
+            return StepTotals(loss=loss, norm=norm.to(loss.device), metrics=metrics, noise=noise)
         computes = mesh.is_first("uncut")
         # Count each gradient element on only one of the ranks that hold it.
         first = mesh.is_first("all")
@@ -172,7 +175,7 @@ class Step:
         counted = list(counted)
 
         def dense() -> Tensor:
-            return local_grad_norm(counted, fused).double() ** 2
+            return grad_norm(state.optimizer, counted).double() ** 2
 
         square = dense() if mesh.reduction is None else mesh.reduction.gradient_square(counted, dense)
         share = StepTotals(
@@ -181,6 +184,7 @@ class Step:
             # Part of the same all-reduce, so stopping needs no other.
             flags=to_device(self.stopping.words(), loss.device),
             metrics=metrics if metrics is None or computes else torch.zeros_like(metrics),
+            noise=noise,
         )
         totals = share.unpack(all_reduce(share.pack(), mesh))
         return replace(totals, norm=totals.norm.sqrt(), square=totals.norm)
@@ -227,13 +231,15 @@ class Step:
         if not finite and (scaler is None or scaler.exhausted):
             at = f", at loss scale {scale:g}, which cannot be reduced further" if scaler else ""
             raise Diverged(counters.after.step, f"loss {loss}, gradient norm {norm}{at}")
+        if state.noise is not None and finite:  # not ahead of this result: SGD, whose rate has a gain, has no lag
+            state.noise.take(totals, counters.samples, scale)
         experts = None
         if totals.loads is not None:
             experts = Loads.of(totals.loads.tolist(), counters.after.tokens - counters.before.tokens)
         return StepResult(
             loss=loss,
             grad_norm=norm,
-            lr=counters.lr,
+            lr=counters.lr * (state.noise.gain if state.noise else 1.0),
             loss_scale=scale if scaler else None,
             skipped=not finite,
             step=counters.after.step,

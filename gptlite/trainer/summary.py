@@ -154,7 +154,8 @@ def _close(
             run.log(f"warning: no sample: {one_line(error)}")
     if not run.mesh.is_main:
         return
-    lines = [("ended", f"{outcome.ending.value}, step {state.step} of {config.trainer.max_steps}, {duration}")]
+    steps = state.steps_until(config.trainer.max_steps)
+    lines = [("ended", f"{outcome.ending.value}, step {state.step} of {steps}, {duration}")]
     if (best := state.meta()["best_val_loss"]) is not None:
         lines.append(("best validation", f"{best:.4f} nats per {config.data.unit.removesuffix('s')}"))
     if outcome.evaluation is not None:
@@ -177,7 +178,7 @@ def _close(
     # Not in the banner, which wraps long lines: a wrapped command cannot be copied.
     resume = f"{launched_command()} {shlex.join([f'run.dir={hydra_value(str(run.path))}', *more])}"
     run.log(f"resume:    {resume}")
-    if outcome.ending is Ending.done and (rise := _rise(config, state.step)):
+    if outcome.ending is Ending.done and (rise := _rise(config, min(int(state.clock), config.trainer.max_steps))):
         run.log(f"           {rise}")
     if capability(state.model.spec, TextGeneration) is not None:
         prompt = config.trainer.sample_prompt.strip()

@@ -12,6 +12,33 @@ import torch
 from torch import Tensor
 
 
+class GradientNoise:
+    """Interface of an estimator of the noise in gradients, which a satellite provides.
+
+    `gain` is the factor of the last step's learning rate and its length on the schedule's clock; `gained` is the sum of
+    `gain` - 1 over all steps.
+    """
+
+    gain, gained = 1.0, 0.0
+
+    def share(self, targets: Tensor) -> Tensor:
+        """Return this rank's summands of a step's sums, fp64, once its gradients are complete. `targets` are the
+        numbers of targets of this rank's micro-batches."""
+        raise NotImplementedError
+
+    def take(self, totals: StepTotals, samples: int, loss_scale: float) -> None:
+        """Take the totals of a step that is applied, on the host, and set `gain` and `gained`."""
+        raise NotImplementedError
+
+    def meta(self) -> dict[str, float]:
+        """Return the state in JSON form, see saved_meta.py."""
+        raise NotImplementedError
+
+    def load_meta(self, meta: dict[str, float] | None) -> None:
+        """Restore the result of `meta`. None, of a run without an estimator, begins anew."""
+        raise NotImplementedError
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepTotals:
     """Totals of a step. One all-reduce of `pack` sums them over ranks, and one copy takes them to the host.
@@ -26,6 +53,7 @@ class StepTotals:
     metrics: Tensor | None = None  # sums of the model's own metrics over the targets, [metrics]
     targets: Tensor | None = None  # number of targets, []
     loads: Tensor | None = None  # table of BaseSpec.end_step, [layers, experts + 1]
+    noise: Tensor | None = None  # sums of GradientNoise.share
     scale: Tensor | None = None  # SCALE_VALUES after the step, if the device updates the loss scale
 
     def pack(self) -> Tensor:

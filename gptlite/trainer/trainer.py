@@ -131,7 +131,7 @@ class Trainer:
         """
         state, stopping = self._state, self._stopping
         # If the run stopped before an evaluation that was due, evaluate now, as the uninterrupted run would have.
-        if due(state.step, self._config.eval_interval) and state.step < self._config.last_step:
+        if due(state.step, self._config.eval_interval) and state.clock < self._config.last_step:
             self._evaluate(stopping.poll)
         while (begins := self._begins()) or self._steps.waiting:
             if (spike := self._advance(begins)) is not None:
@@ -139,7 +139,7 @@ class Trainer:
             elif not self._steps.waiting:  # else the state is ahead of the results and must not be used
                 for observer in self._observers:
                     observer.settled(state)
-                if state.step < self._config.last_step:
+                if state.clock < self._config.last_step:
                     self._evaluate_and_save()
         for observer in self._observers:
             observer.ended(state)
@@ -156,7 +156,7 @@ class Trainer:
 
     def _begins(self) -> bool:
         """Return True if another step begins."""
-        return self._state.step < self._config.last_step and not self._stopping.now
+        return self._state.clock < self._config.last_step and not self._stopping.now
 
     def _advance(self, begins: bool) -> Spike | None:
         """Begin a step if `begins`, and process the results that must be read before the next one.
@@ -201,7 +201,8 @@ class Trainer:
             reporter.skipped(state, result)
         for observer in self._observers:
             observer.after(result)
-        if result.step % self._config.log_interval == 0 or result.step in (1, self._config.last_step):
+        last = result.step + state.gained >= self._config.last_step
+        if result.step % self._config.log_interval == 0 or result.step == 1 or last:
             reporter.step(state, result, self._watch.communication)
         else:
             reporter.between(state, result)
@@ -210,7 +211,7 @@ class Trainer:
     def _reads(self) -> bool:
         """Return True if anything reads the state before the next step, so that all results must be read first."""
         step, intervals = self._state.step, (self._config.eval_interval, self._save_interval)
-        ends = self._save_due or step == self._config.last_step
+        ends = self._save_due or self._state.clock >= self._config.last_step
         waits = any(observer.reads(self._state) for observer in self._observers)
         return ends or waits or any(due(step, interval) for interval in intervals)
 
@@ -227,11 +228,11 @@ class Trainer:
     def _ending(self) -> Ending:
         """Return why the steps ended, after the last evaluation if the last step was taken."""
         state, config = self._state, self._config
-        if state.step < config.last_step:
+        if state.clock < config.last_step:
             return Ending.max_time
         if self._stopping.signal is None:
             self._evaluate(self._stopping.poll_signal)
-        return Ending.done if state.step == config.max_steps else Ending.stop_step
+        return Ending.done if state.clock >= config.max_steps else Ending.stop_step
 
     def _save(self) -> None:
         start = time.monotonic()

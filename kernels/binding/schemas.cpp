@@ -51,6 +51,10 @@ STABLE_TORCH_LIBRARY(gptlite, m) {
       "cross_entropy_gradient_(Tensor(a!) logits, Tensor targets, Tensor log_sum, int first, float z_loss, "
       "int ignore_index, float scale=1.0) -> ()");
 
+  // mask: of x, for 1 bit alone. message: of uint8, with the scales of all blocks, then their codes.
+  m.def("quantize_blocks(Tensor x, Tensor? mask, int bits) -> Tensor");
+  m.def("dequantize_blocks(Tensor message, Tensor? mask, int blocks, int bits) -> Tensor");
+
   m.def("norm(Tensor[] tensors) -> Tensor");
   m.def(
       "adamw_(Tensor(a!)[] parameters, Tensor[] gradients, Tensor(b!)[] exp_avg, Tensor(c!)[] exp_avg_sq, "

@@ -41,6 +41,8 @@ namespace gptlite {
   X(cross_entropy)                 \
   X(cross_entropy_stats)           \
   X(cross_entropy_gradient)        \
+  X(quantize_blocks)               \
+  X(dequantize_blocks)             \
   X(norm)                          \
   X(adamw)                         \
   X(attention_forward)             \
@@ -271,6 +273,16 @@ int gptlite_cpu_cross_entropy_gradient(void* logits, int64_t row_stride, const i
                                        void* context) {
   return GPTLITE_RUN(cross_entropy_gradient, logits, row_stride, targets, log_sum, rows, columns, loss, dtype,
                      context);
+}
+
+int gptlite_cpu_quantize_blocks(void* message, const float* x, const void* mask, int64_t blocks, int bits,
+                                void* context) {
+  return GPTLITE_RUN(quantize_blocks, message, x, mask, blocks, bits, context);
+}
+
+int gptlite_cpu_dequantize_blocks(float* x, const void* message, const void* mask, int64_t blocks, int bits,
+                                  void* context) {
+  return GPTLITE_RUN(dequantize_blocks, x, message, mask, blocks, bits, context);
 }
 
 int gptlite_cpu_norm(float* out, float* workspace, const void* const* tensors, const int64_t* counts,

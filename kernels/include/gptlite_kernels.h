@@ -181,6 +181,17 @@ GPTLITE_KERNEL(cross_entropy_stats, float* stats, const void* logits, int64_t ro
 GPTLITE_KERNEL(cross_entropy_gradient, void* logits, int64_t row_stride, const int64_t* targets, const float* log_sum,
                int64_t rows, int64_t columns, const GptliteLoss* loss, int dtype)
 
+// Message of x [blocks, width], with width 256 for 8 and 4 bits, 1024 for 1 bit: the blocks' scales, fp32, then
+// width * bits / 8 bytes of codes for each block. Byte i has the codes of values i, i + width * bits / 8, ..., the first
+// in its lowest bits. The message must be aligned to 4 bytes.
+// 8 and 4 bits: scale = max |x| / 127 or / 7, code = x / scale rounded to even, in two's complement. All codes are 0 if
+// the scale is 0. 1 bit: scale = the mean of |x| over the values that the mask (bool [blocks, width], NULL: all) has,
+// with a sum by halves (of the values i and i + width / 2, then i and i + width / 4, ...); a code is 1 for x < 0. Values
+// not in the mask must be 0, and become 0. If a value of a block, or its sum, is not finite, the scale is NaN, and so
+// are the values of the block.
+GPTLITE_KERNEL(quantize_blocks, void* message, const float* x, const void* mask, int64_t blocks, int bits)
+GPTLITE_KERNEL(dequantize_blocks, float* x, const void* message, const void* mask, int64_t blocks, int bits)
+
 // out[0] = square root of the sum of squares of all elements, fp32, accurate to 1e-6 for any number of elements.
 // workspace: gptlite_norm_workspace(total elements, tensors) floats with any contents.
 GPTLITE_KERNEL(norm, float* out, float* workspace, const void* const* tensors, const int64_t* counts, int64_t num_tensors,

@@ -110,6 +110,13 @@ REFUSED = {
     "parallelism.offload_path=/nvme/run1",
     "offload=cpu offload_path=/nvme": "parallelism.offload_path=/nvme is only for parallelism.offload=nvme, not cpu; "
     "leave it out, or use parallelism.offload=nvme",
+    "offload_parameters=true": "parallelism.offload_parameters=true is only for parallelism.offload=nvme, not none; "
+    "leave it out, or use parallelism=zero_infinity parallelism.offload_path=/nvme/run1",
+    "offload=nvme offload_path=/nvme offload_parameters=true zero=2": "parallelism.offload_parameters=true gathers "
+    "parameters block by block, which parallelism.zero=2 does not; use parallelism.zero=3",
+    "offload=nvme offload_path=/nvme offload_parameters=true zero=3 data=4 dp_replicate=2": "parallelism."
+    "offload_parameters=true with parallelism.dp_replicate=2 would sum gradients in memory; use "
+    "parallelism.dp_replicate=1, which shards over all data ranks",
     "offload_buffer_mib=0": "parallelism.offload_buffer_mib=0 must be at least 1",
     # ZeRO and copies.
     "zero=4": "parallelism.zero=4 is not a ZeRO stage; use 0, 1, 2 or 3",

@@ -176,6 +176,21 @@ def test_a_folder_for_offload_is_read_only_for_nvme(device: str, verdict: str):
     assert [row.verdict.value for row in rows] == [verdict]
 
 
+def test_parameters_go_to_files_only_with_the_optimizer_state():
+    nvme = {"device": "nvme", "nvme_path": "/nvme"}
+
+    def taken(stage: int, **offload: object) -> list[str]:
+        words = overrides({"optimizer": {"type": "Adam"}, "zero_optimization": {"stage": stage, **offload}})
+        return [word for word in words if "offload" in word]
+
+    files = ["parallelism.offload=nvme", "parallelism.offload_path=/nvme"]
+    both = taken(3, offload_optimizer=nvme, offload_param=nvme)
+    assert sorted(both) == [files[0], "parallelism.offload_parameters=true", files[1]]
+    assert taken(2, offload_optimizer=nvme, offload_param=nvme) == files
+    assert taken(3, offload_optimizer=nvme, offload_param={"device": "cpu"}) == files
+    assert taken(3, offload_param=nvme) == ["parallelism.offload=cpu"]
+
+
 WRONG = [
     ("{", "is not JSON: line 1, column 2"),
     ('{"a": 1,\n "b": }', "is not JSON: line 2, column 7"),

@@ -25,7 +25,7 @@ from gptlite.launch.launcher import check_here
 from gptlite.launch.room import state_file_bytes
 from gptlite.optimizer.config import OptimizerConfig
 from gptlite.parallelism.layout import resolve
-from gptlite.parallelism.state_file import StateFile
+from gptlite.satellites.nvme.state_file import StateFile
 
 P = "parallelism."
 Usage = namedtuple("Usage", "total used free")

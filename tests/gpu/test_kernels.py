@@ -21,6 +21,7 @@ from kernels import (
     test_adamw,
     test_alignment,
     test_bias_activation,
+    test_blocks,
     test_cross_entropy,
     test_dropout,
     test_layer_norm,
@@ -123,6 +124,13 @@ class TorchOps:
         options = loss.first, loss.z_loss, loss.ignore_index, loss.scale
         OPS.cross_entropy_gradient_(data, targets.to(DEVICE), log_sum.to(DEVICE), *options)
         return _unpadded(whole, data)
+
+    def quantize_blocks(self, x, bits, mask=None) -> Tensor:
+        return OPS.quantize_blocks(*self._there(x, mask), bits).cpu()
+
+    def dequantize_blocks(self, message, blocks, bits, mask=None) -> Tensor:
+        message, mask = self.having(offsets=(0,))._there(message, mask)  # an unaligned message is refused
+        return OPS.dequantize_blocks(message, mask, blocks, bits).cpu()
 
     def norm(self, tensors, dtype=torch.float32) -> Tensor:
         if not tensors:
@@ -236,9 +244,13 @@ def _of_best(mark: pytest.Mark) -> list[pytest.Mark]:
 
 
 # Errors that a C function returns, and rows whose sum of squares overflows fp32, in which a GPU adds.
-CPU_TESTS = ("test_wider_heads_are_refused", "test_rows_whose_squares_overflow")
+CPU_TESTS = (
+    "test_wider_heads_are_refused",
+    "test_rows_whose_squares_overflow",
+    "test_other_numbers_of_bits_are_refused",
+)
 _NORMS = test_layer_norm, test_residual_norm, test_rms_norm, test_norm
-_OTHERS = test_bias_activation, test_rope, test_dropout, test_cross_entropy, test_adamw, test_alignment
+_OTHERS = test_bias_activation, test_rope, test_dropout, test_blocks, test_cross_entropy, test_adamw, test_alignment
 for _module in (test_softmax, *_NORMS, *_OTHERS):
     for _name, _test in vars(_module).items():
         own = _name.startswith("test_") and _test.__module__ == _module.__name__ and hasattr(_test, "pytestmark")

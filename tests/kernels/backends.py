@@ -198,6 +198,16 @@ class Backend:
         self._call(memory, "cross_entropy_gradient", *arguments, loss.struct, CODES[logits.dtype])
         return _unpadded(data, columns)
 
+    def quantize_blocks(self, x: Tensor, bits: int, mask: Tensor | None = None) -> Tensor:
+        """The message of x [blocks, width]."""
+        size = len(x) * (4 + x.shape[1] * bits // 8) // 4
+        (message,) = self._op("quantize_blocks", [([size], torch.int32)], [x, mask], len(x), bits)
+        return message.view(torch.uint8)
+
+    def dequantize_blocks(self, message: Tensor, blocks: int, bits: int, mask: Tensor | None = None) -> Tensor:
+        made = [([blocks, 1024 if bits == 1 else 256], torch.float32)]
+        return self._op("dequantize_blocks", made, [message.view(torch.int32), mask], blocks, bits)[0]
+
     def norm(self, tensors: Sequence[Tensor], dtype: torch.dtype = torch.float32) -> Tensor:
         memory, count = self._memory(), len(tensors)
         out, data = memory.new([1], torch.float32), [memory.copy(each) for each in tensors]

@@ -11,6 +11,7 @@ from kernels import (
     test_adamw,
     test_alignment,
     test_bias_activation,
+    test_blocks,
     test_cross_entropy,
     test_dropout,
     test_layer_norm,
@@ -38,6 +39,7 @@ SOURCES = {
     "rope": ("rope.cu", "column_sums.cu"),
     "dropout": ("dropout.cu",),
     "cross_entropy": ("cross_entropy.cu",),
+    "blocks": ("blocks.cu",),
     "norm": ("norm.cu",),
     "adamw": ("adamw.cu",),
 }
@@ -164,6 +166,19 @@ def rows_far_apart(backend: Emulated) -> None:
     test_cross_entropy.check_gradient(actual, gradient, logits, targets, Loss())
 
 
+def blocks(backend: Emulated) -> None:
+    for name, masked in test_blocks.MASKED:
+        for count in (1, 6):
+            test_blocks.test_numbers_of_blocks(backend, count, name, masked)
+        for size in (1e-45, 1.4e-44, 2.6e-43):
+            test_blocks.test_subnormal_and_large_values(backend, name, masked, size)
+        for value in (float("nan"), float("inf"), -float("inf")):
+            test_blocks.test_what_is_not_finite_shows_in_its_block_alone(backend, name, masked, value)
+        test_blocks.test_values_that_are_not_aligned(backend, name, masked)
+    for name in ("int8", "int4"):
+        test_blocks.test_halves_are_rounded_to_even(backend, name)
+
+
 def norm(backend: Emulated) -> None:
     for width, dtype in ((1, FP32), (33, BF16), (5000, FP32)):
         test_norm.test_one_tensor(backend, width, dtype)
@@ -197,6 +212,7 @@ CHECKS: dict[str, Callable[[Emulated], None]] = {
         rope,
         dropout,
         cross_entropy,
+        blocks,
         norm,
         adamw,
     )

@@ -86,6 +86,9 @@ TRAFFIC = {  # in bytes, at [5, 8] in bf16
     "cross_entropy_stats": (2 * 5 * 8, 2 * 2 * 5 * 8),
     "norm": (2 * LISTS,),
     "adamw_": ((2 + 6 * 4) * LISTS,),
+    "quantize_blocks int8": (2 * (1024 + 260),),  # one block of fp32, and its message
+    "quantize_blocks int4": (2 * (1024 + 132),),
+    "quantize_blocks sign": (2 * (4096 + 132),),
     "attention": (2 * 4 * 2 * 5 * 4 * 8, 2 * 8 * 2 * 5 * 4 * 8),
     "attention_packed": (2 * 4 * 2 * 5 * 4 * 8, 2 * 8 * 2 * 5 * 4 * 8),
 }

@@ -77,6 +77,11 @@ def arguments(name: str, dtype: torch.dtype = torch.float32) -> tuple[Any, ...]:
             return logits, targets, 0, -100
         case "cross_entropy_gradient":
             return logits, targets, torch.randn(6), 0, 1e-3, -100
+        case "quantize_blocks":
+            return torch.randn(3, 1024), torch.rand(3, 1024) < 0.5, 1
+        case "dequantize_blocks":
+            codes, scales = torch.randint(0, 256, (3 * 256,), dtype=torch.uint8), torch.rand(3)
+            return torch.cat([scales.view(torch.uint8), codes]), None, 3, 8
         case "norm":
             return ([*floats, torch.rand(3).to(dtype)],)
         case "adamw":
@@ -153,7 +158,8 @@ def test_the_self_check_sees_an_error() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["layer_norm", "masked_softmax", "bias_activation", "rope", "dropout", "attention", "cross_entropy_stats"]
+    "name",
+    "layer_norm masked_softmax bias_activation rope dropout attention cross_entropy_stats quantize_blocks".split(),
 )
 def test_layouts_that_a_kernel_does_not_take_are_made_contiguous(ops: Any, name: str) -> None:
     first, *rest = arguments(name)
@@ -197,6 +203,18 @@ REFUSED = {
     "adamw's copy": ("adamw_", {13: [torch.zeros(3, 4)] * 3}, "must be bf16 or fp16"),
     "adamw's gradient": ("adamw_", {1: [torch.zeros(4, 3), torch.zeros(5), torch.zeros(())]}, "gradient must be"),
     "adamw's parameter": ("adamw_", {0: [torch.zeros(3, 4).half()] * 3}, "must be of float32"),
+    "quantize_blocks of bf16": ("quantize_blocks", {0: torch.zeros(3, 1024).bfloat16()}, "x must be of float32"),
+    "quantize_blocks' width": ("quantize_blocks", {2: 8}, r"x must be \[blocks, 256\], not \[3, 1024\]"),
+    "quantize_blocks' bits": ("quantize_blocks", {2: 2}, "bits must be 8, 4 or 1, not 2"),
+    "quantize_blocks' mask": ("quantize_blocks", {1: torch.ones(3, 512).bool()}, r"mask must be \[3, 1024\]"),
+    "quantize_blocks' mask's dtype": ("quantize_blocks", {1: torch.ones(3, 1024)}, "mask must be of bool"),
+    "dequantize_blocks' message": ("dequantize_blocks", {2: 4}, r"message must be \[1040\], not \[780\]"),
+    "dequantize_blocks' dtype": ("dequantize_blocks", {0: torch.zeros(780).char()}, "message must be of uint8"),
+    "dequantize_blocks' alignment": (
+        "dequantize_blocks",
+        {0: torch.zeros(784, dtype=torch.uint8)[1:781]},
+        "message must be aligned to 4 bytes",
+    ),
     "attention's keys": ("attention", {1: torch.zeros(2, 3, 4, 8)}, "as many keys as queries"),
     "attention's values": ("attention", {2: torch.zeros(2, 3, 5, 4)}, "v must be"),
     "attention's dtypes": ("attention", {1: torch.zeros(2, 3, 5, 8).half()}, "k must be of the dtype of q"),

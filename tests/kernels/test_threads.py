@@ -90,6 +90,16 @@ def cross_entropy(backend: Backend, dtype: torch.dtype, rows: int, width: int) -
     return [*backend.cross_entropy(logits, targets, loss), stats, gradient]
 
 
+def blocks(backend: Backend, dtype: torch.dtype, rows: int, width: int) -> Results:
+    found: Results = []
+    for bits, columns in ((8, 256), (4, 256), (1, 1024)):
+        x = normal((rows, columns), FP32, "x")
+        mask = normal((rows, columns), FP32, "mask") < 1 if bits == 1 else None
+        message = backend.quantize_blocks(x, bits, mask)
+        found += [message, backend.dequantize_blocks(message, rows, bits, mask)]
+    return found
+
+
 def norm(backend: Backend, dtype: torch.dtype, rows: int, width: int) -> Results:
     sizes = 2 * width * rows + 1, 3, 0, width * rows
     return [backend.norm([normal([size], dtype, "x") for size in sizes], dtype)]
@@ -117,6 +127,7 @@ OPS = (
     rope,
     dropout,
     cross_entropy,
+    blocks,
     norm,
     adamw,
     attention,

@@ -15,11 +15,11 @@ from gptlite.checkpoint.manifest import DamagedCheckpoint
 from gptlite.config.plugins import PluginsNotNamed
 from gptlite.errors import ConfigError
 from gptlite.launch.rendezvous import LoopbackRendezvous
-from gptlite.optimizer.streamed import OffloadFailed
 from gptlite.parallelism import messages
 from gptlite.parallelism.messages import MessageError, decode, decode_error, encode, encode_error
 from gptlite.satellites.monitor.stack_sampling import Place
 from gptlite.satellites.monitor.verdict import Heartbeat
+from gptlite.satellites.nvme.errors import OffloadFailed
 from gptlite.trainer.folder import SaveFailed
 
 VALUES = [

@@ -27,6 +27,7 @@ AREAS: dict[str, tuple[str, ...]] = {
         *(
             "gptlite/parallelism/*.py",
             "gptlite/satellites/monitor/*.py",
+            "gptlite/satellites/nvme/*.py",
             "gptlite/ops/cross_entropy.py",
             "gptlite/ops/embedding.py",
         ),

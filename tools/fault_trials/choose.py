@@ -17,6 +17,7 @@ MIRRORS = {
     "gptlite/data": ("tests/data", "tests/corpus"),
     "gptlite/satellites/data_tool": ("tests/tools",),
     "gptlite/satellites/images": ("tests/data",),
+    "gptlite/satellites/nvme": ("tests/nvme", "tests/distributed"),
     "gptlite/satellites/samples": ("tests/models", "tests/data"),
     "gptlite/parallelism": ("tests/parallelism", "tests/distributed"),
     "gptlite/launch": ("tests/launch", "tests/distributed"),

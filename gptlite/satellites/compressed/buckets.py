@@ -18,6 +18,7 @@ from gptlite.parallelism.point_to_point import PairwiseReduceScatter
 from gptlite.parallelism.reduction import Reduction
 from gptlite.torch_private.buckets import (
     all_reduces,
+    bucket_of,
     padded_shard_sizes,
     registered_parameters,
     sharded_parameters,
@@ -38,7 +39,7 @@ class Bucket:
         return sharded_parameters(self.module)
 
     def registered(self) -> list[nn.Parameter]:
-        """Return the same parameters before the first forward pass, until which FSDP2 keeps those on the meta device."""
+        """Return the same before the first forward pass, until which FSDP2 keeps those on the meta device."""
         return registered_parameters(self.module)
 
     @cached_property
@@ -72,13 +73,26 @@ class BucketReduction(Reduction):
         self.buckets: list[Bucket] = []
 
     def attach(self, module: FSDPModule) -> None:
-        """Replace the sums of a module that is sharded along `dp_shard` alone."""
-        bucket = Bucket(module, self.mesh.size("dp_shard"))
-        self.buckets.append(bucket)
+        """Replace the sums of a module that is sharded along `dp_shard` alone, unless it has no parameters of its own.
+
+        Modules that share a bucket (`bucket_layers`) are attached one by one, each after `zero.shard` has set its
+        own sums for the bucket.
+        """
+        if bucket_of(module) is None:
+            return
+        bucket = self.attached(module)
+        if bucket is None:
+            bucket = Bucket(module, self.mesh.size("dp_shard"))
+            self.buckets.append(bucket)
         if bucket.rows > 1:
             module.set_custom_reduce_scatter(_ReduceScatter(self, bucket))  # type: ignore[arg-type]
         if self.mesh.size("dp_replicate") > 1:
             module.set_all_reduce_hook(partial(self._over_replicas, bucket))
+
+    def attached(self, module: FSDPModule) -> Bucket | None:
+        """Return the bucket of a module, if it has one."""
+        own = bucket_of(module)
+        return next((bucket for bucket in self.buckets if bucket_of(bucket.module) is own), None)
 
     def scatter(self, bucket: Bucket, out: Tensor, flat: Tensor, group: dist.ProcessGroup) -> None:
         """Sum [rows * n] over the ranks that shard the bucket, and write this rank's row [n] to `out`."""

@@ -14,8 +14,8 @@ def check_compression(config: Config) -> None:
     key = f"parallelism.compression={layout.compression.value}"
     if precision.dtype in SCALED:
         raise ConfigError(
-            f"{key} with precision={precision.dtype.value}: gradients that overflow at a loss scale would spoil the errors "
-            "kept for later steps; use precision=bf16 or fp32, or parallelism.compression=none"
+            f"{key} with precision={precision.dtype.value}: gradients that overflow at a loss scale would spoil the "
+            "errors kept for later steps; use precision=bf16 or fp32, or parallelism.compression=none"
         )
     if precision.reduce is Reduce.compute:
         raise ConfigError(

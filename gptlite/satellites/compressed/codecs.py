@@ -10,7 +10,7 @@ next to the largest one of fp32 to infinity, and signs become NaN where the sum 
 `gptlite::quantize_blocks` and `gptlite::dequantize_blocks` are the same functions as kernels, with the same bits.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -116,6 +116,12 @@ CODECS: dict[str, Codec] = {
 }
 
 
+def codec_of(name: str, fused: bool) -> Codec:
+    """Return a codec of CODECS. `fused`: with our kernels, which must be loaded; the messages are the same."""
+    codec = CODECS[name]
+    return replace(codec, fused=True) if fused and isinstance(codec, Quantized) else codec
+
+
 def _integers(x: Tensor, most: int) -> tuple[Tensor, Tensor]:
     """Return scales [blocks, 1] and codes [blocks, width], int8, from -most to most."""
     scales = _finite(x.abs().amax(-1, keepdim=True) / most)
@@ -136,8 +142,8 @@ def _signs(x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def _finite(scales: Tensor) -> Tensor:
-    """Return the scales with NaN in place of infinity, so that 0 · scale and code · scale are NaN."""
-    return torch.where(scales == torch.inf, torch.nan, scales)
+    """Return the scales with one NaN in place of infinity and any NaN, so that 0 · scale and code · scale are NaN."""
+    return torch.where(scales.isfinite(), scales, torch.nan)
 
 
 def _packed(codes: Tensor, bits: int) -> Tensor:

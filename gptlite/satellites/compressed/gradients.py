@@ -5,8 +5,8 @@ sums over the shards of a replica stay dense, and those between replicas, usuall
 """
 
 import math
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -15,13 +15,12 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
 from gptlite.parallelism.boxes import cut_like, cuts, local_box
-from gptlite.parallelism.collectives import gather_bytes
 from gptlite.parallelism.mesh import Mesh
 from gptlite.parallelism.reduction import PREFIX
-from gptlite.parallelism.tensor import is_cut
-from gptlite.satellites.compressed.blocks import BlockLayout
+from gptlite.progress import format_bytes
 from gptlite.satellites.compressed.buckets import Bucket, BucketReduction
 from gptlite.satellites.compressed.codecs import Codec
+from gptlite.satellites.compressed.errors import Errors, Lane, lanes
 from gptlite.satellites.compressed.sums import (
     Counted,
     all_reduce,
@@ -29,45 +28,6 @@ from gptlite.satellites.compressed.sums import (
     reduce_scatter,
     reduce_scatter_bytes,
 )
-
-
-@dataclass(frozen=True)
-class Lane:
-    """One of the terms that add up to a parameter's gradient, and so one of as many errors: `index` of `count`."""
-
-    name: str
-    index: int
-    count: int
-
-
-class Errors:
-    """Errors of a bucket, aligned to blocks: `values` [rows, blocks, width], fp32.
-
-    `rows`: the ranks of `dp_shard`, or 1 if the replicas' sums are compressed, each over `chunks` ranks.
-    """
-
-    def __init__(self, bucket: Bucket, rows: int, chunks: int, codec: Codec, device: torch.device) -> None:
-        self.parameters, self.sizes, self.rows = bucket.registered(), bucket.sizes, rows
-        # Of the tensor ranks' shards the largest one counts, so that blocks of parameters which these ranks have copies
-        # of are at the same place, and have the same server.
-        self.layout = BlockLayout(tuple(map(_longest, self.parameters)), codec.width, rows, chunks)
-        self.values = self.layout.new(device)
-
-    def views(self, aligned: Tensor) -> list[Tensor]:
-        """Return each parameter's values [rows, size] as a view of aligned [rows, blocks, width]."""
-        flat = aligned.view(-1, self.layout.blocks * self.layout.width)
-        return [flat.narrow(1, start, size) for start, size in zip(self.layout.starts, self.sizes, strict=True)]
-
-    def pack(self, flat: Tensor) -> Tensor:
-        """Return gradients [rows, sum(sizes)] as blocks, fp32."""
-        aligned = self.layout.new(flat.device)
-        for view, part in zip(self.views(aligned), flat.split(self.sizes, dim=1), strict=True):
-            view.copy_(part)
-        return aligned
-
-    def unpack(self, aligned: Tensor) -> Tensor:
-        """Return the gradients [sum(sizes)] of a row of blocks."""
-        return torch.cat([view[0] for view in self.views(aligned)])
 
 
 class CompressedReduction(BucketReduction):
@@ -88,35 +48,16 @@ class CompressedReduction(BucketReduction):
 
     def bind(self, parameters: Iterable[tuple[str, nn.Parameter]], optimizer: Optimizer) -> None:
         """Create the errors, zeros. Collective."""
-        of_heads = {
-            parameter
-            for bucket in self.buckets
-            for module in bucket.module.modules()
-            if getattr(module, "of_heads", False) is True
-            for parameter in module.parameters()
-        }
+        modules = (module for bucket in self.buckets for module in cast(nn.Module, bucket.module).modules())
+        heads = (module for module in modules if getattr(module, "of_heads", False) is True)
+        of_heads = {parameter for module in heads for parameter in module.parameters()}
         named = list(parameters)
+        sliced = {parameter for _, parameter in named} if self._sequence else of_heads
         axis = "dp_replicate" if self._replicas > 1 else "dp_shard"
-        for (name, parameter), (end, ends) in zip(named, self._ends([name for name, _ in named]), strict=True):
-            index, count = self.mesh.coordinate(axis), self.mesh.size(axis)
-            if (self._sequence or parameter in of_heads) and not is_cut(parameter):
-                index, count = index * self.mesh.size("tp") + self.mesh.coordinate("tp"), count * self.mesh.size("tp")
-            self._lanes[parameter] = Lane(name, index * ends + end, count * ends)
+        self._lanes = dict(lanes(named, sliced, self.mesh, axis))
         for bucket in self.buckets:
             rows = bucket.rows if self._replicas == 1 else 1
             self._errors[bucket] = Errors(bucket, rows, self._replicas, self.codec, self._device)
-
-    def _ends(self, names: Sequence[str]) -> list[tuple[int, int]]:
-        """Return, for each name, which of the pipeline's parameters of this name it is, and of how many: a tied
-        embedding has one on each end."""
-        own = "\n".join(names).encode()
-        stages = gather_bytes(own, self.mesh.group("pp")) if self.mesh.size("pp") > 1 else [own]
-        every = [(rank, name) for rank, stage in enumerate(stages) for name in stage.decode().split("\n")]
-        places: dict[str, list[int]] = {}
-        for place, (_, name) in enumerate(every):
-            places.setdefault(name, []).append(place)
-        first = next((place for place, (rank, _) in enumerate(every) if rank == self.mesh.coordinate("pp")), 0)
-        return [(places[name].index(first + place), len(places[name])) for place, name in enumerate(names)]
 
     def scatter(self, bucket: Bucket, out: Tensor, flat: Tensor, group: dist.ProcessGroup) -> None:
         """Sum [rows * n] over the ranks that shard the bucket, and write this rank's row [n] to `out`."""
@@ -154,6 +95,17 @@ class CompressedReduction(BucketReduction):
                 dense += passes * (held.rows - 1) * n
         return sent, dense
 
+    def words(self, passes: int) -> str:
+        """Return e.g. `int8 between 2 data ranks, with error feedback: ...`, with the bytes that this rank sends in a
+        step with `passes` reduce-scatters, and those of its errors."""
+        sent, dense = map(float, self.step_bytes(passes))
+        kind, count = ("replicas", self._replicas) if self._replicas > 1 else ("data ranks", self.mesh.size("dp_shard"))
+        errors = format_bytes(sum(held.values.nbytes for held in self._errors.values()))
+        return (
+            f"{self.codec.name} between {count} {kind}, with error feedback: this rank sends {format_bytes(sent)} of "
+            f"gradients per step, {sent / dense:.3g} of the {format_bytes(dense)} of fp32; errors take {errors}"
+        )
+
     def tensors(self) -> dict[str, Tensor]:
         """Return this rank's errors of each parameter, under `errors.<lane>.<parameter name>`, in its shape. If
         `dp_shard` is the compressed axis, they are copies, and not sharded over it."""
@@ -168,13 +120,13 @@ class CompressedReduction(BucketReduction):
         """Return tensors for the stored lanes that are this rank's: those congruent to its own modulo the number of
         lanes now. So every stored error has a rank, and if the layout is the same, it is the one that wrote it."""
         self._stored = bool(stored)
-        found: dict[str, list[int]] = {}
+        indices: dict[str, list[int]] = {}
         for key in stored:
             lane, _, name = key.removeprefix(PREFIX).partition(".")
-            found.setdefault(name, []).append(int(lane))
+            indices.setdefault(name, []).append(int(lane))
         tensors = {}
         for parameter, lane in self._lanes.items():
-            for index in found.get(lane.name, []):
+            for index in indices.get(lane.name, []):
                 if index % lane.count == lane.index:
                     local = torch.empty(self._shape(parameter), device=self._device)
                     tensors[f"{PREFIX}{index}.{lane.name}"] = self._wrapped(parameter, local)
@@ -227,11 +179,3 @@ class CompressedReduction(BucketReduction):
         mesh, shape = self.mesh.along("tp"), parameter.shape
         dim = [Shard(sharded.dim)]
         return DTensor.from_local(local, mesh, dim, run_check=False, shape=shape, stride=parameter.stride())
-
-
-def _longest(parameter: Tensor) -> int:
-    """Return the number of elements of the largest shard of a parameter."""
-    shape = list(parameter.shape)
-    for cut in cuts(parameter):
-        shape[cut.dim] = cut.lengths(shape[cut.dim])[0]
-    return math.prod(shape)

@@ -39,7 +39,7 @@ def all_reduce_bytes(codec: Codec, blocks: int, ranks: int) -> int:
 
 def reduce_scatter(
     x: Tensor,
-    errors: Tensor,
+    errors: Tensor | None,
     codec: Codec,
     group: dist.ProcessGroup,
     mask: Tensor | None = None,
@@ -48,16 +48,20 @@ def reduce_scatter(
     """Return the sum [blocks, width] of this rank's chunk over the ranks of a group, in rank order.
 
     x [ranks, blocks, width], fp32: the rank's values, a chunk for each rank; they are overwritten. `errors`: like x,
-    updated in place, zeros at the start. `mask`: bool, like x, False for values that are always zero.
+    updated in place, zeros at the start; None: errors are dropped. `mask`: bool, like x, False for values that are
+    always zero.
     """
     own, blocks = group.rank(), x.shape[1]
-    x += errors
+    if errors is not None:
+        x += errors
     sent: dict[int, Tensor] = {}
     for peer in _peers(group):
         chunk_mask = None if mask is None else mask[peer]
         sent[peer] = codec.encode(x[peer], chunk_mask)
-        torch.sub(x[peer], codec.decode(sent[peer], blocks, chunk_mask), out=errors[peer])
-    errors[own].zero_()
+        if errors is not None:
+            torch.sub(x[peer], codec.decode(sent[peer], blocks, chunk_mask), out=errors[peer])
+    if errors is not None:
+        errors[own].zero_()
     received = _exchange(sent, group, counted)
     own_mask = None if mask is None else mask[own]
     total: Tensor | None = None

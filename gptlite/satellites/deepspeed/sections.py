@@ -161,8 +161,12 @@ def _offload(section: Section, stage: Any) -> None:
         states.refuse("device", "needs nvme_path, a folder on a local disk")
     elif states and device == "cpu":
         states.take("device", parallelism__offload="cpu")
-    if parameters and _device(parameters):
-        _of_parameters(parameters, "device", stage, device)
+    if parameters and (of_parameters := _device(parameters)):
+        if of_parameters == device == "nvme" and stage in (3, AUTO):
+            where = "in the folder of offload_optimizer, with the gradients"
+            parameters.take("device", where, parallelism__offload_parameters=True)
+        else:
+            _of_parameters(parameters, "device", stage, device)
     for each in filter(None, (states, parameters)):
         if each.value("nvme_path", Kind.text) and (each is parameters or device != "nvme"):
             each.no_op("nvme_path", "gptlite stores nothing there")

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from gptlite.parallelism.boxes import local_tensor
 from gptlite.satellites.monitor.memory_phases import AFTER, Phases
-from gptlite.satellites.monitor.model_state import StateBytes, shards_of, state_of, storage_sizes
+from gptlite.satellites.monitor.model_state import StateBytes, in_memory, shards_of, state_of, storage_sizes
 from gptlite.torch_private.allocations import recorded_allocations
 from gptlite.torch_private.fsdp import fsdp_buffers
 from gptlite.torch_private.ops import tree_leaves
@@ -155,6 +155,7 @@ def state_tensors(parts: Iterable[nn.Module], optimizer: Optimizer) -> dict[str,
         gathered, unreduced = fsdp_buffers(part)
         parameters += gathered
         gradients += [local_tensor(gradient) for gradient in unreduced]
+    parameters, gradients = in_memory(optimizer, parameters), in_memory(optimizer, gradients)
     return {"parameters": parameters, "gradients": gradients, "optimizer": state_of(optimizer)}
 
 

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from gptlite.parallelism.boxes import local_tensor
-from gptlite.parallelism.state_file import InFiles
+from gptlite.parallelism.in_files import InFiles
 
 MASTER = 4  # bytes of a master weight or an accumulated gradient: fp32
 
@@ -67,6 +67,11 @@ def state_of(optimizer: Optimizer) -> list[Tensor]:
         return optimizer.resident()
     values = (value for state in optimizer.state.values() for value in state.values())
     return [part for value in values if isinstance(value, Tensor) for part in _plain(local_tensor(value))]
+
+
+def in_memory(optimizer: Optimizer, tensors: list[Tensor]) -> list[Tensor]:
+    """Return those of an optimizer's local parameters or gradients that are not in files."""
+    return [each for each in tensors if optimizer.in_memory(each)] if isinstance(optimizer, InFiles) else tensors
 
 
 def _plain(tensor: Tensor) -> list[Tensor]:

@@ -1,7 +1,8 @@
 """Optimizers that send momenta as one bit per element: a plug-in that comes with gptlite. Does not import torch."""
 
+from gptlite.config.plugins import CHECKS
 from gptlite.optimizer.registry import register_optimizer
-from gptlite.parallelism.config import CHECKS, REDUCTIONS
+from gptlite.parallelism.config import REDUCTIONS
 from gptlite.satellites.onebit.configs import OneBitAdamConfig, OneBitLambConfig, ZeroOneAdamConfig, check_onebit
 
 for name, kind in {

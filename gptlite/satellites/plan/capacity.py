@@ -77,8 +77,12 @@ def least_bytes(work: Workload) -> float:
 
 
 def _state_bytes(work: Workload, copies: int) -> float:
-    """Return the mean bytes per rank of `copies` fp32 copies of the parameters, plus optimizer state in memory."""
+    """Return the mean bytes per rank of `copies` fp32 copies of the parameters, plus optimizer state in memory.
+
+    Model state that is in files is left out.
+    """
     kept = 0 if work.parallelism.offload is Offload.nvme else work.optimizer.moments
+    copies *= not work.in_files
     layout = work.layout
     # Without ZeRO, the data ranks of an expert group hold different experts and replicas of all other parameters.
     among = layout.size(EXPERT) if layout.size("dp_shard") == 1 else 1

@@ -60,7 +60,8 @@ def estimate(work: Workload, pp_rank: int, tp_rank: int = 0) -> RankBytes:
     optimizer = _optimizer(work, held)
     if work.on_host:
         shards = work.layout.size("dp_shard")
-        host = optimizer + (work.stored + MASTER) * sum(stage.sharded(shards) for stage in held)
+        shard = sum(stage.scalars if work.in_files else stage.sharded(shards) for stage in held)
+        host = optimizer + (work.stored + MASTER) * shard
         optimizer = 0
     return RankBytes(parameters, gradients, optimizer, activations, host)
 
@@ -80,7 +81,8 @@ def _walked(work: Workload, held: list[StageParameters], pp_rank: int, tp_rank: 
     before, partial, reduced = (np.cumsum(each) - each for each in (changes, gathered - freed, summed))
     unsharded = partial + gathered
     at = np.argmax(np.where(backward, unsharded + reduced, -1))
-    elements = 0 if work.on_host else sum(stage.sharded(work.layout.size("dp_shard")) for stage in held)
+    shards = work.layout.size("dp_shard")
+    elements = 0 if work.on_host else sum(stage.scalars if work.in_files else stage.sharded(shards) for stage in held)
     inside = work.stored * elements + int(unsharded[at]), int(reduced[at])
     parameters, gradients = max(inside, (work.stored * elements, MASTER * elements), key=sum)
     # Buffers that sum the gradients of tied parameters of which two ranks have a copy.
@@ -95,7 +97,7 @@ class ModelState:
 
     def __init__(self, work: Workload, stage: StageParameters) -> None:
         shards, zero = work.layout.size("dp_shard"), work.parallelism.zero
-        size = MASTER * stage.sharded(shards)
+        size = MASTER * (stage.scalars if work.in_files else stage.sharded(shards))
         blocks = 0 if zero == 3 else sum(count * stage.bucket([kind], shards) for kind, count in stage.runs)
         self.gathered = work.gather_item * (gathered_elements(stage.others, shards) + blocks) * work.sharded
         self.done = 0 if work.on_host else size  # offload moves reduced gradients to the host
@@ -122,8 +124,8 @@ class ModelState:
 def _optimizer(work: Workload, held: list[StageParameters]) -> int:
     """Return the bytes of the optimizer state. If the state is on disk, return those of its buffers and step counts."""
     if work.parallelism.offload is Offload.nvme:
-        parameters = [parameter for stage in held for parameter in stage.parameters()]
-        return buffers_bytes(work, parameters) + MASTER * len(parameters) * work.optimizer.counts
+        count = sum(len(stage.parameters()) for stage in held)
+        return buffers_bytes(work, held) + MASTER * count * work.optimizer.counts
     shards = work.layout.size("dp_shard")
     kinds = [(stage.others, False, 1) for stage in held]
     kinds += [(stage.kinds[kind], True, count) for stage in held for kind, count in stage.runs]

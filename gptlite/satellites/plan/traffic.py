@@ -2,13 +2,13 @@
 
 Collectives inside layers are read from the model's profile. All others are computed from sizes; they occur in
 gptlite.parallelism.zero (FSDP2's gathers and reductions, copies to and from the host), gptlite.parallelism.pipeline
-(messages), gptlite.trainer.step (sums over a step) and gptlite.optimizer.streamed (files).
+(messages), gptlite.trainer.step (sums over a step) and gptlite.satellites.nvme.streamed (files).
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, product
 from math import prod
@@ -23,6 +23,7 @@ from gptlite.satellites.plan.walk import gathers
 from gptlite.satellites.plan.workload import MASTER, Transfer, Workload, block_input, frees_messages
 
 PAGE = 4096  # bytes; each parameter in an optimizer state file begins at a multiple of it
+BESIDE = 3  # buffers of a bucket besides those of parameters read ahead: see gptlite.satellites.nvme.parameters
 SUM = 8  # bytes of a value in the all-reduces of metrics and expert loads, float64
 SETTLED = SUM * 7  # bytes of the loss, the squared gradient norm and five stop flags; a model's metrics are added
 VALID = 8  # bytes of the number of valid tokens, int64
@@ -174,7 +175,7 @@ def message_bytes(work: Workload, stage: int) -> int:
 @dataclass(frozen=True)
 class OffloadBytes:
     """Bytes that offload moves on one rank in a step: shards copied to the device, gradients copied to the host, and
-    optimizer state read from and written to disk."""
+    state read from and written to disk."""
 
     to_device: int = 0
     to_host: int = 0
@@ -197,25 +198,63 @@ def moved(work: Workload, pp_rank: int, tp_rank: int = 0) -> OffloadBytes:
             times = sum(gathered(work, pp_rank, stage.number, block).values())
             to_device += work.stored * elements * number * times
             to_host += MASTER * elements * number * (reductions(work) if copies == 1 else 1)
-    file = file_bytes(work, pp_rank, tp_rank)
-    return OffloadBytes(to_device, to_host, file, file)
+    held = stages(work, pp_rank, tp_rank)
+    every = [parameter for stage in held for parameter in stage.parameters()]
+    state = work.optimizer.state_elements() * _paged(work, every)
+    if work.parallelism.offload is not Offload.nvme:
+        return OffloadBytes(to_device, to_host)
+    if not work.in_files:
+        return OffloadBytes(to_device, to_host, state, state)
+    row = _paged(work, [parameter for parameter in every if parameter.shape])
+    read = sum(_reads(work, stage, pp_rank) for stage in held) + row * (reductions(work) - 1) + 2 * row + state
+    return OffloadBytes(to_device, to_host, read, row * reductions(work) + row + state)
+
+
+def _reads(work: Workload, stage: StageParameters, pp_rank: int) -> int:
+    """Return the bytes of a stage's parameters that a step reads for its passes. Without a pipeline, a backward pass
+    begins with the bucket that the forward pass has ended with, whose buffer is still there."""
+    buckets = _bucket_pages(work, stage)
+    blocks = sum(size * times for size, times in buckets)
+    others = _paged(work, [parameter for parameter in stage.others if parameter.shape])
+    counts = [sum(gathered(work, pp_rank, stage.number, block).values()) for block in (True, False)]
+    again = work.micro_batches * buckets[-1][0] if buckets and work.layout.size("pp") == 1 else 0
+    return blocks * counts[0] + others * counts[1] - again
+
+
+def _bucket_pages(work: Workload, stage: StageParameters) -> list[tuple[int, int]]:
+    """Return the bytes of the shards of each bucket of blocks in a file, and the number of equal buckets in a row."""
+    return [
+        (_paged(work, [parameter for kind in kinds for parameter in stage.kinds[kind]]), times)
+        for kinds, times in stage.buckets(work.parallelism.bucket_layers)
+    ]
+
+
+def _paged(work: Workload, parameters: Iterable[Parameter]) -> int:
+    """Return the bytes of a rank's shards of the parameters in a file, in fp32 and whole pages."""
+    shards = work.layout.size("dp_shard")
+    return sum(-(-MASTER * parameter.shard(shards) // PAGE) * PAGE for parameter in parameters)
 
 
 def file_bytes(work: Workload, pp_rank: int, tp_rank: int = 0) -> int:
-    """Return the bytes of a rank's optimizer state file; 0 without offload to disk."""
+    """Return the bytes of a rank's files of model state; 0 without offload to disk."""
     if work.parallelism.offload is not Offload.nvme:
         return 0
-    shards = work.layout.size("dp_shard")
-    sizes = (MASTER * p.shard(shards) for stage in stages(work, pp_rank, tp_rank) for p in stage.parameters())
-    return work.optimizer.state_elements() * sum(-(-size // PAGE) * PAGE for size in sizes)
+    every = [parameter for stage in stages(work, pp_rank, tp_rank) for parameter in stage.parameters()]
+    rows = 2 * work.in_files * _paged(work, [parameter for parameter in every if parameter.shape])
+    return work.optimizer.state_elements() * _paged(work, every) + rows
 
 
-def buffers_bytes(work: Workload, parameters: Iterable[Parameter]) -> int:
-    """Return the bytes of the two buffers through which a rank's optimizer state is streamed from and to disk.
+def buffers_bytes(work: Workload, held: Sequence[StageParameters]) -> int:
+    """Return the bytes of the buffers through which a rank's model state is read from and written to disk.
 
-    Their size is limited by `offload_buffer_mib` and by the size of the state.
+    The size of the two for the update is limited by `offload_buffer_mib` and by the size of the state. If parameters
+    are in files, others take the shards of a bucket each (gptlite.satellites.nvme.parameters).
     """
-    rows, shards = work.optimizer.state_elements(), work.layout.size("dp_shard")
-    pages = sum(-(-MASTER * parameter.shard(shards) // PAGE) for parameter in parameters)
+    rows = work.optimizer.state_elements() + 2 * work.in_files
+    pages = _paged(work, [parameter for stage in held for parameter in stage.parameters()]) // PAGE
     most = work.parallelism.offload_buffer_mib * 2**20 // max(1, rows * PAGE)
-    return 2 * rows * PAGE * max(1, min(most, -(-pages // 2)))
+    update = 2 * rows * PAGE * max(1, min(most, -(-pages // 2)))
+    if not work.in_files:
+        return update
+    largest = max((size for stage in held for size, _ in _bucket_pages(work, stage)), default=0)
+    return update + (max(1, work.parallelism.prefetch) + BESIDE) * largest

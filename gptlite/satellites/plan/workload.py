@@ -149,6 +149,11 @@ class Workload:
         return self.layout.fsdp_size > 1 or self.parallelism.offload is not Offload.none
 
     @property
+    def in_files(self) -> bool:
+        """True if parameters and gradients are in files between uses, as well as the optimizer state."""
+        return self.parallelism.offload_parameters and self.parallelism.offload is Offload.nvme
+
+    @property
     def on_host(self) -> bool:
         """True if tensors are offloaded to memory other than the device's."""
         return self.parallelism.offload is not Offload.none and self.device != "cpu"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,13 +14,15 @@ from torch import Tensor
 from distributed.cells.steps import built
 from gptlite.checkpoint.checkpointer import Checkpointer
 from gptlite.checkpoint.config import CheckpointConfig
+from gptlite.checkpoint.load import whole_tensors
+from gptlite.checkpoint.manifest import read_manifest
 from gptlite.config import Config
+from gptlite.parallelism.boxes import local_tensor
+from gptlite.parallelism.reduction import PREFIX
 from gptlite.satellites.compressed import build
 from gptlite.satellites.compressed.buckets import Bucket
 from gptlite.satellites.compressed.gradients import CompressedReduction
-from gptlite.satellites.monitor.replicas import check_replicas
-from gptlite.trainer.state import TrainState
-from gptlite.trainer.step import Step
+from gptlite.satellites.monitor.replicas import check_replicas, fingerprint
 
 
 class Recorded(CompressedReduction):
@@ -91,30 +91,39 @@ def train(config: Config, steps: int) -> Trained:
         return Trained(losses, reduction.worst(), reduction.counted.sent, planned)
 
 
-def sums(state: TrainState) -> dict[str, Tensor]:
-    """Each parameter's errors, added up over all lanes, whole and in float64."""
-    reduction = state.runner.mesh.reduction
-    assert isinstance(reduction, CompressedReduction)
-    return {}
+@dataclass(frozen=True)
+class Continued:
+    """Where a rank saved, the losses and the errors' hashes after the steps that followed, and notes on loading."""
+
+    path: str
+    losses: list[float]
+    errors: dict[str, int]
+    notes: list[str]
 
 
-@contextmanager
-def resumed(config: Config, folder: Path | None) -> Iterator[tuple[TrainState, Step, list[str]]]:
-    """A run, from a checkpoint if there is one, and its notes."""
+def go_on(config: Config, folder: str, source: str | None, steps: int, more: int) -> Continued:
+    """Trains `steps` steps from a checkpoint, or from the start, saves, and trains `more` steps."""
     with built(config) as (_, state, step):
-        notes = [] if folder is None else state.load(folder, lambda _: None)
-        if folder is not None:
-            state.load_meta({**state.meta(), "step": int(folder.name.rpartition("-")[2])})
-        yield state, step, notes
-
-
-def saved(config: Config, folder: str, source: str | None, steps: int, more: int) -> tuple[str, list[float], list[str]]:
-    """The checkpoint after `steps` steps from `source`, the losses of `more` steps after it, and notes."""
-    with resumed(config, None if source is None else Path(source)) as (state, step, notes):
-        mesh = state.runner.mesh
+        mesh, notes = state.runner.mesh, []
+        if source is not None:
+            notes = state.load(Path(source), lambda _: None)
+            state.load_meta(read_manifest(Path(source)).meta)
         for _ in range(steps):
             step(state)
         checkpointer = Checkpointer(CheckpointConfig(async_save=False), Path(folder), mesh)
         path = checkpointer.save(state.tensors(), state.meta(), "", None, lambda _: None)
         checkpointer.close()
-        return str(path), [step(state).loss for _ in range(more)], notes
+        losses = [step(state).loss for _ in range(more)]
+        errors = {} if mesh.reduction is None else mesh.reduction.tensors()
+        hashes = {key: int(fingerprint(local_tensor(each))) for key, each in errors.items()}
+        return Continued(str(path), losses, hashes, notes)
+
+
+def error_sums(path: str) -> dict[str, Tensor]:
+    """The sum of each parameter's errors in a checkpoint, in float64."""
+    read, found = whole_tensors(Path(path), lambda _: None), {}
+    for key in read_manifest(Path(path)).tensors:
+        if key.startswith(PREFIX):
+            name = key.removeprefix(PREFIX).partition(".")[2]
+            found[name] = found.get(name, 0.0) + read(key).double()
+    return found

@@ -10,11 +10,12 @@ from distributed.cells.compare import same_bits
 from distributed.cells.layouts import BASE, GLOBAL_BATCH
 from distributed.cells.steps import built, planned_work
 from gptlite.config import Config, load
-from gptlite.optimizer.streamed import StateStream
 from gptlite.parallelism.boxes import local_tensor
 from gptlite.parallelism.config import Offload
 from gptlite.satellites.monitor.memory_watch import MemoryWatch
 from gptlite.satellites.monitor.model_state import StateBytes
+from gptlite.satellites.nvme.infinite import InfiniteStream
+from gptlite.satellites.nvme.streamed import StateStream
 from gptlite.satellites.plan.memory import estimate
 from gptlite.satellites.plan.traffic import OffloadBytes, moved
 from gptlite.satellites.plan.workload import RankBytes
@@ -49,10 +50,13 @@ class Case:
 
 
 def config_of(case: Case, offload: str, path: str | None = None) -> Config:
-    """Of a case's run with that offload."""
+    """Of a case's run with that offload; `infinite`: of the parameters and gradients too."""
     config = load(case.overrides())
     buffer = 1 if path else config.parallelism.offload_buffer_mib
-    parallelism = replace(config.parallelism, offload=Offload[offload], offload_path=path, offload_buffer_mib=buffer)
+    infinite = offload == "infinite"
+    kind = Offload.nvme if infinite else Offload[offload]
+    parallelism = replace(config.parallelism, offload=kind, offload_path=path, offload_buffer_mib=buffer)
+    parallelism = replace(parallelism, offload_parameters=infinite)
     return replace(config, parallelism=parallelism)
 
 
@@ -112,13 +116,15 @@ def _through(stream: StateStream | None) -> tuple[int, int]:
     if stream is None:
         return 0, 0
     stream.wait()
-    return stream.file.bytes_read, stream.file.bytes_written
+    files = [stream.file, *([stream.parameters.file] if isinstance(stream, InfiniteStream) else [])]
+    return sum(file.bytes_read for file in files), sum(file.bytes_written for file in files)
 
 
 def file_size(config: Config) -> int:
-    """The size of this rank's state file."""
+    """The size of this rank's files."""
     with built(config) as (_, state, _):
-        return state.optimizer.stream.file.size  # type: ignore[attr-defined]
+        stream: StateStream = state.optimizer.stream  # type: ignore[attr-defined]
+        return stream.file.size + (stream.parameters.file.size if isinstance(stream, InfiniteStream) else 0)
 
 
 def memory(case: Case, offload: str, path: str | None = None) -> tuple[StateBytes, RankBytes, int]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from checkpoint.destruction import lives
 
-from gptlite.parallelism.state_file import StateFile
+from gptlite.satellites.nvme.state_file import StateFile
 
 SMALL = 2**16  # bytes: more than any other file that a run writes between its checkpoints, less than its state takes
 

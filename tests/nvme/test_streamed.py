@@ -11,10 +11,11 @@ from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from gptlite.optimizer.state import optimizer_state, take_optimizer_state
-from gptlite.optimizer.streamed import OffloadFailed, StateStream, stream_state
 from gptlite.parallelism.config import Offload, ParallelismConfig
-from gptlite.parallelism.state_file import ALIGN, StateFile
 from gptlite.satellites.monitor.model_state import state_of, storage_sizes
+from gptlite.satellites.nvme.errors import OffloadFailed
+from gptlite.satellites.nvme.state_file import ALIGN, StateFile
+from gptlite.satellites.nvme.streamed import StateStream, stream_state
 from gptlite.satellites.optimizers.lion import Lion
 from gptlite.trainer.banner import offload_words
 

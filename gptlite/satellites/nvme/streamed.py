@@ -11,38 +11,29 @@ views, so results are bit-identical to those without files.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gptlite.errors import ConfigError, RunEnded
+from gptlite.metrics.console import format_bytes
 from gptlite.optimizer.base import PiecewiseOptimizer
+from gptlite.optimizer.clip import local_grad_norm
+from gptlite.optimizer.fused import is_fused
 from gptlite.optimizer.state import materialized
 from gptlite.parallelism.boxes import cut_like, local_tensor
-from gptlite.parallelism.config import Offload, ParallelismConfig
-from gptlite.parallelism.mesh import Mesh
-from gptlite.parallelism.messages import passed_on
-from gptlite.parallelism.rank_sync import together
-from gptlite.parallelism.state_file import ALIGN, InFiles, StateFile, aligned
+from gptlite.parallelism.in_files import InFiles
+from gptlite.satellites.nvme.errors import told
+from gptlite.satellites.nvme.state_file import ALIGN, StateFile, aligned
 
 ITEM = 4  # bytes: state is fp32
 UNIT = ALIGN // ITEM
 Numbers = dict[str, Tensor]  # a parameter's state other than moments
-
-
-@passed_on
-class OffloadFailed(RunEnded):
-    """Error for optimizer state files that cannot be read or written. It may be raised on one rank only."""
-
-    advice = "; once that is fixed, the same command resumes from the last checkpoint"
-    everywhere = False
 
 
 @dataclass(frozen=True)
@@ -64,7 +55,10 @@ class StreamedOptimizer(PiecewiseOptimizer, InFiles):
 
     def __init__(self, rule: Optimizer, folder: Path, buffer_bytes: int) -> None:
         super().__init__(rule)
-        self.stream = StateStream(rule, folder, buffer_bytes)
+        self.stream = self._stream(rule, folder, buffer_bytes)
+
+    def _stream(self, rule: Optimizer, folder: Path, buffer_bytes: int) -> StateStream:
+        return StateStream(rule, folder, buffer_bytes)
 
     def settle(self) -> None:
         """Bring the memory-mapped state up to date. Changes made to it before the next step take effect."""
@@ -74,30 +68,23 @@ class StreamedOptimizer(PiecewiseOptimizer, InFiles):
         """Return the tensors that take memory: the two buffers, and the state other than moments."""
         return self.stream.resident()
 
+    def describe(self, weights: str, gradients: str, path: str | None) -> str:
+        """Return the place of the model state in words, with the sizes of `weights` and `gradients`."""
+        stream = self.stream
+        way = "O_DIRECT" if stream.file.direct else "the page cache, without O_DIRECT"
+        buffers, size = format_bytes(sum(each.nbytes for each in self.resident())), format_bytes(stream.file.size)
+        return (
+            f"{weights} and {gradients} in host memory, {size} of optimizer state in {path} by {way}, through buffers "
+            f"of {buffers} in total; each step reads {size} and writes {size}"
+        )
+
+    def grad_norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
+        """Return `local_grad_norm` of the parameters."""
+        return local_grad_norm(parameters, is_fused(self))
+
     def update(self, options: dict[str, Any]) -> None:
         """Take a step. Raises OffloadFailed."""
         self.stream.run(self, {key: value.cpu() for key, value in options.items()})
-
-
-def offload_state(optimizer: Optimizer, config: ParallelismConfig, mesh: Mesh) -> Optimizer:
-    """Return the optimizer with its state in files if configured. All ranks call this once.
-
-    Raises ConfigError on all ranks if one of them cannot create its file.
-    """
-    if config.offload is not Offload.nvme:
-        return optimizer
-    folder = Path(config.offload_path or "").expanduser()
-
-    def make() -> Optimizer:
-        try:
-            return stream_state(optimizer, folder, config.offload_buffer_mib * 2**20)
-        except OSError as error:
-            raise ConfigError(
-                f"parallelism.offload_path={config.offload_path}: rank {mesh.rank} cannot keep its optimizer state "
-                f"there: {(error.strerror or str(error)).lower()}; free some space, or give another folder"
-            ) from None
-
-    return together(mesh, make)
 
 
 def stream_state(optimizer: Optimizer, folder: Path, buffer_bytes: int) -> Optimizer:
@@ -122,23 +109,21 @@ def _state_of_two(optimizer: Optimizer) -> dict[str, Tensor]:
 
 
 class StateStream:
-    """State file, its two buffers, and the location of each parameter in the chunks."""
+    """State file, its two buffers, and the location of each parameter in the chunks.
 
-    def __init__(self, optimizer: Optimizer, folder: Path, buffer_bytes: int) -> None:
+    Each buffer has a row per moment, and `others` more rows for subclasses.
+    """
+
+    def __init__(self, optimizer: Optimizer, folder: Path, buffer_bytes: int, others: int = 0) -> None:
         self._keys = moments_of(optimizer)
         self._groups, self._state = optimizer.param_groups, optimizer.state
-        places, total = [], 0
-        for number, group in enumerate(self._groups):
-            for parameter in group["params"]:
-                places.append((number, parameter, total))
-                total += -(-local_tensor(parameter).numel() // UNIT) * UNIT
-        self._total = total
-        self._chunks, size = _chunks(places, total, buffer_bytes // (ITEM * len(self._keys)))
+        places, total = self._places()
+        self._total, rows = total, len(self._keys) + others
+        self._chunks, size = _chunks(places, total, buffer_bytes // (ITEM * rows))
         self.file = StateFile(folder, ITEM * total * len(self._keys))
         self._fill_state(optimizer, places)
-        # Two buffers with one row per moment.
-        self._memory = [[aligned(ITEM * max(size, UNIT)) for _ in self._keys] for _ in range(2)]
-        self._buffers = [[torch.frombuffer(row, dtype=torch.float32) for row in rows] for rows in self._memory]
+        self._memory = [[aligned(ITEM * max(size, UNIT)) for _ in range(rows)] for _ in range(2)]
+        self._tensor_rows = [[torch.frombuffer(row, dtype=torch.float32) for row in rows] for rows in self._memory]
         self._thread = ThreadPoolExecutor(1, "offload")
         self._there: list[Future[None] | None] = [None, None]  # pending I/O by buffer; None: empty
         self._count = 0  # chunks stepped so far, over all steps
@@ -146,7 +131,7 @@ class StateStream:
 
     def wait(self) -> None:
         """Wait until all reads and writes are done. Raises OffloadFailed."""
-        with _told():
+        with told():
             for future in self._there:
                 if future is not None:
                     future.result()
@@ -160,12 +145,12 @@ class StateStream:
     def resident(self) -> list[Tensor]:
         """Return all tensors that take memory."""
         numbers = [value for state in self._state.values() for key, value in state.items() if key not in self._keys]
-        return [row for rows in self._buffers for row in rows] + [v for v in numbers if isinstance(v, Tensor)]
+        return [row for rows in self._tensor_rows for row in rows] + [v for v in numbers if isinstance(v, Tensor)]
 
     def run(self, optimizer: PiecewiseOptimizer, options: dict[str, Any]) -> None:
         """Take one step of the optimizer for the parameters that have gradients. Raises OffloadFailed."""
         if self._mapped:
-            with _told():
+            with told():
                 self.file.flush()
             self._mapped = False  # from here on, the buffers are newer than the mapped state
         count = len(self._chunks)
@@ -177,15 +162,33 @@ class StateStream:
             slot = self._slot(self._count)
             future = self._there[slot]
             assert future is not None
-            with _told():
+            with told():
                 future.result()
-            groups, state = self._pieces(chunk, self._buffers[slot], numbers)
+            groups, state = self._pieces(chunk, self._tensor_rows[slot], numbers)
             optimizer.step_pieces(groups, state, options)
             self._there[slot] = self._thread.submit(self._write_and_read, self._count)
             self._count += 1
         for parameter, stepped in numbers.items():
             for key, value in stepped.items():
                 self._state[parameter][key].copy_(value)
+
+    def _places(self) -> tuple[list[tuple[int, Tensor, int]], int]:
+        """Return (group, parameter, first element) of each parameter, and the number of elements of all."""
+        places, total = [], 0
+        for number, group in enumerate(self._groups):
+            for parameter in group["params"]:
+                places.append((number, parameter, total))
+                total += -(-local_tensor(parameter).numel() // UNIT) * UNIT
+        return places, total
+
+    def _tensors(self, piece: ParameterPiece, rows: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """Return the elements of a piece and their gradients, flat. `rows` are the rows of its buffer."""
+        assert piece.parameter.grad is not None
+        values, gradients = (
+            local_tensor(piece.parameter).detach().view(-1),
+            local_tensor(piece.parameter.grad).reshape(-1),
+        )
+        return values[piece.start : piece.stop], gradients[piece.start : piece.stop]
 
     def _slot(self, count: int) -> int:
         """Return the buffer of chunk number `count`, counted over all steps. A single chunk always uses buffer 0."""
@@ -201,14 +204,13 @@ class StateStream:
         for piece in chunk:
             if piece.parameter.grad is None:
                 continue
-            view = local_tensor(piece.parameter).detach().view(-1)[piece.start : piece.stop]
-            view.grad = local_tensor(piece.parameter.grad).reshape(-1)[piece.start : piece.stop]
+            view, view.grad = self._tensors(piece, rows)
             groups[piece.group]["params"].append(view)
             own = self._state[piece.parameter]
             # Clones: every piece of a parameter starts from the same step count.
             others = {k: v.clone() for k, v in own.items() if k not in self._keys and isinstance(v, Tensor)}
             length = piece.stop - piece.start
-            moments = {key: row[piece.place : piece.place + length] for key, row in zip(self._keys, rows, strict=True)}
+            moments = {key: row[piece.place : piece.place + length] for key, row in zip(self._keys, rows, strict=False)}
             state[view] = others | moments
             numbers[piece.parameter] = others
         return [group for group in groups if group["params"]], state
@@ -227,10 +229,10 @@ class StateStream:
 
     def _parts(self, count: int) -> list[tuple[int, memoryview]]:
         """Return, for each moment, a chunk's byte offset in the file and its memory in the buffer."""
-        size = len(self._buffers[0][0])
+        size = len(self._tensor_rows[0][0])
         first = count % len(self._chunks) * size
         length = ITEM * (min(first + size, self._total) - first)
-        rows = enumerate(self._memory[self._slot(count)])
+        rows = enumerate(self._memory[self._slot(count)][: len(self._keys)])
         return [(ITEM * (row * self._total + first), memory[:length]) for row, memory in rows]
 
     def _read(self, count: int) -> None:
@@ -260,12 +262,3 @@ def _chunks(places: list[tuple[int, Tensor, int]], total: int, most: int) -> tup
             start, stop = max(0, index * size - place), min(length, (index + 1) * size - place)
             chunks[index].append(ParameterPiece(group, parameter, start, stop, max(0, place - index * size)))
     return chunks, size
-
-
-@contextmanager
-def _told() -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        words = "the optimizer state in parallelism.offload_path cannot be read or written"
-        raise OffloadFailed(f"{words}: {error.strerror or error}") from error

@@ -19,21 +19,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-ALIGN = 4096  # bytes: alignment of addresses, offsets and lengths that satisfies O_DIRECT on common disks
+from gptlite.parallelism.in_files import PAGE
+
+ALIGN = PAGE  # alignment of addresses, offsets and lengths that satisfies O_DIRECT on common disks
 PIECE = 2**20  # bytes per request; up to THREADS requests run concurrently
 THREADS = 8
-
-
-class InFiles:
-    """Interface of optimizers that keep all or part of their state in files."""
-
-    def settle(self) -> None:
-        """Synchronise the files before code other than the step reads or writes the mapped tensors."""
-        raise NotImplementedError
-
-    def resident(self) -> list[Tensor]:
-        """Return the tensors that take memory: state that is not in files, and buffers."""
-        raise NotImplementedError
 
 
 class StateFile:

@@ -1,0 +1,10 @@
+"""ZeRO++ (Wang et al. 2023, arXiv:2306.10209): a plug-in that comes with gptlite. Does not import torch."""
+
+from gptlite.config.plugins import CHECKS
+from gptlite.parallelism.config import REDUCTIONS
+from gptlite.satellites.zeropp.check import check_zeropp
+
+BUILDER = f"{__name__}.build"
+if BUILDER not in REDUCTIONS:
+    REDUCTIONS.append(BUILDER)
+    CHECKS.append(check_zeropp)

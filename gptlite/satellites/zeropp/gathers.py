@@ -1,0 +1,92 @@
+"""Gathers of FSDP2's parameters in quantized blocks (qwZ of ZeRO++), and from a copy inside the node (hpZ)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from gptlite.parallelism.point_to_point import PairwiseAllGather
+from gptlite.satellites.compressed.blocks import BlockLayout
+from gptlite.satellites.compressed.codecs import Codec
+from gptlite.satellites.zeropp.nodes import Nodes
+from gptlite.torch_private.buckets import frees_after_forward, in_backward, padded_gathered_sizes
+from gptlite.torch_private.distributed import all_gather_single
+
+
+class Gather:
+    """All-gather of a module's bucket over `dp_shard`, in FSDP2's interface.
+
+    With a `codec`, ranks send blocks of it. All ranks decode the same messages, of their own shards too, so all of them
+    compute with the same bits, which the shards themselves do not have.
+
+    `secondary`: each rank keeps its part of what the forward pass has gathered, one of the node's equal parts, in the
+    dtype that it computes in. The backward pass gathers these inside the node, and has the weights of the forward pass.
+    FSDP2 has such copies too (an integer as `reshard_after_forward`), but not of parameters sharded over tensor ranks.
+    """
+
+    def __init__(self, module: FSDPModule, codec: Codec | None, nodes: Nodes, secondary: bool) -> None:
+        self.module, self.codec, self._nodes = module, codec, nodes
+        self._secondary = secondary and frees_after_forward(module)  # others are not gathered again
+        self.copy: Tensor | None = None
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """Number of elements of each parameter in a shard, with padding."""
+        return padded_gathered_sizes(self.module)
+
+    @property
+    def refetches(self) -> bool:
+        """True if the backward pass gathers over `dp_shard` again."""
+        return frees_after_forward(self.module) and not self._secondary
+
+    @property
+    def keeps(self) -> bool:
+        """True if there is a copy in the node."""
+        return self._secondary
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Allocate a buffer for gathered parameters."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> None:
+        parts = output_tensor.view(self._nodes.size, -1)
+        place = group.rank() % self._nodes.size
+        if self._secondary and self.copy is not None and in_backward(self.module):
+            if self._nodes.inside is None:
+                output_tensor.copy_(self.copy)
+            else:
+                _gather(output_tensor, self.copy, self._nodes.inside)
+            return
+        if self.codec is None:
+            _gather(output_tensor, input_tensor, group)
+        else:
+            self._quantized(self.codec, output_tensor, input_tensor, group)
+        if self._secondary and self.copy is None:
+            self.copy = parts[place].clone()
+        elif self.copy is not None:
+            self.copy.copy_(parts[place])
+
+    def _quantized(self, codec: Codec, output: Tensor, shard: Tensor, group: dist.ProcessGroup) -> None:
+        if not shard.is_floating_point():
+            raise RuntimeError(f"parallelism.zeropp.weights={codec.name}: parameters of several dtypes in a bucket")
+        layout = BlockLayout(tuple(self.sizes), codec.width)
+        message = codec.encode(layout.pack(shard)[0])
+        messages = message.new_empty(group.size() * message.numel())
+        _gather(messages, message, group)
+        for part, received in zip(output.view(group.size(), -1), messages.view(group.size(), -1), strict=True):
+            part.copy_(layout.unpack(codec.decode(received, layout.blocks)[None])[0])
+
+
+def _gather(output: Tensor, part: Tensor, group: dist.ProcessGroup) -> None:
+    """Gather the ranks' parts [n] into [ranks * n]."""
+    if output.device.type == "cpu":  # gloo's own is slower
+        PairwiseAllGather()(output, part, group)
+    else:
+        all_gather_single(output, part, group=group)
