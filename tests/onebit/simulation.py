@@ -101,7 +101,7 @@ class Simulation:
 
     def _exchange(self, gradients: list[dict[str, Array]], lr: float) -> None:
         rule, former = self.rule, {name: state["m"] for name, state in self.state.items()}
-        keep = {name: state["v"] > 0 for name, state in self.state.items()}
+        keep = {name: state["v"] > 1e-6 * _mean(state["v"]) for name, state in self.state.items()}
         if self.exchanged is None:
             self.exchanged = Workers("sign", self.workers, self.blocks, WIDTH)
             for state in self.state.values():
@@ -129,7 +129,7 @@ class Simulation:
         last = rule.dense[-1]
         frozen = np.sqrt(state["v"] / (1 - rule.beta2**last)) + rule.eps
         fresh = np.sqrt(state["fresh"] / (1 - rule.beta2**self.step)) + rule.eps
-        factor = (frozen / fresh)[state["v"] > 0].max()
+        factor = (frozen / fresh)[state["v"] > 1e-6 * _mean(state["v"])].max()
         share = min(1.0, float(np.linalg.norm(update) / np.linalg.norm(decayed)))
         factor = float(np.clip(factor * share + 1 - share, *rule.bounds))
         before = state["factor"]
@@ -162,3 +162,8 @@ class Simulation:
             parts[name] = flat[start : start + x.size].reshape(x.shape)
             start += -(-x.size // WIDTH) * WIDTH
         return parts
+
+
+def _mean(v: Array) -> float:
+    """The mean of the elements that are not 0."""
+    return float(v.sum() / max(1, np.count_nonzero(v)))

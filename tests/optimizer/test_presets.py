@@ -14,14 +14,15 @@ from gptlite.ops import apex
 from gptlite.optimizer import config as classes
 from gptlite.optimizer import schedule_config as schedules
 from gptlite.optimizer.checks import check_optimizer
+from gptlite.satellites.onebit import configs as onebit
 from gptlite.satellites.optimizers import configs
 
 CONF = Path(__file__).parents[2] / "conf"
 # Without those that other tests register.
-OWN = (classes.__name__, configs.__name__)
+OWN = (classes.__name__, configs.__name__, onebit.__name__)
 OPTIMIZERS = {name: kind for name, kind in classes.OPTIMIZERS.items() if kind.__module__ in OWN}
 # The others take the model's published rate, which is AdamW's.
-RATES = {"lamb": 6e-3, "apex_lamb": 6e-3, "lion": 1e-4, "adafactor": 1e-2}
+RATES = {"lamb": 6e-3, "onebit_lamb": 6e-3, "apex_lamb": 6e-3, "lion": 1e-4, "adafactor": 1e-2}
 SCHEDULES = {
     "constant": schedules.ConstantConfig,
     "cosine": schedules.CosineConfig,

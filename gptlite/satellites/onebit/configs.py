@@ -1,7 +1,7 @@
 """Configurations of the 1-bit optimizers. Does not import torch."""
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 from gptlite.errors import ConfigError
 from gptlite.optimizer.config import AdamWConfig, OptimizerConfig, Range, positive, require
@@ -19,13 +19,16 @@ class OneBitAdamConfig(AdamWConfig):
     rule: ClassVar[str] = "gptlite.satellites.onebit.adam"
     elementwise: ClassVar[bool] = False  # the scale of a sign is a mean over other elements
 
-    freeze_step: int | None = None  # last step of the warm-up, AdamW's own steps; null: 15% of trainer.max_steps
+    beta2: float = 0.999
+    freeze_step: int | None = (
+        None  # last step of AdamW's own; null: 15% of the run, or the rate's warm-up
+    )
 
     def check_placement(self, zero: int, tensor: int, offload: str) -> None:
         """Raise ConfigError for ZeRO 2 and 3, and for offloaded state."""
         _refuse_placement(self, zero, offload)
 
-    def completed(self, max_steps: int, warmup: int) -> OptimizerConfig:
+    def completed(self, max_steps: int, warmup: int) -> Self:
         """Return the configuration with `freeze_step`. Raises ConfigError if it does not fit the run's length."""
         return _with_freeze(self, max_steps, warmup)
 
@@ -63,7 +66,9 @@ class OneBitLambConfig(LambConfig):
         "factor_threshold": Range(positive, "must be above 0, e.g. 0.1"),
     }
 
-    freeze_step: int | None = None  # last step of the warm-up, LAMB's own steps; null: 15% of trainer.max_steps
+    freeze_step: int | None = (
+        None  # last step of LAMB's own; null: 15% of the run, or the rate's warm-up
+    )
     coeff_beta: float = 0.9  # decay rate of the mean of a matrix's trust ratios during the warm-up
     factor_min: float = 0.5  # bounds on the factor by which the frozen mean is later multiplied
     factor_max: float = 4.0
@@ -73,7 +78,7 @@ class OneBitLambConfig(LambConfig):
         """Raise ConfigError for ZeRO 2 and 3, and for offloaded state."""
         _refuse_placement(self, zero, offload)
 
-    def completed(self, max_steps: int, warmup: int) -> OptimizerConfig:
+    def completed(self, max_steps: int, warmup: int) -> Self:
         """Return the configuration with `freeze_step`. Raises ConfigError if it does not fit the run's length."""
         return _with_freeze(self, max_steps, warmup)
 
@@ -114,12 +119,9 @@ def _refuse_placement(config: OptimizerConfig, zero: int, offload: str) -> None:
 def _with_freeze(config: Kind, max_steps: int, warmup: int) -> Kind:
     """Return the configuration with a `freeze_step` that ends between the learning rate's warm-up and the last step."""
     key, step = "optimizer.freeze_step", config.freeze_step
-    shown = "null" if step is None else step
-    if step is None:
-        step = max(1, round(SHARE * max_steps))
-        shown = f"null ({step})"
+    step = max(1, round(SHARE * max_steps), warmup) if step is None else step
     fix = f"must be below trainer.max_steps={max_steps} and at least 1; set {key}={max(1, max_steps // 6)}"
-    require(1 <= step < max_steps, key, shown, fix)
+    require(1 <= step < max_steps, key, step, fix)
     fix = f"freezes second moments while the learning rate rises; set {key}={warmup}, or schedule.warmup_steps={step}"
-    require(step >= warmup, key, shown, fix)
+    require(step >= warmup, key, step, fix)
     return replace(config, freeze_step=step)

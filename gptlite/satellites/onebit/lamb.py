@@ -98,7 +98,7 @@ class OneBitLamb(Lamb):
             roots = (second / (1 - beta2**self.last)).sqrt_().add_(eps)
             updates.append(first / (1 - beta1**step) / roots)
             ratio = roots / (fresh / (1 - beta2**step)).sqrt_().add_(eps)
-            ratios.append(torch.where(second > 0, ratio, 0.0).max() if ratio.numel() else ratio.new_zeros(()))
+            ratios.append(torch.where(first != 0, ratio, 0.0).max() if ratio.numel() else ratio.new_zeros(()))
         self._move(parameters, updates, torch.stack(ratios))
 
     def _move(self, parameters: list[nn.Parameter], updates: list[Tensor], ratios: Tensor) -> None:

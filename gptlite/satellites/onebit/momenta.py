@@ -1,8 +1,12 @@
 """Momenta of a 1-bit optimizer after its warm-up: exchanged between the data ranks as signs, with error feedback.
 
 Gradients here are sums over the ranks, g = sum_i g_i, so rank i contributes beta1 m / W + (1 - beta1) g_i, and the sum
-over the W ranks is Adam's own momentum (arXiv:2102.02888, algorithm 1, which has means instead). Elements whose second
-moment is 0, as in rows that no token has used, are left out: they send nothing, and their momentum is 0.
+over the W ranks is Adam's own momentum (arXiv:2102.02888, algorithm 1, which has means instead).
+
+Elements are left out whose second moment is 0, as in rows that no token has used, or so small that its root is below
+LEAST of the parameter's root mean square: they send nothing, and their momentum is 0. As a sign has the size of its
+block's mean, it would move such an element by more than 1 / LEAST times as far as the others. The bias of keys is an
+example, whose gradient is nothing but rounding errors.
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ from gptlite.satellites.compressed.sums import Counted, all_reduce
 from gptlite.torch_private.distributed import all_gather_single
 
 CODEC = CODECS["sign"]
+LEAST = 1e-3
 State = Callable[[Tensor, str], Tensor]  # an optimizer's state tensor of a parameter, by key
 
 
@@ -152,7 +157,8 @@ class Exchange(Momenta):
                 vector.errors = vector.layout.new(self.mesh.device)
             for view, parameter in zip(vector.views(vector.mask), vector.parameters, strict=True):
                 first, second = (self._gathered(parameter, state(parameter, key)) for key in ("exp_avg", "exp_avg_sq"))
-                torch.ne(second, 0, out=view)
+                mean = second.sum(dtype=torch.float64) / (second != 0).sum().clamp(min=1)
+                torch.gt(second, (LEAST**2 * mean).to(second.dtype), out=view)
                 self._momenta[parameter] = first.mul_(view)
             vector.errors.mul_(vector.mask)
         self._ready = True

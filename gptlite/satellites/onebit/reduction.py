@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
 from gptlite.config.schema import Config
+from gptlite.optimizer.base import local_gradients
 from gptlite.optimizer.clip import square_norms
 from gptlite.parallelism.boxes import cut_like, cuts, local_tensor
 from gptlite.parallelism.mesh import Mesh
@@ -46,14 +46,8 @@ class OneBitReduction(BucketReduction):
 
     def __init__(self, mesh: Mesh) -> None:
         super().__init__(mesh)
-        self._modules: list[FSDPModule] = []
         self._kept: dict[Bucket, Tensor] = {}  # this rank's gradients [rows, n], with ZeRO 1
         self._own: bool | None = None  # True if ranks keep their gradients in this step; None: not asked yet
-
-    def attach(self, module: FSDPModule) -> None:
-        """Replace the sums of a module that is sharded along `dp_shard` alone."""
-        super().attach(module)
-        self._modules.append(module)
 
     def bind(self, parameters: Iterable[tuple[str, nn.Parameter]], optimizer: Optimizer) -> None:
         """Let the optimizer exchange momenta over the data ranks."""
@@ -92,8 +86,8 @@ class OneBitReduction(BucketReduction):
             dist.all_reduce(squares, group=exchange.group)
         by_parameter = dict(zip(exchange.parameters, squares.unbind(), strict=True))
         total = sum((exchange.size * by_parameter[each] for each in counted if each in by_parameter), zero)
-        for scalar in (each for each in counted if each in exchange.scalars and each.grad is not None):
-            total = total + local_tensor(scalar.grad).double().square()
+        for scalar in local_gradients(each for each in counted if each in exchange.scalars):
+            total = total + scalar.double().square()
         return total
 
     def tensors(self) -> dict[str, Tensor]:
@@ -162,7 +156,7 @@ class OneBitReduction(BucketReduction):
                 shape = self.exchange.shape(parameter)
                 own[parameter] = _Own(part.reshape(-1, *shape[1:])[: shape[0]])
         self._kept = {}
-        axis = next((axis for module in self._modules if (axis := axis_of(module)) is not None), None)
+        axis = next((axis for each in self.buckets if (axis := axis_of(each.module)) is not None), None)  # type: ignore[arg-type]
         if axis is not None and self.mesh.size("tp") > 1:
             partial = self._partial(axis.sequence)
             sum_sliced_gradients([each for parameter, each in own.items() if parameter in partial], axis)  # type: ignore[misc]
@@ -175,6 +169,6 @@ class OneBitReduction(BucketReduction):
 
     def _partial(self, sequence: bool) -> set[nn.Parameter]:
         """Return the parameters of whose gradients tensor ranks have parts."""
-        modules = [module for each in self._modules for module in each.modules()]
+        modules = [module for bucket in self.buckets for module in bucket.module.modules()]  # type: ignore[attr-defined]
         some = [module for module in modules if sequence or getattr(module, "of_heads", False) is True]
         return {parameter for module in some for parameter in module.parameters() if not is_cut(parameter)}
