@@ -32,10 +32,9 @@ from gptlite.torch_private.ops import (
 
 
 def build(config: OneBitAdamConfig, context: BuildContext) -> OneBitAdam:
-    """Return the optimizer of a configuration that is `completed`."""
-    assert config.freeze_step is not None
+    """Return the optimizer of a configuration. One that is not `completed`, as in a plan, has a warm-up of one step."""
     scaler = config.var_update_scaler if isinstance(config, ZeroOneAdamConfig) else None
-    return OneBitAdam(torch_rules.build(config, context), refreshes(config.freeze_step, scaler))
+    return OneBitAdam(torch_rules.build(config, context), refreshes(config.freeze_step or 1, scaler))
 
 
 def refreshes(last: int, scaler: int | None = None) -> list[int]:

@@ -27,7 +27,7 @@ from gptlite.torch_private.ops import foreach_mul_
 
 
 def build(config: OneBitLambConfig, context: BuildContext) -> OneBitLamb:
-    """Return the optimizer of a configuration that is `completed`."""
+    """Return the optimizer of a configuration. One that is not `completed`, as in a plan, has a warm-up of one step."""
     return OneBitLamb(context.groups, config)
 
 
@@ -43,8 +43,7 @@ class OneBitLamb(Lamb):
     def __init__(self, groups: Iterable[dict[str, Any]], config: OneBitLambConfig) -> None:
         defaults = {"lr": config.lr, "betas": (config.beta1, config.beta2), "eps": config.eps, "weight_decay": 0.0}
         super().__init__(groups, defaults, (config.min_trust, config.max_trust))
-        assert config.freeze_step is not None
-        self.config, self.last, self.momenta = config, config.freeze_step, Momenta()
+        self.config, self.last, self.momenta = config, config.freeze_step or 1, Momenta()
 
     def new_state(self, parameter: Tensor) -> dict[str, Tensor]:
         """Return LAMB's state with the values for the steps after the warm-up."""
