@@ -41,9 +41,13 @@ def main(arguments: Arguments) -> None:
         above.plot(list(dense), list(dense.values()), color=INK, label=Path(arguments.dense).name)
         for (name, run), color in zip(runs.items(), (TRAIN, VALIDATION, "#5a9367"), strict=False):
             above.plot(list(run), list(run.values()), color=color, linewidth=0.9, label=name)
-            apart = {step: 100 * (mean(run, step) / mean(dense, step) - 1) for step in run if step >= OVER}
+            apart = {
+                step: 100 * (mean(run, step) / mean(dense, step) - 1) for step in run if step >= OVER and step in dense
+            }
             below.plot(list(apart), list(apart.values()), color=color)
-            print(f"{name}: {mean(run, max(run)):.4f}, dense {mean(dense, max(run)):.4f}, {apart[max(run)]:+.2f}%")
+            print(
+                f"{name}: {mean(run, max(run)):.4f}, dense {mean(dense, max(run)):.4f}, {list(apart.values())[-1]:+.2f}%"
+            )
         for axes in (above, below):
             axes.axvline(arguments.freeze, color=INK, linewidth=0.8, linestyle=":")
         above.set_ylabel("training loss")

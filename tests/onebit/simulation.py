@@ -1,4 +1,5 @@
-"""1-bit Adam, 1-bit LAMB and 0/1 Adam of W workers in float64, in numpy, written from the papers.
+"""1-bit Adam, 1-bit LAMB and 0/1 Adam of W workers in float64, in numpy, written from the papers, but with momenta in
+units of the update, that is over floored roots of the second moments.
 
 Worker i has a gradient g_i of the sum over all workers. Values are cut into blocks of 1024, of which each parameter
 begins one, and the blocks into as many chunks as there are workers, which is all that the messages depend on.
@@ -32,6 +33,10 @@ class Rule:
     coeff_beta: float = 0.9
     bounds: tuple[float, float] = (0.5, 4.0)
     threshold: float = 0.1
+
+    def factor(self, norm: float) -> float:
+        """What gradients of this norm are multiplied by."""
+        return min(1.0, self.clip / (norm + 1e-6)) if self.clip else 1.0
 
 
 def norm_of(gradients: list[dict[str, Array]], dense: bool) -> float:
@@ -71,7 +76,7 @@ class Simulation:
         self.step += 1
         dense = self.step in self.rule.dense
         summed = {name: sum(each[name] for each in gradients) for name in self.x}
-        factor = min(1.0, self.rule.clip / (norm + 1e-6)) if self.rule.clip else 1.0
+        factor = self.rule.factor(norm)
         if dense:
             self._dense({name: g * factor for name, g in summed.items()}, lr)
         else:
@@ -96,25 +101,30 @@ class Simulation:
     def _update(self, name: str) -> Array:
         rule, state = self.rule, self.state[name]
         refreshed = sum(step <= self.step for step in rule.dense)
-        roots = np.sqrt(state["v"] / (1 - rule.beta2**refreshed)) + rule.eps
+        roots = np.sqrt(state["v"]) if self.step in rule.dense else floored(state["v"])
+        roots = roots / np.sqrt(1 - rule.beta2**refreshed) + rule.eps
         return state["m"] / (1 - rule.beta1**self.step) / roots
 
     def _exchange(self, gradients: list[dict[str, Array]], lr: float) -> None:
         rule, former = self.rule, {name: state["m"] for name, state in self.state.items()}
-        keep = {name: state["v"] > 1e-6 * _mean(state["v"]) for name, state in self.state.items()}
+        keep = {name: state["v"] > 0 for name, state in self.state.items()}
         if self.exchanged is None:
             self.exchanged = Workers("sign", self.workers, self.blocks, WIDTH)
             for state in self.state.values():
                 state["fresh"] = state["v"]
         former = {name: m * keep[name] for name, m in former.items()}
+        roots = {name: floored(state["v"]) for name, state in self.state.items()}
         sent = [
-            {n: keep[n] * (rule.beta1 * former[n] / self.workers + (1 - rule.beta1) * each[n]) for n in self.x}
+            {
+                n: keep[n] / roots[n] * (rule.beta1 * former[n] / self.workers + (1 - rule.beta1) * each[n])
+                for n in self.x
+            }
             for each in gradients
         ]
         values = np.stack([self._packed(each) for each in sent])
         sums = self.exchanged.all_reduce(values, self._packed(keep) > 0)
         for name, m in self._unpacked(sums).items():
-            self.state[name]["m"] = m
+            self.state[name]["m"] = m * roots[name]
         for name, x in self.x.items():
             state, update = self.state[name], self._update(name)
             decayed = update + (rule.decay if x.ndim > 1 else 0.0) * x
@@ -127,9 +137,9 @@ class Simulation:
         g = (state["m"] - rule.beta1 * former) / (1 - rule.beta1)
         state["fresh"] = rule.beta2 * state["fresh"] + (1 - rule.beta2) * g * g
         last = rule.dense[-1]
-        frozen = np.sqrt(state["v"] / (1 - rule.beta2**last)) + rule.eps
+        frozen = floored(state["v"]) / np.sqrt(1 - rule.beta2**last) + rule.eps
         fresh = np.sqrt(state["fresh"] / (1 - rule.beta2**self.step)) + rule.eps
-        factor = (frozen / fresh)[state["v"] > 1e-6 * _mean(state["v"])].max()
+        factor = (frozen / fresh)[state["m"] != 0].max()
         share = min(1.0, float(np.linalg.norm(update) / np.linalg.norm(decayed)))
         factor = float(np.clip(factor * share + 1 - share, *rule.bounds))
         before = state["factor"]
@@ -164,6 +174,6 @@ class Simulation:
         return parts
 
 
-def _mean(v: Array) -> float:
-    """The mean of the elements that are not 0."""
-    return float(v.sum() / max(1, np.count_nonzero(v)))
+def floored(v: Array) -> Array:
+    """Roots, of which the least is a hundredth of the root mean square of those that are not 0."""
+    return np.maximum(np.sqrt(v), 0.01 * np.sqrt(v.sum() / max(1, np.count_nonzero(v))))

@@ -8,9 +8,11 @@ from distributed.cells.run import Ranks
 from numpy.typing import NDArray
 
 from gptlite.config import Config, load
+from gptlite.satellites.compressed.codecs import CODECS
+from gptlite.satellites.compressed.sums import all_reduce_bytes
 from gptlite.satellites.onebit.adam import refreshes
 from onebit.cases import Seen
-from onebit.simulation import Rule, Simulation, norm_of
+from onebit.simulation import Rule, Simulation, floored, norm_of
 
 STEPS, FREEZE = 40, 8
 # 37 tokens are padded to 64 rows, which always have gradients of 0, as have positions behind the 16th.
@@ -44,7 +46,9 @@ def compare(config: Config, ranks: list[Seen]) -> None:
     ranks = sorted(ranks, key=lambda each: each.lane)
     for names in ranks[0].vectors:
         simulation = Simulation(rule(config), len(ranks), {name: ranks[0].first[name] for name in names})
+        apart = {name: np.zeros_like(x) for name, x in simulation.x.items()}  # of what is sent and the true sums
         for step, (_, norm, lr) in enumerate(ranks[0].results):
+            former = {name: state["m"] for name, state in simulation.state.items()}
             simulation.take([each.gradients[step] for each in ranks], lr, norm)
             ties = 0
             for name in names:
@@ -56,10 +60,18 @@ def compare(config: Config, ranks: list[Seen]) -> None:
                     ties += differing(each.after[step]["x"][name], x, moved + 2e-3 * np.abs(x).max())
                 simulation.x[name] = now
             if step + 1 not in simulation.rule.dense:
+                for name, m in former.items():
+                    gradient = sum(each.gradients[step][name] for each in ranks) * simulation.rule.factor(norm)
+                    sent, beta1 = ranks[0].after[step]["m"][name], simulation.rule.beta1
+                    more = (sent - beta1 * m - (1 - beta1) * gradient) * (sent != 0)
+                    apart[name] += more / np.maximum(floored(simulation.state[name]["v"]), 1e-300)
                 for each, errors in zip(ranks, simulation.errors(), strict=True):
                     ties += sum(differing(each.after[step]["errors"][name], errors[name]) for name in names)
                 simulation.set_errors([each.after[step]["errors"] for each in ranks])
             assert ties <= 2 * (2 + 2 * len(ranks)), (step, names)
+        for name in names:
+            kept = sum(each.after[-1]["errors"][name] for each in ranks)
+            assert np.abs(apart[name] + kept).max() <= 1e-5 * np.abs(kept).max(), name
 
 
 def differing(value: NDArray, expected: NDArray, largest: float = 0.0) -> int:
@@ -77,6 +89,10 @@ def test_two_ranks_take_the_steps_of_the_simulation(two: Ranks, optimizer: str, 
     for step in range(STEPS):
         norm = norm_of([each.gradients[step] for each in ranks], step + 1 in dense)
         assert ranks[0].results[step][1] == pytest.approx(norm, rel=1e-5)
+    (names,) = ranks[0].vectors
+    blocks = sum(-(-ranks[0].first[name].size // 1024) for name in names)
+    sent = all_reduce_bytes(CODECS["sign"], -(-blocks // 2), 2)
+    assert ranks[0].sent == [0 if step + 1 in dense else sent for step in range(STEPS)]
     for name, rows in (("token_embedding.weight", 37), ("position_embedding.weight", 16)):
         assert not np.any(ranks[0].after[-1]["m"][name][rows:])
         assert not any(np.any(each.after[-1]["errors"][name][rows:]) for each in ranks)

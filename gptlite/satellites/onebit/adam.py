@@ -8,6 +8,7 @@ one in it; m keeps its correction. DeepSpeed corrects neither.
 # pyright: reportPrivateImportUsage=false
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from typing import Any
 
@@ -27,7 +28,6 @@ from gptlite.torch_private.ops import (
     foreach_div,
     foreach_lerp_,
     foreach_mul_,
-    foreach_sqrt_,
 )
 
 
@@ -77,7 +77,7 @@ class OneBitAdam(PiecewiseOptimizer):
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         if self.exchanges:
             self.momenta.advance(parameters, self._local, self.param_groups[0]["betas"][0], factor)
-            self._move(step)
+            self._move(step, [self.momenta.roots(each, self._local) for each in parameters])
             return
         self.momenta.refreshed()
         if self._refreshes(step) == step and is_fused(self):
@@ -89,7 +89,7 @@ class OneBitAdam(PiecewiseOptimizer):
             self.rule.step()
         else:  # AdamW's rule would correct the bias of v by the number of steps
             self._average()
-            self._move(step)
+            self._move(step, [self._local(each, "exp_avg_sq").sqrt() for each in parameters])
 
     def _average(self) -> None:
         """Update both moments with the gradients."""
@@ -101,15 +101,15 @@ class OneBitAdam(PiecewiseOptimizer):
             foreach_mul_(second, beta2)
             foreach_addcmul_(second, gradients, gradients, 1 - beta2)
 
-    def _move(self, step: int) -> None:
-        """Update the parameters from their moments, as AdamW does, and count the step."""
+    def _move(self, step: int, roots: list[Tensor]) -> None:
+        """Update the parameters from their momenta and the roots of second moments, as AdamW does. Count the step."""
+        roots = list(foreach_div(roots, math.sqrt(1 - self.param_groups[0]["betas"][1] ** self._refreshes(step))))
         for group in self.param_groups:
-            (beta1, beta2), lr, parameters = group["betas"], group["lr"], group["params"]
-            first, second = ([self._local(each, key) for each in parameters] for key in ("exp_avg", "exp_avg_sq"))
-            roots = foreach_div(second, 1 - beta2 ** self._refreshes(step))
-            foreach_sqrt_(roots)
-            foreach_add_(roots, group["eps"])
-            updates, weights = foreach_div(first, roots), local_parameters(parameters)
+            (beta1, _), lr, parameters = group["betas"], group["lr"], group["params"]
+            below, roots = roots[: len(parameters)], roots[len(parameters) :]
+            foreach_add_(below, group["eps"])
+            updates = foreach_div([self._local(each, "exp_avg") for each in parameters], below)
+            weights = local_parameters(parameters)
             foreach_mul_(weights, 1 - lr * group["weight_decay"])
             foreach_add_(weights, updates, alpha=-lr / (1 - beta1**step))
             for parameter in parameters:

@@ -20,9 +20,7 @@ class OneBitAdamConfig(AdamWConfig):
     elementwise: ClassVar[bool] = False  # the scale of a sign is a mean over other elements
 
     beta2: float = 0.999
-    freeze_step: int | None = (
-        None  # last step of AdamW's own; null: 15% of the run, or the rate's warm-up
-    )
+    freeze_step: int | None = None  # last step of AdamW's own; null: 15% of the run, or the rate's warm-up
 
     def check_placement(self, zero: int, tensor: int, offload: str) -> None:
         """Raise ConfigError for ZeRO 2 and 3, and for offloaded state."""
@@ -66,9 +64,7 @@ class OneBitLambConfig(LambConfig):
         "factor_threshold": Range(positive, "must be above 0, e.g. 0.1"),
     }
 
-    freeze_step: int | None = (
-        None  # last step of LAMB's own; null: 15% of the run, or the rate's warm-up
-    )
+    freeze_step: int | None = None  # last step of LAMB's own; null: 15% of the run, or the rate's warm-up
     coeff_beta: float = 0.9  # decay rate of the mean of a matrix's trust ratios during the warm-up
     factor_min: float = 0.5  # bounds on the factor by which the frozen mean is later multiplied
     factor_max: float = 4.0

@@ -9,6 +9,7 @@ momenta to equal sizes before it exchanges them, because it has one scale for al
 # pyright: reportPrivateImportUsage=false
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -91,10 +92,10 @@ class OneBitLamb(Lamb):
         (step, *_) = self.counted(parameters)
         updates, ratios = [], []
         for parameter, before in zip(parameters, former, strict=True):
-            first, second, fresh = (self._local(parameter, key) for key in ("exp_avg", "exp_avg_sq", "fresh_avg_sq"))
+            first, fresh = self._local(parameter, "exp_avg"), self._local(parameter, "fresh_avg_sq")
             gradient = before.mul_(-beta1).add_(first).div_(1 - beta1)  # that an exact exchange would have given m
             fresh.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-            roots = (second / (1 - beta2**self.last)).sqrt_().add_(eps)
+            roots = (self.momenta.roots(parameter, self._local) / math.sqrt(1 - beta2**self.last)).add_(eps)
             updates.append(first / (1 - beta1**step) / roots)
             ratio = roots / (fresh / (1 - beta2**step)).sqrt_().add_(eps)
             ratios.append(torch.where(first != 0, ratio, 0.0).max() if ratio.numel() else ratio.new_zeros(()))

@@ -3,10 +3,13 @@
 Gradients here are sums over the ranks, g = sum_i g_i, so rank i contributes beta1 m / W + (1 - beta1) g_i, and the sum
 over the W ranks is Adam's own momentum (arXiv:2102.02888, algorithm 1, which has means instead).
 
-Elements are left out whose second moment is 0, as in rows that no token has used, or so small that its root is below
-LEAST of the parameter's root mean square: they send nothing, and their momentum is 0. As a sign has the size of its
-block's mean, it would move such an element by more than 1 / LEAST times as far as the others. The bias of keys is an
-example, whose gradient is nothing but rounding errors.
+They are exchanged in units of Adam's update: divided by r, the roots of the second moments. As these are fixed, the
+sum stays linear in the gradients, and errors are what is still to be added to the parameters. A sign has the magnitude
+of its block's mean, so m itself would move an element of tiny r much further than the others (docs/onebit.md). For the
+same reason r is at least LEAST of the parameter's root mean square.
+
+Elements whose second moment is 0, as in rows that no token has used, are left out: they send nothing, and their
+momentum is 0.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ from gptlite.satellites.compressed.sums import Counted, all_reduce
 from gptlite.torch_private.distributed import all_gather_single
 
 CODEC = CODECS["sign"]
-LEAST = 1e-3
+LEAST = 1e-2
 State = Callable[[Tensor, str], Tensor]  # an optimizer's state tensor of a parameter, by key
 
 
@@ -44,8 +47,18 @@ class Momenta:
             add_gradient(first.mul_(beta1), next(iter(local_gradients([parameter])), None), 1 - beta1, factor)
             first.mul_(second != 0)
 
+    def roots(self, parameter: nn.Parameter, state: State) -> Tensor:
+        """Return this rank's part of r, which has the role of the roots of second moments after the warm-up."""
+        return floored(state(parameter, "exp_avg_sq"))
+
     def refreshed(self) -> None:
         """Note that second moments have changed."""
+
+
+def floored(second: Tensor) -> Tensor:
+    """Return the roots of second moments, at least LEAST of their root mean square without zeros."""
+    mean = second.sum(dtype=torch.float64) / (second != 0).sum().clamp(min=1)
+    return second.sqrt().clamp_(min=(LEAST * mean.sqrt()).to(second.dtype))
 
 
 def add_gradient(into: Tensor, gradient: Tensor | None, weight: float, factor: Tensor | None) -> None:
@@ -101,6 +114,7 @@ class Exchange(Momenta):
         ]
         self.vectors = [self._vector(*zip(*members, strict=True)) for members in groups.values()]
         self._momenta: dict[nn.Parameter, Tensor] = {}
+        self._roots: dict[nn.Parameter, Tensor] = {}
         self._ready = False
 
     def advance(self, parameters: Sequence[nn.Parameter], state: State, beta1: float, factor: Tensor | None) -> None:
@@ -115,14 +129,21 @@ class Exchange(Momenta):
             for view, parameter in zip(vector.views(blocks), vector.parameters, strict=True):
                 torch.mul(self._momenta[parameter], beta1 / self.size, out=view)
                 add_gradient(view, self.gradient(parameter), 1 - beta1, factor)
+                view.div_(self._roots[parameter])
             blocks.mul_(vector.mask)
             chunks = partial(torch.Tensor.view, size=(self.size, -1, CODEC.width))
             all_reduce(chunks(blocks), chunks(vector.errors), CODEC, self.group, chunks(vector.mask), self.counted)
             for view, parameter in zip(vector.views(blocks), vector.parameters, strict=True):
-                self._momenta[parameter].copy_(view)
+                torch.mul(view, self._roots[parameter], out=self._momenta[parameter])
                 if self.whole:
-                    state(parameter, "exp_avg").copy_(self._own(parameter, view))
+                    state(parameter, "exp_avg").copy_(self._own(parameter, self._momenta[parameter]))
         self.gradients = {}
+
+    def roots(self, parameter: nn.Parameter, state: State) -> Tensor:
+        """Return this rank's part of r, after a call of `advance`."""
+        if parameter in self.scalars:
+            return super().roots(parameter, state)
+        return self._own(parameter, self._roots[parameter]) if self.whole else self._roots[parameter]
 
     def gradient(self, parameter: nn.Parameter) -> Tensor | None:
         """Return this rank's own gradient of the values that it exchanges."""
@@ -157,8 +178,8 @@ class Exchange(Momenta):
                 vector.errors = vector.layout.new(self.mesh.device)
             for view, parameter in zip(vector.views(vector.mask), vector.parameters, strict=True):
                 first, second = (self._gathered(parameter, state(parameter, key)) for key in ("exp_avg", "exp_avg_sq"))
-                mean = second.sum(dtype=torch.float64) / (second != 0).sum().clamp(min=1)
-                torch.gt(second, (LEAST**2 * mean).to(second.dtype), out=view)
+                torch.ne(second, 0, out=view)
+                self._roots[parameter] = floored(second).clamp_(min=1e-30)  # not 0, where all second moments are
                 self._momenta[parameter] = first.mul_(view)
             vector.errors.mul_(vector.mask)
         self._ready = True
