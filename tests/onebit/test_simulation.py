@@ -25,7 +25,7 @@ optimizer.weight_decay=1 schedule=constant schedule.warmup_steps=4 run.dir=unuse
 
 
 def config(optimizer: str, *more: str) -> Config:
-    rate = [] if "lamb" in optimizer else ["optimizer.lr=1e-3"]
+    rate = [] if "lamb" in optimizer else ["optimizer.lr=1e-3", "optimizer.beta2=0.99"]
     freeze = [f"optimizer.freeze_step={FREEZE}"] if "one" in optimizer else []
     return load([f"optimizer={optimizer}", *RUN, *rate, *freeze, *more])
 
