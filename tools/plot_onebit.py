@@ -45,9 +45,8 @@ def main(arguments: Arguments) -> None:
                 step: 100 * (mean(run, step) / mean(dense, step) - 1) for step in run if step >= OVER and step in dense
             }
             below.plot(list(apart), list(apart.values()), color=color)
-            print(
-                f"{name}: {mean(run, max(run)):.4f}, dense {mean(dense, max(run)):.4f}, {[*apart.values()][-1]:+.2f}%"
-            )
+            means = f"{mean(run, max(run)):.4f}, dense {mean(dense, max(run)):.4f}"
+            print(f"{name}: {means}, {list(apart.values())[-1]:+.2f}%")
         for axes in (above, below):
             axes.axvline(arguments.freeze, color=INK, linewidth=0.8, linestyle=":")
         above.set_ylabel("training loss")

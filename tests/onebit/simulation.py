@@ -176,4 +176,5 @@ class Simulation:
 
 def floored(v: Array) -> Array:
     """Roots, of which the least is a hundredth of the root mean square of those that are not 0."""
-    return np.maximum(np.sqrt(v), 0.01 * np.sqrt(v.sum() / max(1, np.count_nonzero(v))))
+    least = 0.01 * np.sqrt(v.sum() / max(1, np.count_nonzero(v)))
+    return np.maximum(np.sqrt(v), max(least, 1e-300))  # not 0, where all of v is

@@ -25,7 +25,7 @@ optimizer.weight_decay=1 schedule=constant schedule.warmup_steps=4 run.dir=unuse
 
 
 def config(optimizer: str, *more: str) -> Config:
-    rate = [] if "lamb" in optimizer else ["optimizer.lr=1e-3"]
+    rate = [] if "lamb" in optimizer else ["optimizer.lr=1e-3", "optimizer.beta2=0.99"]
     freeze = [f"optimizer.freeze_step={FREEZE}"] if "one" in optimizer else []
     return load([f"optimizer={optimizer}", *RUN, *rate, *freeze, *more])
 
@@ -64,7 +64,7 @@ def compare(config: Config, ranks: list[Seen]) -> None:
                     gradient = sum(each.gradients[step][name] for each in ranks) * simulation.rule.factor(norm)
                     sent, beta1 = ranks[0].after[step]["m"][name], simulation.rule.beta1
                     more = (sent - beta1 * m - (1 - beta1) * gradient) * (sent != 0)
-                    apart[name] += more / np.maximum(floored(simulation.state[name]["v"]), 1e-300)
+                    apart[name] += more / floored(simulation.state[name]["v"])
                 for each, errors in zip(ranks, simulation.errors(), strict=True):
                     ties += sum(differing(each.after[step]["errors"][name], errors[name]) for name in names)
                 simulation.set_errors([each.after[step]["errors"] for each in ranks])
