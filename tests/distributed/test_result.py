@@ -65,7 +65,9 @@ def test_figures_are_at_the_median_speed(monkeypatch: pytest.MonkeyPatch, second
     none = reporter.figures()
     assert none.pop("memory_peak_bytes") > 0
     assert none == dict.fromkeys(none, None) | {"comm_seconds": {}, "memory_ranks": [], "spikes": []}
-    state: Any = SimpleNamespace(step=1, tokens=100, runner=SimpleNamespace(mesh=ONE), remaining_batches=float)
+    state: Any = SimpleNamespace(
+        step=1, tokens=100, runner=SimpleNamespace(mesh=ONE), remaining_batches=float, steps_until=int
+    )
     for loss, taken in zip((3.0, 2.0, 1.0), seconds, strict=True):  # a quarter of each step in tp
         now[0] += taken
         throughput.step()

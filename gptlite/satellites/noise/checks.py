@@ -60,7 +60,8 @@ def check_groups(config: Config, data_size: int) -> None:
             f"{layout.schedule} splits; use parallelism.schedule=1f1b or interleaved_1f1b, or {without(key)}"
         )
     largest, micro, ramp = largest_group(config), config.data.micro_batch_size, config.data.batch_ramp
-    if config.data.handed_over or (largest is not None and (micro or largest) <= largest):
+    smallest = min(batch_schedule(batch, ramp).sizes())
+    if config.data.handed_over or (largest is not None if micro is None else 2 * micro <= smallest):
         return
     size = f"data.global_batch_size={batch}" if ramp is None else f"the first size of data.batch_ramp={ramp}"
     fix = f"data.micro_batch_size={largest}, more ranks" if largest else "a larger one, more ranks"
