@@ -6,11 +6,12 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
+from gptlite.torch_private.fsdp import groups_of_states
+
 
 def _group(module: FSDPModule) -> Any:
     state: Any = fully_shard.state(module)  # type: ignore[attr-defined]
-    groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]  # 2.11
-    return next(iter(groups), None)
+    return next(iter(groups_of_states([state])), None)
 
 
 def bucket_of(module: FSDPModule) -> object | None:

@@ -35,7 +35,7 @@ def reduce_gradients_now(part: FSDPModule) -> None:
         module.finalize_backward()
         return
     root: Any = fully_shard.state(part)  # type: ignore[attr-defined]
-    for group in _of_states(root._state_ctx.all_states):
+    for group in groups_of_states(root._state_ctx.all_states):
         group.post_backward()
     root._root_post_backward_final_callback()
 
@@ -49,7 +49,7 @@ def accumulate_gradients_now(part: FSDPModule) -> None:
     if finalizes(part):
         return
     root: Any = fully_shard.state(part)  # type: ignore[attr-defined]
-    for group in _of_states(root._state_ctx.all_states):
+    for group in groups_of_states(root._state_ctx.all_states):
         for param in group.fsdp_params:
             if hasattr(param, "_unsharded_param"):  # exists after the first gather
                 param.accumulate_unsharded_grad_if_needed()
@@ -77,10 +77,10 @@ def _reduce_into_fp32(group: Any) -> None:
 def groups_of(parts: Iterable[nn.Module]) -> list[Any]:
     """Return FSDP2's parameter groups in parts of a model, including those of nested modules."""
     state_of: Any = fully_shard.state  # type: ignore[attr-defined]
-    return _of_states(state_of(each) for part in parts for each in part.modules() if isinstance(each, FSDPModule))
+    return groups_of_states(state_of(each) for part in parts for each in part.modules() if isinstance(each, FSDPModule))
 
 
-def _of_states(states: Iterable[Any]) -> list[Any]:
+def groups_of_states(states: Iterable[Any]) -> list[Any]:
     """Return the parameter groups of FSDP2's states, each once, as modules wrapped together share a state."""
     groups: dict[int, Any] = {}
     for state in states:

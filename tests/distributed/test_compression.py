@@ -57,6 +57,22 @@ def chain(ranks: Ranks, layouts: list[str], folder: Path, *more: str) -> None:
         same_sums(source, again[0].path)
 
 
+def test_errors_of_gradients_are_not_taken_for_those_of_momenta(two: Ranks, tmp_path: Path):
+    """The optimizers' states have one format, so a run may change from one to the other."""
+    gradients = words("data=2 compression=int8")
+    momenta = words("data=2", "optimizer=onebit_adam", "optimizer.freeze_step=1", "schedule.warmup_steps=0")
+
+    def run(layout: list[str], name: str, source: str | None, steps: int) -> list:
+        return two.run(f"{CASES}:go_on", load(layout), str(tmp_path / name), source, steps, 0)
+
+    signs, integers = run(momenta, "signs", None, 3)[0], run(gradients, "integers", None, 1)[0]
+    assert signs.errors != {} != integers.errors
+    assert run(momenta, "from integers", integers.path, 0)[0].errors == {}
+    fresh = run(gradients, "from signs", signs.path, 0)[0]
+    assert fresh.notes == ["the checkpoint has no compression errors; they begin at 0"]
+    assert set(fresh.errors.values()) <= set(run(gradients, "zeros", None, 0)[0].errors.values())
+
+
 def test_a_run_resumes_to_the_bit_and_another_zero_stage_takes_its_errors(two: Ranks, tmp_path: Path):
     chain(two, ["data=2 zero=3", "data=2 zero=0"], tmp_path, "data.micro_batch_size=24")
 

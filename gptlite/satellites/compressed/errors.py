@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
 
-from gptlite.parallelism.boxes import cuts
+from gptlite.parallelism.boxes import cut_like, cuts
 from gptlite.parallelism.collectives import gather_bytes
 from gptlite.parallelism.mesh import Mesh
 from gptlite.parallelism.tensor import is_cut
@@ -69,6 +70,26 @@ def lanes(
         if parameter in sliced and not is_cut(parameter):
             index, count = index * mesh.size("tp") + mesh.coordinate("tp"), count * mesh.size("tp")
         yield parameter, Lane(name, index * ends + end, count * ends)
+
+
+def shape_over(parameter: Tensor, axis: str) -> torch.Size:
+    """Return the shape of this rank's part of a parameter, as it is before ZeRO divides it over `axis`."""
+    shape = list(parameter.shape)
+    for cut in cuts(parameter):
+        if cut.axis != axis:
+            shape[cut.dim] = cut.lengths(shape[cut.dim])[cut.rank]
+    return torch.Size(shape)
+
+
+def wrapped_over(parameter: Tensor, local: Tensor, axis: str, mesh: Mesh) -> Tensor:
+    """Return a local tensor of the shape `shape_over(parameter, axis)` as a DTensor where it is sharded."""
+    if axis == "dp_replicate":  # nothing is divided over it
+        return cut_like(parameter, local)
+    slices = [Shard(cut.dim) for cut in cuts(parameter) if cut.axis == "tp"]
+    if not slices:
+        return local
+    shape, stride = parameter.shape, parameter.stride()
+    return DTensor.from_local(local, mesh.along("tp"), slices, run_check=False, shape=shape, stride=stride)
 
 
 def _ends(names: Sequence[str], mesh: Mesh) -> Iterator[tuple[int, int]]:

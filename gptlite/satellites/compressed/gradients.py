@@ -11,16 +11,15 @@ from typing import cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
-from gptlite.parallelism.boxes import cut_like, cuts, local_box
+from gptlite.parallelism.boxes import local_tensor
 from gptlite.parallelism.mesh import Mesh
 from gptlite.parallelism.reduction import PREFIX
 from gptlite.progress import format_bytes
 from gptlite.satellites.compressed.buckets import Bucket, BucketReduction
 from gptlite.satellites.compressed.codecs import Codec
-from gptlite.satellites.compressed.errors import Errors, Lane, lanes
+from gptlite.satellites.compressed.errors import Errors, Lane, lanes, shape_over, wrapped_over
 from gptlite.satellites.compressed.sums import (
     Counted,
     all_reduce,
@@ -28,6 +27,8 @@ from gptlite.satellites.compressed.sums import (
     reduce_scatter,
     reduce_scatter_bytes,
 )
+
+KEYS = f"{PREFIX}gradients."  # of checkpoints; a 1-bit optimizer's errors are of another quantity
 
 
 class CompressedReduction(BucketReduction):
@@ -42,6 +43,7 @@ class CompressedReduction(BucketReduction):
         self.codec, self.counted = codec, Counted()
         self._device, self._sequence = device, sequence
         self._replicas = mesh.size("dp_replicate")
+        self._axis = "dp_replicate" if self._replicas > 1 else "dp_shard"
         self._errors: dict[Bucket, Errors] = {}
         self._lanes: dict[nn.Parameter, Lane] = {}
         self._stored = True
@@ -53,8 +55,7 @@ class CompressedReduction(BucketReduction):
         of_heads = {parameter for module in heads for parameter in module.parameters()}
         named = list(parameters)
         sliced = {parameter for _, parameter in named} if self._sequence else of_heads
-        axis = "dp_replicate" if self._replicas > 1 else "dp_shard"
-        self._lanes = dict(lanes(named, sliced, self.mesh, axis))
+        self._lanes = dict(lanes(named, sliced, self.mesh, self._axis))
         for bucket in self.buckets:
             rows = bucket.rows if self._replicas == 1 else 1
             self._errors[bucket] = Errors(bucket, rows, self._replicas, self.codec, self._device)
@@ -107,39 +108,39 @@ class CompressedReduction(BucketReduction):
         )
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return this rank's errors of each parameter, under `errors.<lane>.<parameter name>`, in its shape. If
-        `dp_shard` is the compressed axis, they are copies, and not sharded over it."""
+        """Return this rank's errors of each parameter, under `errors.gradients.<lane>.<parameter name>`, in its shape.
+        If `dp_shard` is the compressed axis, they are copies, and not sharded over it."""
         tensors = {}
         for parameter, values in self._views():
-            lane, shape = self._lanes[parameter], self._shape(parameter)
+            lane, shape = self._lanes[parameter], shape_over(parameter, self._axis)
             local = values.reshape(-1)[: math.prod(shape)].view(shape)
-            tensors[f"{PREFIX}{lane.index}.{lane.name}"] = self._wrapped(parameter, local)
+            tensors[f"{KEYS}{lane.index}.{lane.name}"] = wrapped_over(parameter, local, self._axis, self.mesh)
         return tensors
 
     def requested(self, stored: Collection[str]) -> dict[str, Tensor]:
         """Return tensors for the stored lanes that are this rank's: those congruent to its own modulo the number of
         lanes now. So every stored error has a rank, and if the layout is the same, it is the one that wrote it."""
+        stored = [key for key in stored if key.startswith(KEYS)]
         self._stored = bool(stored)
         indices: dict[str, list[int]] = {}
         for key in stored:
-            lane, _, name = key.removeprefix(PREFIX).partition(".")
+            lane, _, name = key.removeprefix(KEYS).partition(".")
             indices.setdefault(name, []).append(int(lane))
         tensors = {}
         for parameter, lane in self._lanes.items():
             for index in indices.get(lane.name, []):
                 if index % lane.count == lane.index:
-                    local = torch.empty(self._shape(parameter), device=self._device)
-                    tensors[f"{PREFIX}{index}.{lane.name}"] = self._wrapped(parameter, local)
+                    local = torch.empty(shape_over(parameter, self._axis), device=self._device)
+                    tensors[f"{KEYS}{index}.{lane.name}"] = wrapped_over(parameter, local, self._axis, self.mesh)
         return tensors
 
     def take(self, tensors: dict[str, Tensor]) -> list[str]:
         """Set the errors to the sums of the lanes. Returns a note if the checkpoint had none."""
         loaded: dict[tuple[str, int], Tensor] = {}
         counts = {lane.name: lane.count for lane in self._lanes.values()}
-        for key in sorted(tensors, key=lambda key: int(key.split(".")[1])):
-            index, _, name = key.removeprefix(PREFIX).partition(".")
-            tensor = tensors[key]
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        for key in sorted(tensors, key=lambda key: int(key.removeprefix(KEYS).partition(".")[0])):
+            index, _, name = key.removeprefix(KEYS).partition(".")
+            local = local_tensor(tensors[key])
             place = name, int(index) % counts[name]
             loaded[place] = loaded[place] + local if place in loaded else local
         for parameter, values in self._views():
@@ -157,25 +158,3 @@ class CompressedReduction(BucketReduction):
             for held in self._errors.values()
             for parameter, values in zip(held.parameters, held.views(held.values), strict=True)
         ]
-
-    def _shape(self, parameter: nn.Parameter) -> tuple[int, ...]:
-        """Return the local shape of a parameter, or that before `dp_shard` divides it, if that is the compressed
-        axis."""
-        if self._replicas > 1:
-            return local_box(parameter)[0]
-        shape = list(parameter.shape)
-        for cut in cuts(parameter):
-            if cut.axis == "tp":
-                shape[cut.dim] = cut.lengths(shape[cut.dim])[cut.rank]
-        return tuple(shape)
-
-    def _wrapped(self, parameter: nn.Parameter, local: Tensor) -> Tensor:
-        """Return a local tensor of `_shape` as a DTensor where it is sharded."""
-        if self._replicas > 1:
-            return cut_like(parameter, local)
-        sharded = next((cut for cut in cuts(parameter) if cut.axis == "tp"), None)
-        if sharded is None:
-            return local
-        mesh, shape = self.mesh.along("tp"), parameter.shape
-        dim = [Shard(sharded.dim)]
-        return DTensor.from_local(local, mesh, dim, run_check=False, shape=shape, stride=parameter.stride())

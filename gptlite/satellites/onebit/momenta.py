@@ -23,12 +23,12 @@ import torch
 from torch import Tensor, nn
 
 from gptlite.optimizer.base import local_gradients
-from gptlite.parallelism.boxes import cuts, local_box
 from gptlite.parallelism.collectives import gather_objects
 from gptlite.parallelism.mesh import Mesh
 from gptlite.parallelism.tensor import is_cut
 from gptlite.satellites.compressed.blocks import BlockLayout
 from gptlite.satellites.compressed.codecs import CODECS
+from gptlite.satellites.compressed.errors import shape_over
 from gptlite.satellites.compressed.sums import Counted, all_reduce
 from gptlite.torch_private.distributed import all_gather_single
 
@@ -155,18 +155,8 @@ class Exchange(Momenta):
         """Note that second moments have changed, or all state. Errors are kept."""
         self._ready = False
 
-    def shape(self, parameter: nn.Parameter) -> torch.Size:
-        """Return the shape of the part of a parameter that is exchanged: without the shards of ZeRO 1."""
-        if not self.whole:
-            return torch.Size(local_box(parameter)[0])
-        sizes = list(parameter.shape)
-        for cut in cuts(parameter):
-            if cut.axis != self.axis:
-                sizes[cut.dim] = cut.lengths(sizes[cut.dim])[cut.rank]
-        return torch.Size(sizes)
-
     def _vector(self, names: tuple[str, ...], parameters: tuple[nn.Parameter, ...]) -> Vector:
-        shapes = [self.shape(parameter) for parameter in parameters]
+        shapes = [shape_over(parameter, self.axis) for parameter in parameters]
         layout = BlockLayout(tuple(shape.numel() for shape in shapes), CODEC.width, multiple=self.size)
         return Vector(list(names), list(parameters), layout, shapes)
 
@@ -188,7 +178,7 @@ class Exchange(Momenta):
         """Return the part of a state tensor that is exchanged, from this rank's part `local`."""
         if not self.whole:
             return local
-        shape = self.shape(parameter)
+        shape = shape_over(parameter, self.axis)
         rows = -(-shape[0] // self.size)  # of all shards but the last, as torch.chunk has them
         sent = local.new_zeros(rows, *shape[1:])
         sent[: len(local)] = local

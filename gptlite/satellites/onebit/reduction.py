@@ -8,22 +8,24 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
 from gptlite.config.schema import Config
 from gptlite.optimizer.base import local_gradients
 from gptlite.optimizer.clip import square_norms
-from gptlite.parallelism.boxes import cut_like, cuts, local_tensor
+from gptlite.parallelism.boxes import local_tensor
 from gptlite.parallelism.mesh import Mesh
 from gptlite.parallelism.pipeline import add_across_ends
 from gptlite.parallelism.reduction import PREFIX
 from gptlite.parallelism.tensor import axis_of, is_cut, sum_sliced_gradients
 from gptlite.satellites.compressed.buckets import Bucket, BucketReduction
+from gptlite.satellites.compressed.errors import shape_over, wrapped_over
 from gptlite.satellites.onebit.adam import OneBitAdam
 from gptlite.satellites.onebit.configs import OneBitAdamConfig, OneBitLambConfig
 from gptlite.satellites.onebit.lamb import OneBitLamb
 from gptlite.satellites.onebit.momenta import Exchange, Vector
+
+KEYS = f"{PREFIX}momenta."  # of checkpoints; errors of compressed gradients are of another quantity
 
 
 def build_reduction(config: Config, mesh: Mesh) -> OneBitReduction | None:
@@ -91,9 +93,9 @@ class OneBitReduction(BucketReduction):
         return total
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return this rank's errors, as `errors.<index of the rank>.<parameter>`; none before the first exchange."""
+        """Return this rank's errors, as `errors.momenta.<its index>.<parameter>`; none before the first exchange."""
         return {
-            f"{PREFIX}{self.exchange.lane}.{name}": self._like(parameter, view)
+            f"{KEYS}{self.exchange.lane}.{name}": wrapped_over(parameter, view, self.exchange.axis, self.mesh)
             for vector in self.exchange.vectors
             if vector.errors is not None
             for name, parameter, view in self._errors(vector)
@@ -101,18 +103,19 @@ class OneBitReduction(BucketReduction):
 
     def requested(self, stored: Collection[str]) -> dict[str, Tensor]:
         """Return tensors for the errors that this rank takes: those of the ranks with the same index modulo W."""
-        lanes = sorted({int(key.split(".")[1]) for key in stored})
+        exchange = self.exchange
+        lanes = sorted({int(_place(key)[0]) for key in stored if key.startswith(KEYS)})
         self._note = ""
-        if lanes and len(lanes) != self.exchange.size:
-            self._note = f"the compression errors of {len(lanes)} data ranks are summed for {self.exchange.size}"
-        vectors = (zip(each.names, each.parameters, strict=True) for each in self.exchange.vectors)
-        named = {name: parameter for vector in vectors for name, parameter in vector}
+        if lanes and len(lanes) != exchange.size:
+            self._note = f"the compression errors of {len(lanes)} data ranks are summed for {exchange.size}"
+        vectors = (zip(each.names, each.parameters, each.shapes, strict=True) for each in exchange.vectors)
+        named = [place for vector in vectors for place in vector]
         return {
-            key: self._like(parameter, torch.zeros(self.exchange.shape(parameter), device=self.mesh.device))
+            key: wrapped_over(parameter, torch.zeros(shape, device=self.mesh.device), exchange.axis, self.mesh)
             for lane in lanes
-            if lane % self.exchange.size == self.exchange.lane
-            for name, parameter in named.items()
-            if (key := f"{PREFIX}{lane}.{name}") in stored
+            if lane % exchange.size == exchange.lane
+            for name, parameter, shape in named
+            if (key := f"{KEYS}{lane}.{name}") in stored
         }
 
     def take(self, tensors: dict[str, Tensor]) -> list[str]:
@@ -123,7 +126,7 @@ class OneBitReduction(BucketReduction):
             vector.errors = vector.layout.new(self.mesh.device) if tensors else None
             for name, _, view in self._errors(vector) if tensors else ():
                 for key, tensor in tensors.items():
-                    if key.split(".", 2)[2] == name:
+                    if _place(key)[1] == name:
                         view += local_tensor(tensor)
         return [self._note] if self._note else []
 
@@ -137,23 +140,13 @@ class OneBitReduction(BucketReduction):
         assert vector.errors is not None
         return zip(vector.names, vector.parameters, vector.views(vector.errors), strict=True)
 
-    def _like(self, parameter: nn.Parameter, local: Tensor) -> Tensor:
-        """Wrap an exchanged tensor of a parameter as it is sharded."""
-        if not self.exchange.whole:
-            return cut_like(parameter, local)
-        slices = [Shard(cut.dim) for cut in cuts(parameter) if cut.axis == "tp"]
-        if not slices:
-            return local
-        mesh, shape, stride = self.mesh.along("tp"), parameter.shape, parameter.stride()
-        return DTensor.from_local(local, mesh, slices, run_check=False, shape=shape, stride=stride)
-
     def _whole_gradients(self) -> dict[nn.Parameter, Tensor]:
         """Return this rank's own gradients, after the sums that `finish_gradients` does for the shards of parameters.
         Collective over the tensor ranks and the ends of the pipeline."""
         own: dict[nn.Parameter, _Own] = {}
         for bucket in self.buckets:
             for parameter, part in zip(bucket.parameters, self._kept[bucket].split(bucket.sizes, dim=1), strict=True):
-                shape = self.exchange.shape(parameter)
+                shape = shape_over(parameter, self.exchange.axis)
                 own[parameter] = _Own(part.reshape(-1, *shape[1:])[: shape[0]])
         self._kept = {}
         axis = next((axis for each in self.buckets if (axis := axis_of(each.module)) is not None), None)  # type: ignore[arg-type]
@@ -172,3 +165,9 @@ class OneBitReduction(BucketReduction):
         modules = [module for bucket in self.buckets for module in bucket.module.modules()]  # type: ignore[attr-defined]
         some = [module for module in modules if sequence or getattr(module, "of_heads", False) is True]
         return {parameter for module in some for parameter in module.parameters() if not is_cut(parameter)}
+
+
+def _place(key: str) -> tuple[str, str]:
+    """Return the rank's index and the parameter's name of a key of `tensors`."""
+    index, _, name = key.removeprefix(KEYS).partition(".")
+    return index, name

@@ -18,10 +18,9 @@ from gptlite.checkpoint.load import whole_tensors
 from gptlite.checkpoint.manifest import read_manifest
 from gptlite.config import Config
 from gptlite.parallelism.boxes import local_tensor
-from gptlite.parallelism.reduction import PREFIX
 from gptlite.satellites.compressed import build
 from gptlite.satellites.compressed.buckets import Bucket
-from gptlite.satellites.compressed.gradients import CompressedReduction
+from gptlite.satellites.compressed.gradients import KEYS, CompressedReduction
 from gptlite.satellites.monitor.replicas import check_replicas, fingerprint
 
 
@@ -123,7 +122,7 @@ def error_sums(path: str) -> dict[str, Tensor]:
     """The sum of each parameter's errors in a checkpoint, in float64."""
     read, found = whole_tensors(Path(path), lambda _: None), {}
     for key in read_manifest(Path(path)).tensors:
-        if key.startswith(PREFIX):
-            name = key.removeprefix(PREFIX).partition(".")[2]
+        if key.startswith(KEYS):
+            name = key.removeprefix(KEYS).partition(".")[2]
             found[name] = found.get(name, 0.0) + read(key).double()
     return found
