@@ -39,7 +39,7 @@ def _error_sums(state: TrainState) -> Values:
     errors = {key: each for key, each in state.tensors().items() if key.startswith("errors.")}
     sums: Values = {}
     for key, whole in (gather(errors.items()) or {}).items():
-        name = key.split(".", 2)[2]
+        name = key.split(".", 3)[3]  # errors.momenta.RANK.NAME
         sums[name] = sums.get(name, 0) + whole.value.double().numpy()
     return sums
 
