@@ -28,16 +28,25 @@ class BatchSchedule:
     disjoint.
 
     `ramp` is (start, increment, samples), as in Megatron's --rampup-batch-size: the size begins at `start` and grows by
-    `increment` at equal intervals, (global_batch_size - start) / increment times, until position `samples`.
+    `increment` at equal intervals, (global_batch_size - start) / increment times, until position `samples`. With
+    (start, increment), it has changed only where `grown` says, by what the run has measured: (position, size from there
+    on), ascending. The sizes of later batches are then not known, and taken for the last.
     """
 
     global_batch_size: int
-    ramp: tuple[int, int, int] | None = None
+    ramp: tuple[int, ...] | None = None
     skipped: tuple[Range, ...] = ()
+    grown: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def measured(self) -> bool:
+        """True if the ramp follows what the run measures."""
+        return self.ramp is not None and len(self.ramp) == 2
 
     def sizes(self) -> list[int]:
         """Return every size that a global batch can have, smallest first."""
-        return [size for _, size in self._levels]
+        start, increment, *_ = self.ramp or (self.global_batch_size, 1)
+        return list(range(start, self.global_batch_size + 1, increment))
 
     def size(self, position: int) -> int:
         """Return the number of samples in the global batch that begins at `position`."""
@@ -61,7 +70,7 @@ class BatchSchedule:
             # All batches that begin before `end`, from which the next size applies, have this size.
             alike = min(batches, -(-(self.trained(end) - self.trained(position)) // size))
             position, batches = self._advance(position, alike * size), batches - alike
-        return self._advance(position, batches * self.global_batch_size)
+        return self._advance(position, batches * self._levels[-1][1])
 
     def batches(self, samples: int) -> int:
         """Return the smallest number of batches, from the start of the run, that read at least `samples` samples."""
@@ -84,8 +93,10 @@ class BatchSchedule:
     @cached_property
     def _levels(self) -> list[tuple[int, int]]:
         """(position from which a size applies, size), ascending. Integer arithmetic avoids floating-point errors."""
-        start, increment, samples = self.ramp or (self.global_batch_size, 1, 0)
-        sizes = range(start, self.global_batch_size + 1, increment)
+        sizes = self.sizes()
+        if self.measured:
+            return [(0, sizes[0]), *self.grown]
+        samples = self.ramp[2] if self.ramp else 0
         return [(-(-n * samples // max(len(sizes) - 1, 1)), size) for n, size in enumerate(sizes)]
 
     def _next_level(self, position: int) -> int:
@@ -121,9 +132,10 @@ def batch_schedule(global_batch_size: int, ramp: Sequence[int] | None) -> BatchS
     if ramp is None:
         return BatchSchedule(global_batch_size)
     key, form = f"data.batch_ramp={list(ramp)}", "[first size, increment, samples]"
-    if len(ramp) != 3 or min(ramp) < 1:
-        raise ConfigError(f"{key} must be {form}, each at least 1, or null")
-    start, increment, samples = ramp
+    if len(ramp) not in (2, 3) or min(ramp) < 1:
+        raise ConfigError(f"{key} must be {form}, or [first size, increment] to follow the gradient noise scale, each "
+                          "at least 1, or null")  # fmt: skip
+    start, increment = ramp[:2]
     if (growth := global_batch_size - start) < 0 or growth % increment:
         small = start < global_batch_size
         fix = f"an increment that divides {growth}, e.g. {math.gcd(growth, increment)}" if small else "a smaller start"
@@ -133,4 +145,4 @@ def batch_schedule(global_batch_size: int, ramp: Sequence[int] | None) -> BatchS
         )
     if (sizes := growth // increment + 1) > RAMP_SIZES:
         raise ConfigError(f"{key} has {sizes:,} sizes, more than {RAMP_SIZES:,}; give a larger increment")
-    return BatchSchedule(global_batch_size, (start, increment, samples))
+    return BatchSchedule(global_batch_size, tuple(ramp))

@@ -7,6 +7,7 @@ overrides earlier rows that have a larger `step`.
 
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -46,6 +47,17 @@ class OrderRow:
         if other.step > self.step or replace(other, step=self.step, samples=self.samples) != self:
             return False
         return other.first_sample(self.step + 1) == self.samples
+
+    @classmethod
+    def of(cls, schedule: BatchSchedule, eras: Sequence[Era], step: int, samples: int) -> list["OrderRow"]:
+        """Return the rows for the steps after `step` and `samples` samples. A size that the run has measured is that of
+        the next step, and then of those after it, for which another may be decided already."""
+        ramp, skipped = schedule.ramp, [list(each) for each in schedule.skipped]
+        row = cls(step, samples, schedule.global_batch_size, [era.to_json() for era in eras], skipped=skipped)
+        if not schedule.measured:
+            return [replace(row, batch_ramp=list(ramp) if ramp else None)]
+        places = (step, samples), (step + 1, schedule.after(samples))
+        return [replace(row, step=n, samples=first, global_batch_size=schedule.size(first)) for n, first in places]
 
     def schedule(self) -> BatchSchedule:
         """Return the schedule that divides the samples into steps."""

@@ -28,14 +28,15 @@ def step_line(row: Mapping[str, Any], max_steps: int, eta_seconds: float | None 
     For example: `step  120/1000  loss  3.4512  lr 3.0e-03  norm   0.81  12.3k tok/s  ETA 2m31s`.
 
     `row` has the keys of a metrics.jsonl row; of the columns shown here, a value that is absent or None is shown as
-    n/a. `norm` is the gradient norm. `epoch`, `loss_scale`, a model's own metrics, MFU and the memory each add a column
-    if they are present. Columns that do not fit are left out, the memory first, then the learning rate. `unit`: tokens
-    or samples.
+    n/a. `norm` is the gradient norm. `epoch`, `batch_size`, `loss_scale`, a model's own metrics, MFU and the memory
+    each add a column if they are present. Columns that do not fit are left out, the memory first, then the learning
+    rate. `unit`: tokens or samples.
     """
     memory, mfu, scale = (row.get(key) for key in ("memory_allocated_bytes", "mfu", "loss_scale"))
     columns = [
         ("", _position("step", row, max_steps)),
         *([("epoch", f"epoch {row['epoch']:.2f}")] if row.get("epoch") is not None else []),
+        *([("batch", f"batch {row['batch_size']}")] if "batch_size" in row else []),
         ("", f"loss {_text(row.get('loss'), '{:.4f}'.format, 7)}"),
         *[("own", text) for text in _own(row, TRAIN_METRIC)],
         ("lr", f"lr {_text(row.get('lr'), '{:.1e}'.format, 7)}"),
@@ -46,7 +47,7 @@ def step_line(row: Mapping[str, Any], max_steps: int, eta_seconds: float | None 
         *([("memory", f"mem {format_bytes(memory):>8}")] if memory is not None else []),
         ("", f"ETA {_text(eta_seconds, format_duration, 0):<5}"),  # padded, so that each line has the same columns
     ]
-    for left_out in ("memory", "lr", "scale", "mfu", "norm", "epoch", "own"):
+    for left_out in ("memory", "lr", "scale", "mfu", "norm", "epoch", "batch", "own"):
         if len("  ".join(text for _, text in columns)) > WIDTH:
             columns = [each for each in columns if each[0] != left_out]
     return "  ".join(text for _, text in columns).rstrip()

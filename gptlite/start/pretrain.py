@@ -50,5 +50,5 @@ def observers(run: Run, folder: RunFolder, throughput: Throughput) -> tuple[Obse
         MemoryReport(run.mesh, trainer.last_step, throughput.excluded, offloads),
         StepProfiler(trainer.profile_steps, folder.path, run.mesh.rank, folder.log),
         ReplicaCheck(trainer.replica_check_interval),
-        *noise_report(run.state),
+        *noise_report(run.state, folder),
     )

@@ -53,6 +53,7 @@ def announce(run: Run, folder: RunFolder, attached: Attached) -> Reporter:
     schedule = state.loader.schedule
     sizes, elements, layers = map(list, zip(*gather_objects(mesh, _share(state)), strict=True))
     total = schedule.trained(schedule.after(0, steps)) * length
+    least = "at least " if schedule.measured else ""
     arithmetic = f"{format_count(total * per_token)} FLOP" if per_token else "FLOP n/a"
     count = sum({name: size for each in sizes for name, size in each.items()}.values())
     size = format_parameters(count, spec.idle_parameters(model))
@@ -73,7 +74,7 @@ def announce(run: Run, folder: RunFolder, attached: Attached) -> Reporter:
         ("batch", f"{_step_words(config)}; "
                   f"{batch.global_batch_size} = micro-batch {state.loader.micro_batch_size} x "
                   f"{accumulation} accumulation x {mesh.data_size} data-parallel{_ramp(config)}"),
-        ("length", f"{steps} steps = {format_count(total)} {batch.unit}, {total / count:.3g} per parameter, "
+        ("length", f"{steps} steps = {least}{format_count(total)} {batch.unit}, {total / count:.3g} per parameter, "
                    f"{total / length / epoch:.3g} epochs, {arithmetic}"),
         *uncounted,
         ("run folder", f"{folder.path}{' (a new run)' if folder.resume_from is None else ''}"),
@@ -182,8 +183,9 @@ def _ramp(config: Config) -> str:
     """Return the batch-size ramp for the end of the banner's line on the batch; empty if there is none."""
     if config.data.batch_ramp is None:
         return ""
-    start, increment, samples = config.data.batch_ramp
-    return f"; batch size ramp from {start} in steps of {increment} over the first {samples:,} samples"
+    start, increment, *samples = config.data.batch_ramp
+    until = f"over the first {samples[0]:,} samples" if samples else "while below the noise scale"
+    return f"; batch size ramp from {start} in steps of {increment} {until}"
 
 
 def _share(state: TrainState) -> tuple[dict[str, int], int, list[list[int]]]:

@@ -148,16 +148,9 @@ class RunFolder:
 
     def write_order(self, state: TrainState) -> None:
         """Record in data_order.jsonl the rules that select this run's samples from now on."""
-        loader, schedule = state.loader, state.loader.schedule
-        row = OrderRow(
-            step=state.step,
-            samples=state.consumed_samples,
-            global_batch_size=schedule.global_batch_size,
-            eras=[era.to_json() for era in loader.stream.eras],
-            batch_ramp=list(schedule.ramp) if schedule.ramp else None,
-            skipped=[list(each) for each in schedule.skipped],
-        )
-        if damage := from_main(self.mesh, lambda: note_order(self.path, row)):
+        loader = state.loader
+        rows = OrderRow.of(loader.schedule, loader.stream.eras, state.step, state.consumed_samples)
+        if damage := from_main(self.mesh, lambda: next(filter(None, [note_order(self.path, row) for row in rows]), "")):
             self.log(f"{damage}; the run goes on, and its earlier rows stay as they are")
 
     def log(self, text: str) -> None:
@@ -215,13 +208,13 @@ class RunFolder:
         checkpoint = self.checkpointer.rewind(spike.first, start, self.log)
         if checkpoint is None:
             return None
-        tracker, schedule = state.wandb_id, state.loader.schedule
+        tracker, skipped = state.wandb_id, state.loader.schedule.skipped
         state.load(checkpoint, self.log)
         state.load_meta(from_main(self.mesh, lambda: read_manifest(checkpoint).meta))
         # Keep values that the checkpoint may lack: the tracker's run, and the ranges skipped since it was saved.
-        state.wandb_id, state.loader.schedule = tracker, schedule.skipping([(spike.first, spike.stop)])
-        skipped = spike.first, spike.stop
-        from_main(self.mesh, lambda: note_spike(self.path, state.step, spike.step, skipped))
+        state.wandb_id, samples = tracker, (spike.first, spike.stop)
+        state.loader.schedule = state.loader.schedule.skipping([*skipped, samples])
+        from_main(self.mesh, lambda: note_spike(self.path, state.step, spike.step, samples))
         self.write_order(state)
         return checkpoint
 

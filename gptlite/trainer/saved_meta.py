@@ -31,6 +31,7 @@ class _Noise(TypedDict):
     square: float
     weight: float
     base: float | None
+    grown: NotRequired[list[Range]]  # of BatchSchedule
 
 
 class _Meta(TypedDict):

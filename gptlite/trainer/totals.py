@@ -7,9 +7,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from gptlite.trainer.state import TrainingProgress
 
 
 class GradientNoise:
@@ -26,15 +30,16 @@ class GradientNoise:
         numbers of targets of this rank's micro-batches."""
         raise NotImplementedError
 
-    def take(self, totals: StepTotals, samples: int, loss_scale: float) -> None:
-        """Take the totals of a step that is applied, on the host, and set `gain` and `gained`."""
+    def take(self, totals: StepTotals, samples: int, loss_scale: float, after: TrainingProgress) -> None:
+        """Take the totals of a step that is applied, on the host, and set `gain` and `gained`. `after` is the progress
+        after the step, behind which the run may be one step ahead."""
         raise NotImplementedError
 
-    def meta(self) -> dict[str, float]:
+    def meta(self) -> dict[str, Any]:
         """Return the state in JSON form, see saved_meta.py."""
         raise NotImplementedError
 
-    def load_meta(self, meta: dict[str, float] | None) -> None:
+    def load_meta(self, meta: dict[str, Any] | None) -> None:
         """Restore the result of `meta`. None, of a run without an estimator, begins anew."""
         raise NotImplementedError
 

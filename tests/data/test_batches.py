@@ -1,6 +1,7 @@
 """The sizes and samples of global batches, against a plain walk over the samples."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
@@ -9,6 +10,9 @@ from gptlite.errors import ConfigError
 
 RAMPS = [None, (4, 4, 200), (2, 7, 90), (16, 1, 1), (1, 1, 1000), (16, 3, 50)]
 SKIPS = [[], [(0, 5)], [(7, 8), (30, 61)], [(61, 64), (3, 40), (39, 45), (500, 501), (64, 66)], [(15, 1000)]]
+
+
+GROWN = ((20, 6), (44, 8), (100, 14))  # as a run might have measured them
 
 
 def walked(size: int, ramp: tuple[int, int, int] | None, skipped: list[tuple[int, int]], steps: int) -> list[list[int]]:
@@ -42,6 +46,23 @@ def test_batches_are_those_of_a_walk_over_the_samples(ramp, skipped):
         position, seen = schedule.after(position), seen + len(batch)
 
 
+@pytest.mark.parametrize("skipped", SKIPS, ids=str)
+def test_measured_sizes_begin_where_they_were_decided(skipped):
+    schedule = replace(batch_schedule(16, [4, 2]), grown=GROWN).skipping(skipped)
+    assert schedule.sizes() == [4, 6, 8, 10, 12, 14, 16]
+    gone = {number for first, stop in skipped for number in range(first, stop)}
+    left = (number for number in itertools.count() if number not in gone)
+    waiting, seen = next(left), 0
+    for step in range(60):
+        size = next((size for begin, size in reversed(GROWN) if begin <= waiting), 4)
+        batch = [waiting, *itertools.islice(left, size - 1)]
+        assert schedule.samples(batch[0]).tolist() == batch
+        assert schedule.trained(batch[0]) == seen
+        assert schedule.after(0, step) == batch[0]
+        waiting, seen = next(left), seen + size
+    assert not batch_schedule(16, [4, 2, 8]).measured
+
+
 def test_the_ramp_of_megatrons_own_example():
     """`--rampup-batch-size 16 8 300000` up to 1024: 126 increments, one about every 2380 samples."""
     schedule = batch_schedule(1024, [16, 8, 300_000])
@@ -68,11 +89,12 @@ def test_skipping_what_was_skipped_changes_nothing():
         ([4, 5, 100], r"data\.batch_ramp=\[4, 5, 100\] does not reach data\.global_batch_size=16 from 4 in steps of 5; "
                       "take an increment that divides 12, e.g. 1"),
         ([20, 4, 100], "take a smaller start"),
-        ([4, 4], r"must be \[first size, increment, samples\]"),
+        ([4], r"must be \[first size, increment, samples\], or \[first size, increment\] to follow the gradient noise"),
+        ([4, 5], r"data\.batch_ramp=\[4, 5\] does not reach data\.global_batch_size=16"),
         ([0, 4, 100], "each at least 1"),
         ([4, 4, 0], "each at least 1"),
     ],
-    ids=["uneven", "too large", "two numbers", "nothing", "no samples"],
+    ids=["uneven", "too large", "one number", "uneven, measured", "nothing", "no samples"],
 )  # fmt: skip
 def test_a_ramp_that_does_not_end_is_refused(ramp, words):
     with pytest.raises(ConfigError, match=words):

@@ -15,7 +15,8 @@ from gptlite.satellites.compressed.buckets import BucketReduction
 from gptlite.satellites.noise.checks import check_groups, largest_group, wanted_by, without
 from gptlite.satellites.noise.estimate import NoiseEstimate, mean_and_noise
 from gptlite.satellites.noise.gradients import GroupSquares
-from gptlite.trainer.state import TrainState
+from gptlite.satellites.noise.ramp import NoiseRamp, build_ramp
+from gptlite.trainer.state import TrainingProgress, TrainState
 from gptlite.trainer.totals import GradientNoise, StepTotals
 
 
@@ -44,18 +45,27 @@ def build_noise(config: Config, mesh: Mesh, state: TrainState) -> Noise | None:
     adascale = isinstance(optimizer, SGDConfig) and optimizer.adascale
     base = optimizer.adascale_base if isinstance(optimizer, SGDConfig) else None
     # With ZeRO 0 and 1, a rank's micro-batches are added up before they are reduced.
-    return Noise(squares, mesh, mesh.data_size == 1 or config.parallelism.zero >= 2, adascale, base)
+    each, ramp = mesh.data_size == 1 or config.parallelism.zero >= 2, build_ramp(config.data, state.loader)
+    return Noise(squares, mesh, each, adascale, base, ramp)
 
 
 class Noise(GradientNoise):
-    """Noise of a run's gradients, and with `adascale` the gain of its steps.
+    """Noise of a run's gradients, and what follows it: with `adascale` the gain of the steps, with `ramp` their batch.
 
     `each`: every micro-batch is a group; otherwise all of a rank's together are one. `base` is the number of samples in
     the batch for which the learning rate was tuned; None: those of a group in the run's first step.
     """
 
-    def __init__(self, squares: GroupSquares, mesh: Mesh, each: bool, adascale: bool, base: float | None) -> None:
-        self.estimate, self.adascale = NoiseEstimate(), adascale
+    def __init__(
+        self,
+        squares: GroupSquares,
+        mesh: Mesh,
+        each: bool,
+        adascale: bool,
+        base: float | None,
+        ramp: NoiseRamp | None,
+    ) -> None:
+        self.estimate, self.adascale, self.ramp = NoiseEstimate(), adascale, ramp
         self._squares, self._mesh, self._each = squares, mesh, each
         self._set_base, self._base = base, base
 
@@ -71,8 +81,9 @@ class Noise(GradientNoise):
         sizes, number = counts.square().sum() * first, torch.full_like(counts[0], len(counts) * first)
         return torch.stack([self._squares.take(), sizes, self._squares.outside(), number])
 
-    def take(self, totals: StepTotals, samples: int, loss_scale: float) -> None:
-        """Add a step to the estimate; with AdaScale, set the gain of its update from the average up to it."""
+    def take(self, totals: StepTotals, samples: int, loss_scale: float, after: TrainingProgress) -> None:
+        """Add a step to the estimate. From the average up to it follow AdaScale's gain of the step's update, and the
+        size of later batches."""
         assert totals.noise is not None
         assert totals.targets is not None
         groups, sizes, outside, number = totals.noise.tolist()
@@ -85,10 +96,13 @@ class Noise(GradientNoise):
             self._base = samples / number if self._base is None else self._base
             self.gain = self.estimate.gain(samples, self._base)
             self.gained += self.gain - 1
+        if self.ramp is not None:
+            self.ramp.decide(self.estimate, after)
 
     def meta(self) -> dict[str, Any]:
-        """Return the averages, the base batch and the steps gained."""
-        return {"gained": self.gained, **vars(self.estimate), "base": self._base}
+        """Return the averages, the base batch, the steps gained, and the changes of the batch's size."""
+        grown = {"grown": [list(change) for change in self.ramp.grown]} if self.ramp else {}
+        return {"gained": self.gained, **vars(self.estimate), "base": self._base, **grown}
 
     def load_meta(self, meta: dict[str, Any] | None) -> None:
         """Restore the result of `meta`. A base batch of the configuration has precedence."""
@@ -96,3 +110,5 @@ class Noise(GradientNoise):
         self.gain, self.gained = 1.0, meta["gained"] if self.adascale else 0.0
         self.estimate = NoiseEstimate(meta["variance"], meta["square"], meta["weight"])
         self._base = meta["base"] if self._set_base is None else self._set_base
+        if self.ramp is not None:
+            self.ramp.restore(meta.get("grown", ()))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 from gptlite.config.schema import Config
 from gptlite.data.batches import batch_schedule
+from gptlite.data.config import DataConfig
 from gptlite.errors import ConfigError
 from gptlite.optimizer.config import SGDConfig
 from gptlite.parallelism.config import Compression, Offload
@@ -20,6 +23,7 @@ def wanted_by(config: Config) -> str | None:
 def check_noise(config: Config) -> None:
     """Raise ConfigError if the noise is wanted and the layout or the batch does not allow to measure it."""
     _check_base(config)
+    _check_ramp(config)
     if (key := wanted_by(config)) is None:
         return
     layout = config.parallelism
@@ -82,6 +86,30 @@ def _check_base(config: Config) -> None:
     if not 1 <= base <= batch and not config.data.handed_over:
         raise ConfigError(f"optimizer.adascale_base={base} must be from 1 to data.global_batch_size={batch}, since the "
                           "gain is of a larger batch; lower it, or raise data.global_batch_size")  # fmt: skip
+
+
+def _check_ramp(config: Config) -> None:
+    """Raise ConfigError for a batch that is to follow a noise scale which is not measured, and for keys of the rule
+    that are out of range or have no effect."""
+    data = config.data
+    if not batch_schedule(data.global_batch_size, data.batch_ramp).measured:
+        for key in ("ramp_factor", "ramp_steps"):
+            if (value := getattr(data, key)) != (default := getattr(DataConfig, key)):
+                raise ConfigError(f"data.{key}={value} has no effect without data.batch_ramp=[first size, increment]; "
+                                  f"set that, or data.{key}={default}")  # fmt: skip
+        return
+    ramp = f"data.batch_ramp={data.batch_ramp}"
+    if wanted_by(config) is None:
+        raise ConfigError(f"{ramp} gives no number of samples, so that the batch follows the gradient noise scale, "
+                          "which is not measured; set trainer.noise_scale=true, or give [first size, increment, "
+                          "samples]")  # fmt: skip
+    if not 0 < data.ramp_factor < math.inf:
+        raise ConfigError(f"data.ramp_factor={data.ramp_factor} must be above 0 and finite; take e.g. 1")
+    if data.ramp_steps < 1:
+        raise ConfigError(f"data.ramp_steps={data.ramp_steps} must be at least 1; take e.g. 100")
+    if (epochs := config.trainer.max_epochs) is not None:
+        raise ConfigError(f"trainer.max_epochs={epochs:g} is no number of steps while {ramp} lets the batch follow the "
+                          "noise scale; use trainer.max_steps, or give [first size, increment, samples]")  # fmt: skip
 
 
 def without(key: str) -> str:

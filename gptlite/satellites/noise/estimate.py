@@ -56,6 +56,10 @@ class NoiseEstimate:
         """tr(Sigma) / |mu|^2 in samples (B_simple of arXiv:1812.06162); None if the mean is lost in the noise."""
         return max(self.variance, 0.0) / self.square if self.square > 0 else None
 
+    def exceeds(self, samples: float) -> bool:
+        """Return True if the noise scale is above `samples`, as it is where the mean is lost in the noise."""
+        return self.variance > max(samples * self.square, 0.0)
+
     def gain(self, samples: int, base: float) -> float:
         """Return AdaScale's gain for a batch of `samples`, at a rate tuned for a batch of `base`: between 1, where the
         gradient has no noise, and samples / base, where it has nothing else."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from gptlite.satellites.noise.build import Noise
+from gptlite.trainer.folder import RunFolder
 from gptlite.trainer.observers import Observer
 from gptlite.trainer.state import TrainState
 from gptlite.trainer.step import StepResult
@@ -12,26 +13,36 @@ from gptlite.trainer.step import StepResult
 
 class NoiseReport(Observer):
     """Entries of rows and of result.json: `noise_scale` in samples, None while the gradient is lost in its noise; with
-    AdaScale also `gain`, of the row's step, and `clock`, the schedule's."""
+    AdaScale also `gain`, of the row's step, and `clock`, the schedule's; if the batch follows the noise, `batch_size`
+    of the row's step, in samples. Changes of this size are logged, also in the log of the sample order."""
 
-    def __init__(self, noise: Noise) -> None:
-        self._noise, self._step = noise, 0
+    def __init__(self, noise: Noise, state: TrainState, folder: RunFolder) -> None:
+        self._noise, self._state, self._folder = noise, state, folder
+        self._step = self._samples = 0
+        self._changes = len(state.loader.schedule.grown)
 
     def after(self, result: StepResult) -> None:
-        """Note the number of the step."""
-        self._step = result.step
+        """Note the number and the batch of the step, and the change of size that it has led to."""
+        self._step, self._samples = result.step, result.samples
+        before, self._changes = self._changes, len(self._state.loader.schedule.grown)
+        if self._changes > before:
+            self._folder.write_order(self._state)
+            scale, (_, size) = self._noise.estimate.noise_scale, self._state.loader.schedule.grown[-1]
+            why = "the mean gradient is lost in its noise" if scale is None else f"noise scale {scale:.1f}"
+            self._folder.log(f"step {result.step}: {why}; batches have {size} samples from step {result.step + 2} on")
 
     def entries(self) -> dict[str, Any]:
         """Return the values after the last step."""
         noise = self._noise
         more = {"gain": noise.gain, "clock": self._step + noise.gained} if noise.adascale else {}
-        return {"noise_scale": noise.estimate.noise_scale, **more}
+        size = {"batch_size": self._samples} if noise.ramp else {}
+        return {"noise_scale": noise.estimate.noise_scale, **more, **size}
 
     def figures(self) -> dict[str, Any]:
         """Return the same."""
         return self.entries()
 
 
-def noise_report(state: TrainState) -> tuple[Observer, ...]:
+def noise_report(state: TrainState, folder: RunFolder) -> tuple[Observer, ...]:
     """Return the observer of a run that measures the noise; none for another run."""
-    return (NoiseReport(state.noise),) if isinstance(state.noise, Noise) else ()
+    return (NoiseReport(state.noise, state, folder),) if isinstance(state.noise, Noise) else ()
