@@ -19,15 +19,14 @@ class NoiseReport(Observer):
     def __init__(self, noise: Noise, state: TrainState, folder: RunFolder) -> None:
         self._noise, self._state, self._folder = noise, state, folder
         self._step = self._samples = 0
-        self._changes = len(state.loader.schedule.grown)
 
     def after(self, result: StepResult) -> None:
         """Note the number and the batch of the step, and the change of size that it has led to."""
         self._step, self._samples = result.step, result.samples
-        before, self._changes = self._changes, len(self._state.loader.schedule.grown)
-        if self._changes > before:
+        schedule, scale = self._state.loader.schedule, self._noise.estimate.noise_scale
+        if schedule.grown and schedule.grown[-1][0] == schedule.after(result.stop):
             self._folder.write_order(self._state)
-            scale, (_, size) = self._noise.estimate.noise_scale, self._state.loader.schedule.grown[-1]
+            size = schedule.grown[-1][1]
             why = "the mean gradient is lost in its noise" if scale is None else f"noise scale {scale:.1f}"
             self._folder.log(f"step {result.step}: {why}; batches have {size} samples from step {result.step + 2} on")
 
