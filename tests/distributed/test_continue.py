@@ -246,6 +246,28 @@ def test_a_growing_batch_is_the_same_on_any_layout(trainer: Trainer, tmp_path: P
         assert ours[step]["loss"] == pytest.approx(row["loss"], rel=CLOSE)
 
 
+@pytest.mark.slow
+def test_a_batch_that_follows_the_noise_is_the_same_on_any_layout(trainer: Trainer, tmp_path: Path):
+    """Each layout compares gradients of two samples."""
+    ramp = [
+        "trainer.noise_scale=true", "data.batch_ramp=[4,4]", "data.ramp_steps=4", "data.ramp_factor=1",
+        "trainer.max_steps=16", "schedule.warmup_steps=15", "checkpoint.interval=0", "model.tied_embeddings=false",
+    ]  # fmt: skip
+    whole = samples(trainer.train(Run(SINGLE, 2), tmp_path / "whole", *ramp))
+    pieces = [(other(data=2, zero=2, micro=2), 5), (other(tensor=2, data=2, zero=2, micro=2), 10)]
+    cut = []
+    for run, stop_at in [*pieces, (other(data=2, zero=3, micro=2), None)]:
+        cut += samples(trainer.train(run, tmp_path / "cut", *ramp, stop_at=stop_at))
+    assert cut == whole
+    ours, theirs = (
+        [(row["step"], row["batch_size"], row["tokens"]) for row in read_metrics(tmp_path / name) if "loss" in row]
+        for name in ("cut", "whole")
+    )
+    assert ours == theirs
+    assert len({size for _, size, _ in theirs}) > 1
+    assert [number for number, _ in whole] == list(range(sum(size for _, size, _ in theirs)))
+
+
 def samples(trained: list[Trained]) -> list[tuple[int, str]]:
     """Number and text of each sample that was fed, in order: of a micro-batch, the data ranks' parts side by side."""
     parts: dict[int, list[Fed]] = {}

@@ -32,6 +32,13 @@ def sums(overrides: list[str], outside: tuple[str, ...] = ()) -> list[tuple[floa
         return results
 
 
+def sizes(overrides: list[str]) -> tuple[list[int], tuple[tuple[int, int], ...]]:
+    """Sizes of the batches of eight steps, and the changes of size."""
+    ramp = ["data.batch_ramp=[16,16]", "data.ramp_steps=2", "data.ramp_factor=40", "data.micro_batch_size=4"]
+    with built(load([*BASE, *SMALL, *SIZES, *ramp, *overrides])) as (_, state, step):
+        return [step(state).samples for _ in range(8)], state.loader.schedule.grown
+
+
 def close(values, others):
     for row, other in zip(values, others, strict=True):
         assert row == pytest.approx(other, rel=2e-5)
@@ -55,6 +62,14 @@ def test_a_sum_is_not_nothing(one):
 def test_two_ranks_that_reduce_two_micro_batches_are_four_groups(two: Ranks, one, zero):
     for held in two.run("distributed.test_noise:sums", ["parallelism.data=2", f"parallelism.zero={zero}"]):
         close(held, one)
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_ranks_take_the_decisions_of_one_process(two: Ranks, zero):
+    expected = sizes([])
+    assert expected == ([16] * 7 + [32], ((112, 32), (176, 48)))
+    layout = ["parallelism.data=2", f"parallelism.zero={zero}"]
+    assert two.run("distributed.test_noise:sizes", layout) == [expected] * 2
 
 
 def test_two_ranks_that_reduce_once_are_two_groups(two: Ranks):

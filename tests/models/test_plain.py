@@ -2,7 +2,7 @@
 
 import pickle
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any
 
@@ -231,6 +231,24 @@ def test_a_wrong_sample_is_one_line(tmp_path, fault, workers):
         steps(loader, 0, 4, 8)
     assert "\n" not in str(refused.value)
     loader.close()
+
+
+def test_workers_drop_what_they_have_read_ahead_when_the_batch_grows(tmp_path):
+    words = "data.fault=random", "data.global_batch_size=4", "data.batch_ramp=[2,2]", "trainer.noise_scale=true"
+    here, there = loader_of(tmp_path, *words), loader_of(tmp_path, *words, "data.workers=2")
+    position, read = 0, []
+    for step in range(5):
+        if step == 2:  # decided after the step before, for the next but one
+            for loader in (here, there):
+                loader.schedule = replace(loader.schedule, grown=((6, 4),))
+        for micro in range(here.micro_batches(position)):
+            a, b = here.batch(position, micro), there.batch(position, micro)
+            assert torch.equal(a.tokens, b.tokens)
+            assert torch.equal(a.sample_ids, b.sample_ids)
+            read += b.sample_ids.tolist()
+        position = here.schedule.after(position)
+    assert read == list(range(3 * 2 + 2 * 4))
+    there.close()
 
 
 def test_samples_and_their_augmentation_are_a_function_of_seed_and_number(tmp_path):
