@@ -1,10 +1,11 @@
 """Trainer configuration: length of a run, intervals, profiling and loss spikes."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
-# Modules whose `build_noise(config, mesh, state)` returns a GradientNoise, or None. Global on purpose: a plug-in adds
-# its module when it is imported.
-NOISES: list[str] = []
+# Modules whose `build_noise(config, mesh, state)` returns a GradientNoise, and whether a configuration asks for it.
+# Global on purpose: a plug-in adds its module when it is imported.
+NOISES: list[tuple[str, Callable[..., bool]]] = []
 
 
 @dataclass

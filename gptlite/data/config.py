@@ -24,9 +24,8 @@ class DataConfig:
     micro_batch_size: int | None = None  # null: the largest size up to 16 that the layout can run
     sequence_length: int = 256
     batch_ramp: list[int] | None = None  # [first size, increment, samples]: ramp-up of the global batch size
-    # With batch_ramp=[first size, increment], the batch grows while it is below the gradient noise scale.
-    ramp_factor: float = 1.0  # the batch grows if the noise scale is above this factor times its size
-    ramp_steps: int = 100  # steps between two decisions, each for one increment at most
+    ramp_factor: float = 1.0  # with batch_ramp=[first size, increment]: grow below noise scale / factor (adascale.md)
+    ramp_steps: int = 100  # with batch_ramp=[first size, increment]: steps between two decisions to grow
     packing: Packing = Packing.concatenate
     cache_dir: str = "~/.cache/gptlite"
 

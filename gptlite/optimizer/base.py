@@ -37,6 +37,7 @@ class OwnOptimizer(Optimizer):
     """
 
     param_groups: list[dict[str, Any]]
+    scales_gradients = False  # True if `step` takes a factor for the gradients, as FusedStep's does
 
     def new_state(self, parameter: Tensor) -> dict[str, Tensor]:
         """Return one parameter's state before its first step. Moments are sharded like the parameter."""
@@ -89,6 +90,7 @@ class PiecewiseOptimizer(Optimizer):
     """
 
     param_groups: list[dict[str, Any]]
+    scales_gradients = False  # as OwnOptimizer's
 
     def __init__(self, rule: Optimizer) -> None:
         super().__init__(rule.param_groups, rule.defaults)

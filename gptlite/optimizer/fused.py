@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Adam, AdamW, Optimizer
 
 from gptlite.ops.weight_copies import copy_of, mark_written
-from gptlite.optimizer.base import Closure, local_gradients, refuse, rule_of
+from gptlite.optimizer.base import Closure, OwnOptimizer, PiecewiseOptimizer, local_gradients, refuse, rule_of
 from gptlite.optimizer.clip import clip_factor, clip_gradients, local_grad_norm
 from gptlite.optimizer.state import materialized
 from gptlite.parallelism.boxes import local_tensor
@@ -114,7 +114,7 @@ def clip_and_step(
     loss. The fused step does not modify the gradients. If the scalar fp32 tensor `found_inf` is not 0, only the
     gradients may change; passing it requires `decides_on_device`.
     """
-    if is_fused(optimizer) or getattr(optimizer, "scales_gradients", False):  # the latter is for plug-ins
+    if is_fused(optimizer) or (isinstance(optimizer, OwnOptimizer | PiecewiseOptimizer) and optimizer.scales_gradients):
         held = next((tensor for group in optimizer.param_groups for tensor in group["params"]), norm)
         # Offloaded parameters are on the host, but a norm that was summed over ranks is on the device.
         factor = clip_factor(max_norm, norm.to(local_tensor(held).device), loss_scale)

@@ -1,11 +1,12 @@
 """Configuration of parallelism: degrees, ZeRO, pipeline schedule, offload and activation checkpointing."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 
-# Modules whose `build_reduction(config, mesh)` returns what replaces FSDP2's sums of gradients, or None: see
-# reduction.py. The last one that returns something counts. Global on purpose: a plug-in adds its module.
-REDUCTIONS: list[str] = []
+# Modules whose `build_reduction(config, mesh)` returns what replaces FSDP2's sums of gradients, or None (reduction.py),
+# and whether a configuration asks for them. The last one that returns something counts. A plug-in adds its module.
+REDUCTIONS: list[tuple[str, Callable[..., bool]]] = []
 
 
 class Compression(Enum):

@@ -21,8 +21,6 @@ PAGE = 4096  # bytes: each parameter's state takes whole pages of a file
 class InFiles:
     """Interface of optimizers that keep all or part of the model state in files."""
 
-    scales_gradients = False  # True if `step` takes a factor for the gradients, which are then in files
-
     def settle(self) -> None:
         """Synchronise the files before code other than the step reads or writes the mapped tensors."""
         raise NotImplementedError

@@ -90,7 +90,7 @@ def build_run(config: Config, mesh: Mesh, log: Log) -> Run:
 
 def with_reduction(config: Config, mesh: Mesh) -> Mesh:
     """Return the mesh with what replaces FSDP2's sums of gradients, if the configuration asks for something."""
-    built = [import_module(name).build_reduction(config, mesh) for name in REDUCTIONS]
+    built = [import_module(name).build_reduction(config, mesh) for name, asked in REDUCTIONS if asked(config)]
     return replace(mesh, reduction=next(filter(None, reversed(built)), None))
 
 
@@ -130,7 +130,7 @@ def build_state(
         scaler=build_scaler(config.precision, policy),
         spikes=build_spike_watch(config.trainer.spike),
     )
-    noises = (import_module(name).build_noise(config, mesh, state) for name in NOISES)
+    noises = (import_module(name).build_noise(config, mesh, state) for name, asked in NOISES if asked(config))
     state.noise = next(filter(None, noises), None)
     if mesh.reduction is not None:
         mesh.reduction.bind(state.named_parameters(), optimizer)

@@ -8,7 +8,6 @@ from distributed.cells.layouts import BASE
 from distributed.cells.run import Ranks
 from distributed.cells.steps import built
 from gptlite.config import Config, load
-from gptlite.parallelism.mesh import Mesh
 from gptlite.satellites.compressed import build
 from gptlite.satellites.compressed.buckets import Bucket, BucketReduction
 
@@ -32,10 +31,9 @@ def steps(config: Config, replaced: bool) -> tuple[list[tuple[float, float]], in
             seen()
             super().sum(bucket, *args)  # type: ignore[arg-type]
 
-    def dense(config: Config, mesh: Mesh) -> BucketReduction | None:
-        return Counting(mesh) if replaced else None
-
-    with mock.patch.object(build, "build_reduction", dense), built(config) as (_, state, step):
+    ours = mock.patch.object(build, "build_reduction", lambda _, mesh: Counting(mesh))
+    asked = mock.patch("gptlite.trainer.build.REDUCTIONS", [(build.__name__, lambda _: replaced)])
+    with ours, asked, built(config) as (_, state, step):
         results = [step(state) for _ in range(STEPS)]
     return [(each.loss, each.grad_norm) for each in results], count
 

@@ -2,9 +2,9 @@
 
 from gptlite.config.plugins import CHECKS
 from gptlite.parallelism.config import REDUCTIONS
-from gptlite.satellites.compressed.check import check_compression
+from gptlite.satellites.compressed.check import check_compression, compresses
 
 BUILDER = f"{__name__}.build"
-if BUILDER not in REDUCTIONS:
-    REDUCTIONS.append(BUILDER)
+if BUILDER not in dict(REDUCTIONS):
+    REDUCTIONS.append((BUILDER, compresses))
     CHECKS.append(check_compression)

@@ -1,20 +1,15 @@
 """Choice of what replaces FSDP2's sums of gradients in a run."""
 
 from gptlite.config.schema import Config
-from gptlite.parallelism.config import Compression
 from gptlite.parallelism.mesh import Mesh
 from gptlite.parallelism.zero import storage_device
-from gptlite.satellites.compressed.buckets import BucketReduction
 from gptlite.satellites.compressed.codecs import CODECS
 from gptlite.satellites.compressed.gradients import CompressedReduction
 
 
-def build_reduction(config: Config, mesh: Mesh) -> BucketReduction | None:
-    """Return the reduction that the configuration asks for; None for FSDP2's own sums."""
+def build_reduction(config: Config, mesh: Mesh) -> CompressedReduction | None:
+    """Return the reduction of a run with parallelism.compression; None if nothing is summed."""
     layout = config.parallelism
-    if mesh.fsdp_size == 1:  # nothing is summed
+    if mesh.fsdp_size == 1:
         return None
-    if layout.compression is not Compression.none:
-        codec = CODECS[layout.compression.value]
-        return CompressedReduction(mesh, codec, storage_device(mesh, layout), layout.sequence)
-    return None
+    return CompressedReduction(mesh, CODECS[layout.compression.value], storage_device(mesh, layout), layout.sequence)

@@ -6,6 +6,11 @@ from gptlite.parallelism.config import Compression
 from gptlite.precision import SCALED, Reduce
 
 
+def compresses(config: Config) -> bool:
+    """Return True if a run compresses its gradients."""
+    return config.parallelism.compression is not Compression.none
+
+
 def check_compression(config: Config) -> None:
     """Raise ConfigError if another key rules out compressed gradients."""
     layout, precision = config.parallelism, config.precision

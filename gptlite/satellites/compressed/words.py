@@ -2,13 +2,14 @@
 
 from gptlite.parallelism.config import Compression, ParallelismConfig
 from gptlite.parallelism.mesh import Mesh
-from gptlite.satellites.compressed.gradients import CompressedReduction
 
 
 def compression_words(config: ParallelismConfig, mesh: Mesh, micro_batches: int) -> str:
     """Return what a rank sends with `parallelism.compression`; an empty string without it."""
     if config.compression is Compression.none:
         return ""
+    from gptlite.satellites.compressed.gradients import CompressedReduction  # not in other runs
+
     if not isinstance(mesh.reduction, CompressedReduction):
         return (
             f"none, although parallelism.compression={config.compression.value}: a single data rank sends no gradients"

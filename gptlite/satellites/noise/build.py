@@ -21,8 +21,8 @@ from gptlite.trainer.totals import GradientNoise, StepTotals
 
 
 def build_reduction(config: Config, mesh: Mesh) -> BucketReduction | None:
-    """Return dense sums that can be observed, if the noise is measured among data ranks and nothing else sums."""
-    return BucketReduction(mesh) if wanted_by(config) and mesh.fsdp_size > 1 else None
+    """Return dense sums that can be observed, if the noise is measured among data ranks."""
+    return BucketReduction(mesh) if mesh.fsdp_size > 1 else None
 
 
 def build_noise(config: Config, mesh: Mesh, state: TrainState) -> Noise | None:

@@ -20,6 +20,11 @@ def wanted_by(config: Config) -> str | None:
     return "trainer.noise_scale=true" if config.trainer.noise_scale else None
 
 
+def wanted(config: Config) -> bool:
+    """Return True if a run estimates the noise of its gradients."""
+    return wanted_by(config) is not None
+
+
 def check_noise(config: Config) -> None:
     """Raise ConfigError if the noise is wanted and the layout or the batch does not allow to measure it."""
     _check_base(config)

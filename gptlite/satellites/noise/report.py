@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from gptlite.satellites.noise.build import Noise
 from gptlite.trainer.folder import RunFolder
 from gptlite.trainer.observers import Observer
 from gptlite.trainer.state import TrainState
 from gptlite.trainer.step import StepResult
+
+if TYPE_CHECKING:
+    from gptlite.satellites.noise.build import Noise
 
 
 class NoiseReport(Observer):
@@ -44,4 +46,8 @@ class NoiseReport(Observer):
 
 def noise_report(state: TrainState, folder: RunFolder) -> tuple[Observer, ...]:
     """Return the observer of a run that measures the noise; none for another run."""
+    if state.noise is None:
+        return ()
+    from gptlite.satellites.noise.build import Noise  # only in a run that has imported it already
+
     return (NoiseReport(state.noise, state, folder),) if isinstance(state.noise, Noise) else ()

@@ -3,7 +3,13 @@
 from gptlite.config.plugins import CHECKS
 from gptlite.optimizer.registry import register_optimizer
 from gptlite.parallelism.config import REDUCTIONS
-from gptlite.satellites.onebit.configs import OneBitAdamConfig, OneBitLambConfig, ZeroOneAdamConfig, check_onebit
+from gptlite.satellites.onebit.configs import (
+    OneBitAdamConfig,
+    OneBitLambConfig,
+    ZeroOneAdamConfig,
+    check_onebit,
+    exchanges_momenta,
+)
 
 for name, kind in {
     "onebit_adam": OneBitAdamConfig,
@@ -12,6 +18,6 @@ for name, kind in {
 }.items():
     register_optimizer(name, kind, preset=False)  # its preset is a file in conf/optimizer
 BUILDER = f"{__name__}.reduction"
-if BUILDER not in REDUCTIONS:
-    REDUCTIONS.append(BUILDER)
+if BUILDER not in dict(REDUCTIONS):
+    REDUCTIONS.append((BUILDER, exchanges_momenta))
     CHECKS.append(check_onebit)

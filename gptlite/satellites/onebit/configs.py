@@ -79,10 +79,15 @@ class OneBitLambConfig(LambConfig):
         return _with_freeze(self, max_steps, warmup)
 
 
+def exchanges_momenta(config: Any) -> bool:
+    """Return True if a run has a 1-bit optimizer."""
+    return isinstance(config.optimizer, OneBitAdamConfig | OneBitLambConfig)
+
+
 def check_onebit(config: Any) -> None:
     """Raise ConfigError if another section of the configuration rules out a 1-bit optimizer."""
     optimizer, layout = config.optimizer, config.parallelism
-    if not isinstance(optimizer, OneBitAdamConfig | OneBitLambConfig):
+    if not exchanges_momenta(config):
         return
     key = f"optimizer={optimizer_name(type(optimizer))}"
     if layout.expert > 1:

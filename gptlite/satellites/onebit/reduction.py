@@ -21,7 +21,6 @@ from gptlite.parallelism.tensor import axis_of, is_cut, sum_sliced_gradients
 from gptlite.satellites.compressed.buckets import Bucket, BucketReduction
 from gptlite.satellites.compressed.errors import shape_over, wrapped_over
 from gptlite.satellites.onebit.adam import OneBitAdam
-from gptlite.satellites.onebit.configs import OneBitAdamConfig, OneBitLambConfig
 from gptlite.satellites.onebit.lamb import OneBitLamb
 from gptlite.satellites.onebit.momenta import Exchange, Vector
 
@@ -29,10 +28,8 @@ KEYS = f"{PREFIX}momenta."  # of checkpoints; errors of compressed gradients are
 
 
 def build_reduction(config: Config, mesh: Mesh) -> OneBitReduction | None:
-    """Return the reduction of a run with a 1-bit optimizer on several data ranks; None for any other run."""
-    if mesh.fsdp_size == 1 or not isinstance(config.optimizer, OneBitAdamConfig | OneBitLambConfig):
-        return None
-    return OneBitReduction(mesh)
+    """Return the reduction of a run with a 1-bit optimizer; None if nothing is summed."""
+    return OneBitReduction(mesh) if mesh.fsdp_size > 1 else None
 
 
 @dataclass

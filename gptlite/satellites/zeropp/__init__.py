@@ -2,9 +2,9 @@
 
 from gptlite.config.plugins import CHECKS
 from gptlite.parallelism.config import REDUCTIONS
-from gptlite.satellites.zeropp.check import check_zeropp
+from gptlite.satellites.zeropp.check import check_zeropp, wanted
 
 BUILDER = f"{__name__}.build"
-if BUILDER not in REDUCTIONS:
-    REDUCTIONS.append(BUILDER)
+if BUILDER not in dict(REDUCTIONS):
+    REDUCTIONS.append((BUILDER, wanted))
     CHECKS.append(check_zeropp)

@@ -20,6 +20,11 @@ def options(zeropp: ZeroppConfig) -> str:
     return " ".join(f"parallelism.zeropp.{key}={value}" for key, value in on.items() if value)
 
 
+def wanted(config: Config) -> bool:
+    """Return True if any option of a run is on."""
+    return bool(options(config.parallelism.zeropp))
+
+
 def check_zeropp(config: Config) -> None:
     """Raise ConfigError if another key rules out ZeRO++."""
     layout = config.parallelism
