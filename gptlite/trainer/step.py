@@ -232,7 +232,8 @@ class Step:
             at = f", at loss scale {scale:g}, which cannot be reduced further" if scaler else ""
             raise Diverged(counters.after.step, f"loss {loss}, gradient norm {norm}{at}")
         if state.noise is not None and finite:  # not ahead of this result: SGD, whose rate has a gain, has no lag
-            state.noise.take(totals, counters.samples, scale, counters.after)
+            after = counters.after
+            state.noise.take(totals, counters.samples, scale, after.step, after.consumed)
         experts = None
         if totals.loads is not None:
             experts = Loads.of(totals.loads.tolist(), counters.after.tokens - counters.before.tokens)

@@ -7,13 +7,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from gptlite.trainer.state import TrainingProgress
 
 
 class GradientNoise:
@@ -30,9 +27,9 @@ class GradientNoise:
         numbers of targets of this rank's micro-batches."""
         raise NotImplementedError
 
-    def take(self, totals: StepTotals, samples: int, loss_scale: float, after: TrainingProgress) -> None:
-        """Take the totals of a step that is applied, on the host, and set `gain` and `gained`. `after` is the progress
-        after the step, behind which the run may be one step ahead."""
+    def take(self, totals: StepTotals, samples: int, loss_scale: float, step: int, stop: int) -> None:
+        """Take the totals of a step that is applied, on the host, and set `gain` and `gained`. The step's number is
+        `step`, and its samples end before `stop`. The next step may have begun."""
         raise NotImplementedError
 
     def meta(self) -> dict[str, Any]:

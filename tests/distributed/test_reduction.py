@@ -8,6 +8,8 @@ from distributed.cells.layouts import BASE
 from distributed.cells.run import Ranks
 from distributed.cells.steps import built
 from gptlite.config import Config, load
+from gptlite.config.trainer import NOISES
+from gptlite.parallelism.config import REDUCTIONS
 from gptlite.satellites.compressed import build
 from gptlite.satellites.compressed.buckets import Bucket, BucketReduction
 
@@ -36,6 +38,23 @@ def steps(config: Config, replaced: bool) -> tuple[list[tuple[float, float]], in
     with ours, asked, built(config) as (_, state, step):
         results = [step(state) for _ in range(STEPS)]
     return [(each.loss, each.grad_norm) for each in results], count
+
+
+ASKED = {
+    "parallelism=zero2": [],
+    "parallelism=zero2 parallelism.compression=int8": ["compressed.build"],
+    "parallelism=zero3 parallelism.zeropp.weights=int8": ["zeropp.build"],
+    "parallelism=ddp optimizer=onebit_adam": ["onebit.reduction"],
+    "parallelism=zero2 trainer.noise_scale=true": ["noise.build"],
+}
+
+
+@pytest.mark.parametrize("words", ASKED)
+def test_a_run_imports_no_builder_that_its_keys_do_not_ask_for(words: str):
+    config = load(["run.dir=unused", *words.split()])
+    asked = [name.removeprefix("gptlite.satellites.") for name, asks in REDUCTIONS if asks(config)]
+    assert asked == ASKED[words]
+    assert [name for name, asks in NOISES if asks(config)] == [f"gptlite.satellites.{n}" for n in asked if "noise" in n]
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])

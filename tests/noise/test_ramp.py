@@ -22,7 +22,6 @@ from gptlite.data.order_log import read_order, row_of_step
 from gptlite.errors import ConfigError
 from gptlite.satellites.noise.estimate import NoiseEstimate, mean_and_noise
 from gptlite.satellites.noise.ramp import NoiseRamp
-from gptlite.trainer.state import TrainingProgress
 from gptlite.trainer.trainer import Trainer
 
 RAMP = [
@@ -83,7 +82,7 @@ def test_the_batch_grows_up_to_the_known_noise_scale_of_a_simulation() -> None:
         squares, whole = sum((part**2).sum() for part in parts), (sum(parts) ** 2).sum()
         estimate.add(*mean_and_noise(squares, whole, 1 / 2), size, groups)
         consumed += size
-        ramp.decide(estimate, TrainingProgress(step, consumed, 0))
+        ramp.decide(estimate, step, consumed)
     changes = [step for step in range(2, 1201) if seen[step - 1] != seen[step - 2]]
     assert {step % 25 for step in changes} == {2}  # the step after the one that follows a decision
     assert all(seen[step - 1] - seen[step - 2] == 2 for step in changes)
@@ -98,11 +97,11 @@ LOST = [(9, 1, True), (8, 1, False), (1, -1, True), (-1, -1, False), (float("nan
 @pytest.mark.parametrize(("variance", "square", "grows"), LOST)
 def test_a_mean_that_is_lost_in_the_noise_asks_for_more_samples(variance: float, square: float, grows: bool) -> None:
     ramp, _ = ramped(4, 4, 8, 2.0, 5)
-    ramp.decide(NoiseEstimate(variance, square, 1.0), TrainingProgress(4, 16, 0))
+    ramp.decide(NoiseEstimate(variance, square, 1.0), 4, 16)
     assert ramp.grown == ()
-    ramp.decide(NoiseEstimate(variance, square, 1.0), TrainingProgress(5, 20, 0))
+    ramp.decide(NoiseEstimate(variance, square, 1.0), 5, 20)
     assert ramp.grown == (((24, 8),) if grows else ())
-    ramp.decide(NoiseEstimate(1e9, 1, 1.0), TrainingProgress(10, 60, 0))
+    ramp.decide(NoiseEstimate(1e9, 1, 1.0), 10, 60)
     assert ramp.grown[-1][1] == 8  # the largest
 
 

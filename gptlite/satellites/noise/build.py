@@ -16,7 +16,7 @@ from gptlite.satellites.noise.checks import check_groups, largest_group, wanted_
 from gptlite.satellites.noise.estimate import NoiseEstimate, mean_and_noise
 from gptlite.satellites.noise.gradients import GroupSquares
 from gptlite.satellites.noise.ramp import NoiseRamp, build_ramp
-from gptlite.trainer.state import TrainingProgress, TrainState
+from gptlite.trainer.state import TrainState
 from gptlite.trainer.totals import GradientNoise, StepTotals
 
 
@@ -45,14 +45,14 @@ def build_noise(config: Config, mesh: Mesh, state: TrainState) -> Noise | None:
     adascale = isinstance(optimizer, SGDConfig) and optimizer.adascale
     base = optimizer.adascale_base if isinstance(optimizer, SGDConfig) else None
     # With ZeRO 0 and 1, a rank's micro-batches are added up before they are reduced.
-    each, ramp = mesh.data_size == 1 or config.parallelism.zero >= 2, build_ramp(config.data, state.loader)
-    return Noise(squares, mesh, each, adascale, base, ramp)
+    per_pass = mesh.data_size == 1 or config.parallelism.zero >= 2
+    return Noise(squares, mesh, per_pass, adascale, base, build_ramp(config.data, state.loader))
 
 
 class Noise(GradientNoise):
     """Noise of a run's gradients, and what follows it: with `adascale` the gain of the steps, with `ramp` their batch.
 
-    `each`: every micro-batch is a group; otherwise all of a rank's together are one. `base` is the number of samples in
+    `per_pass`: every micro-batch is a group; otherwise all of a rank's together are one. `base` is the number of samples in
     the batch for which the learning rate was tuned; None: those of a group in the run's first step.
     """
 
@@ -60,20 +60,20 @@ class Noise(GradientNoise):
         self,
         squares: GroupSquares,
         mesh: Mesh,
-        each: bool,
+        per_pass: bool,
         adascale: bool,
         base: float | None,
         ramp: NoiseRamp | None,
     ) -> None:
         self.estimate, self.adascale, self.ramp = NoiseEstimate(), adascale, ramp
-        self._squares, self._mesh, self._each = squares, mesh, each
+        self._squares, self._mesh, self._per_pass = squares, mesh, per_pass
         self._set_base, self._base = base, base
 
     def share(self, targets: Tensor) -> Tensor:
         """Return this rank's summands [4]: the groups' squared norms, the squares of their numbers of targets, the
         squared norm of the gradients left out, and the number of groups. Raises ConfigError if there is one group."""
         mesh = self._mesh
-        counts = (targets if self._each else targets.sum().reshape(1)).double()
+        counts = (targets if self._per_pass else targets.sum().reshape(1)).double()
         if mesh.data_size * len(counts) < 2:  # a program that gives its own batches decides in each step
             raise ConfigError("optimizer.adascale=true compares gradients, and this step has one micro-batch on one "
                               "data rank; give a list of batches, or a smaller data.micro_batch_size")  # fmt: skip
@@ -81,7 +81,7 @@ class Noise(GradientNoise):
         sizes, number = counts.square().sum() * first, torch.full_like(counts[0], len(counts) * first)
         return torch.stack([self._squares.take(), sizes, self._squares.outside(), number])
 
-    def take(self, totals: StepTotals, samples: int, loss_scale: float, after: TrainingProgress) -> None:
+    def take(self, totals: StepTotals, samples: int, loss_scale: float, step: int, stop: int) -> None:
         """Add a step to the estimate. From the average up to it follow AdaScale's gain of the step's update, and the
         size of later batches."""
         assert totals.noise is not None
@@ -97,7 +97,7 @@ class Noise(GradientNoise):
             self.gain = self.estimate.gain(samples, self._base)
             self.gained += self.gain - 1
         if self.ramp is not None:
-            self.ramp.decide(self.estimate, after)
+            self.ramp.decide(self.estimate, step, stop)
 
     def meta(self) -> dict[str, Any]:
         """Return the averages, the base batch, the steps gained, and the changes of the batch's size."""

@@ -15,7 +15,6 @@ from gptlite.data.batch_loader import BatchLoader
 from gptlite.data.batches import Range
 from gptlite.data.config import DataConfig
 from gptlite.satellites.noise.estimate import NoiseEstimate
-from gptlite.trainer.state import TrainingProgress
 
 
 @dataclass(frozen=True)
@@ -35,17 +34,17 @@ class NoiseRamp:
         """Changes of size so far, also one that is yet to come: (position of the first batch, size)."""
         return self.loader.schedule.grown
 
-    def decide(self, estimate: NoiseEstimate, after: TrainingProgress) -> None:
-        """Let the batch grow if the averages ask for it. `after` is the progress after the step that they end with. If
-        the mean gradient is lost in the noise, the noise scale is above any batch.
+    def decide(self, estimate: NoiseEstimate, step: int, stop: int) -> None:
+        """Let the batch grow if the averages ask for it. They end with step number `step`, whose samples end before
+        `stop`. If the mean gradient is lost in the noise, the noise scale is above any batch.
 
         The size changes with the next step but one: on a GPU, the next step begins before the totals of this one are
         read. Batches that have been read ahead have the old schedule as their key, and are read again.
         """
-        if after.step % self.interval:
+        if step % self.interval:
             return
         schedule = self.loader.schedule
-        begin = schedule.after(after.consumed)
+        begin = schedule.after(stop)
         size = schedule.size(begin)
         larger = next((each for each in schedule.sizes() if each > size), None)
         if larger is not None and estimate.exceeds(self.factor * size):
