@@ -26,15 +26,16 @@ def taken(config: Config, count: int) -> tuple[list[tuple[float, float]], Values
     """Losses and norms of a run's steps, and on rank 0 all parameters and moments after them."""
     with built(config) as (_, state, step):
         results = [step(state) for _ in range(count)]
-        return [(each.loss, each.grad_norm) for each in results], _values(state)
+        return [(each.loss, each.grad_norm) for each in results], values_of(state)
 
 
-def _values(state: TrainState) -> Values:
+def values_of(state: TrainState) -> Values:
+    """All parameters and moments, on rank 0."""
     tensors = {key: tensor for key, tensor in state.tensors().items() if not key.startswith("errors.")}
     return {key: whole.value.numpy() for key, whole in (gather(tensors.items()) or {}).items()}
 
 
-def _error_sums(state: TrainState) -> Values:
+def error_sums(state: TrainState) -> Values:
     """The sums of all ranks' errors by parameter, on rank 0."""
     errors = {key: each for key, each in state.tensors().items() if key.startswith("errors.")}
     sums: Values = {}
@@ -53,9 +54,9 @@ def saved(config: Config, at: int, last: int) -> tuple[list[float], Values, Valu
         with closing(folder.checkpointer):
             folder.save(state)
             folder.finish_saves()
-        sums = _error_sums(state)
+        sums = error_sums(state)
         losses = [step(state).loss for _ in range(last - at)]
-        return losses, _values(state), sums
+        return losses, values_of(state), sums
 
 
 def resumed(config: Config, last: int) -> tuple[list[float], Values, Values]:
@@ -64,9 +65,9 @@ def resumed(config: Config, last: int) -> tuple[list[float], Values, Values]:
         folder = RunFolder(config, mesh)
         with closing(folder.checkpointer):
             folder.restore(state)
-        sums = _error_sums(state)
+        sums = error_sums(state)
         losses = [step(state).loss for _ in range(last - state.step)]
-        return losses, _values(state), sums
+        return losses, values_of(state), sums
 
 
 def same(values: Values, expected: Values) -> bool:
