@@ -78,7 +78,9 @@ def _means(state: TrainState) -> dict[str, float]:
     """The mean of each parameter's second moments that are not 0, on rank 0."""
     moments = {name: state.optimizer.state[p]["exp_avg_sq"] for name, p in state.named_parameters()}
     whole = gather(moments.items()) or {}
-    return {name: float(each.value.double().sum() / max(1, int((each.value != 0).sum()))) for name, each in whole.items()}
+    return {
+        name: float(each.value.double().sum() / max(1, int((each.value != 0).sum()))) for name, each in whole.items()
+    }
 
 
 def _line(mesh: Mesh, reduction: OneBitReduction) -> str:

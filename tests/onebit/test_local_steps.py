@@ -30,7 +30,15 @@ ENDS = [*range(1, 13), 14, 16, 20, 24, 28]
 
 
 def test_intervals_double_up_to_the_clipper():
-    assert [Intervals(8, 4, 5).at(step) for step in (1, 8, 9, 12, 13, 16, 17, 20, 21, 1000)] == [*[1] * 4, 2, 2, 4, 4, 5, 5]
+    assert [Intervals(8, 4, 5).at(step) for step in (1, 8, 9, 12, 13, 16, 17, 20, 21, 1000)] == [
+        *[1] * 4,
+        2,
+        2,
+        4,
+        4,
+        5,
+        5,
+    ]
     assert [step for step in range(1, STEPS + 1) if Intervals(FREEZE, 4, 4).ends(step)] == ENDS
     assert all(Intervals(8, 4, 1).ends(step) for step in range(1, 50))
 
@@ -116,7 +124,9 @@ def test_two_ranks_take_the_steps_of_the_simulation(two: Ranks):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["data=4", "data=2 tensor=2 sequence=true", "data=2 pipeline=2", "data=4 dp_replicate=2 zero=1"])
+@pytest.mark.parametrize(
+    "layout", ["data=4", "data=2 tensor=2 sequence=true", "data=2 pipeline=2", "data=4 dp_replicate=2 zero=1"]
+)
 def test_four_ranks_take_the_steps_of_the_simulation(four: Ranks, layout: str):
     run = config("zero_one_adam", *(f"parallelism.{word}" for word in layout.split()), *LOCAL)
     ranks = four.run("onebit.cases:steps", run, STEPS, timeout=300)

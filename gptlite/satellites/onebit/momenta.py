@@ -51,7 +51,9 @@ class Momenta:
     def roots(self, parameters: Sequence[nn.Parameter], state: State) -> list[Tensor]:
         """Return this rank's part of each r, the roots of second moments after the warm-up. Collective over the ranks
         that hold a parameter's slices."""
-        return floored([state(parameter, "exp_avg_sq") for parameter in parameters], [cuts(each) for each in parameters])
+        return floored(
+            [state(parameter, "exp_avg_sq") for parameter in parameters], [cuts(each) for each in parameters]
+        )
 
     def refreshed(self) -> None:
         """Note that second moments have changed."""
@@ -222,7 +224,9 @@ class Exchange(Momenta):
             if vector.errors is None:
                 vector.errors = vector.layout.new(self.mesh.device)
             seconds = [self._gathered(each, state(each, "exp_avg_sq")) for each in vector.parameters]
-            sharded = [[cut for cut in cuts(each) if not self.whole or cut.axis != self.axis] for each in vector.parameters]
+            sharded = [
+                [cut for cut in cuts(each) if not self.whole or cut.axis != self.axis] for each in vector.parameters
+            ]
             roots = floored(seconds, sharded)
             for at, (view, parameter) in enumerate(zip(vector.views(vector.mask), vector.parameters, strict=True)):
                 torch.ne(seconds[at], 0, out=view)
