@@ -4,10 +4,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from distributed.cells.compression import error_sums
 from distributed.cells.powersgd import Simulation, Sums
 from distributed.cells.run import Ranks
+from distributed.cells.steps import built
 from distributed.test_compression import UNEVEN, chain, words
 from gptlite.config import load
 
@@ -71,11 +73,6 @@ def test_a_gradient_that_was_zero_is_summed_later(two: Ranks):
 
 def after_zeros() -> bool:
     """Whether a matrix that had gradients of 0 gets its sum, of rank 1."""
-    import torch
-
-    from distributed.cells.powersgd import Watched
-    from distributed.cells.steps import built
-
     run = load(words("data=2 compression=powersgd compression_rank=1", "data.micro_batch_size=12"))
     with built(run) as (_, state, step):
         step(state)
@@ -92,7 +89,7 @@ def after_zeros() -> bool:
         matrix = torch.outer(torch.arange(1.0, rows + 1), torch.arange(1.0, columns + 1))
         parts[parameter].copy_(matrix.view(-1))
         reduction.sum(bucket, flat, group)
-        return bool(((parts[parameter].view(rows, columns) - 2 * matrix).norm() < 1e-5 * matrix.norm()))
+        return bool((parts[parameter].view(rows, columns) - 2 * matrix).norm() < 1e-5 * matrix.norm())
 
 
 def test_a_run_resumes_to_the_bit_and_int4_takes_its_errors(two: Ranks, tmp_path: Path):

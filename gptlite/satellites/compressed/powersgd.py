@@ -1,8 +1,8 @@
 """PowerSGD (Vogels et al. 2019, arXiv:1905.13727): sums of gradients as matrices of low rank, with error feedback.
 
-M_i [n, m] is rank i's gradient of a matrix plus its error. The ranks sum P = sum M_i Q, orthonormalize P [n, r], and sum
-Q = sum M_i' P [m, r]. All take P Q' for the sum of the M_i, rank i keeps the error M_i - P (M_i' P)', and the next step
-begins with this Q. Vectors, and matrices whose factors would be no smaller, are summed as they are.
+M_i [n, m] is rank i's gradient of a matrix plus its error. The ranks sum P = sum M_i Q, orthonormalize P [n, r], and
+sum Q = sum M_i' P [m, r]. All take P Q' for the sum of the M_i, rank i keeps the error M_i - P (M_i' P)', and the next
+step begins with this Q. Vectors, and matrices whose factors would be no smaller, are summed as they are.
 
 Factors are exchanged in fp32, like messages of a codec, and added in rank order. So their sums have equal bits on all
 ranks, and copies of a parameter on several tensor ranks stay equal.

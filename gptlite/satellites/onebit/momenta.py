@@ -97,8 +97,11 @@ class Vector:
 
 @dataclass
 class Pending:
-    """What a rank has done on its own since the last exchange (0/1 Adam): `anchors`, the parameters of all ranks then,
-    with weight decay since; `moved`, its sums of rate · momentum; `rates`, the sums of rates of each parameter group."""
+    """What a rank has done alone since the last exchange (0/1 Adam), in so many `steps`.
+
+    `anchors`: the parameters of all ranks then, with weight decay since. `moved`: the rank's sums of rate · momentum.
+    `rates`: the sum of rates of each parameter group.
+    """
 
     anchors: dict[nn.Parameter, Tensor]
     moved: dict[nn.Parameter, Tensor]

@@ -1,12 +1,13 @@
-"""0/1 Adam (Lu et al. 2022, arXiv:2202.06009, algorithm 1): 1-bit Adam whose ranks, once second moments are frozen, take
-steps without an exchange of momenta, at intervals that grow.
+"""0/1 Adam (Lu et al. 2022, arXiv:2202.06009, algorithm 1): 1-bit Adam with steps that exchange nothing.
+
+Second moments are refreshed at growing intervals. Once they are frozen, momenta are exchanged at growing intervals.
 
 Between two exchanges rank i steps by its own momentum, m_i = beta1 m_i + (1 - beta1) W g_i, and adds up its steps,
 u_i = sum lr m_i. At the exchange all ranks start from the parameters of the last one, take the mean step u of all
 ranks, and have the momentum u / sum lr.
 
-The messages are k u_i / (W sum lr), for k steps since the last exchange: sums of momenta, so that errors have the units
-of those in 1-bit Adam, and an interval may have any length. (DeepSpeed sends u_i, and drops the errors where it begins.)
+The messages are k u_i / (W sum lr), for k steps since the last exchange: sums of momenta, so that errors have the
+units of those in 1-bit Adam, and an interval may have any length. (DeepSpeed sends u_i, and drops earlier errors.)
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -66,8 +67,8 @@ def step_bytes(config: ZeroOneAdamConfig, vectors: Sequence[Sequence[int]], rank
     """Return the mean number of bytes that a rank sends per step, in the first `steps` steps: a ring's in steps with
     dense sums of fp32 gradients, messages of signs in those that end with an exchange, and none in the others.
 
-    `vectors`: the numbers of elements of the parameters that are exchanged together. Evaluations and checkpoints between
-    two exchanges add one each.
+    `vectors`: the numbers of elements of the parameters that are exchanged together, as in `Exchange.vectors`. An
+    evaluation or a checkpoint between two exchanges adds one.
     """
     dense, intervals = schedule(config)
     sums = sum(step <= steps for step in dense)

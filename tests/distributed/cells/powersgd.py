@@ -71,8 +71,8 @@ def watched(config: Config, steps: int) -> Sums:
 
 @dataclass
 class Simulation:
-    """PowerSGD of all workers for one matrix, in numpy, from the paper's algorithm 1: each worker's error is what it had
-    and the mean of all does not say. Only the sum of these errors matters."""
+    """PowerSGD of all workers for one matrix, in numpy, from the paper: each worker's error is what it had beyond the
+    mean of all. Only the sum of these errors matters."""
 
     q: NDArray
     errors: list[NDArray]
