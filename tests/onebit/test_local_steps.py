@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from contextlib import closing
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -12,10 +14,14 @@ from distributed.cells.steps import built
 
 from gptlite.config import Config, load
 from gptlite.errors import ConfigError
+from gptlite.models.model import Model
+from gptlite.parallelism.stage_runner import StageRunner
 from gptlite.satellites.monitor.replicas import ReplicaCheck, ReplicasDiffer, check_replicas
 from gptlite.satellites.onebit.configs import ZeroOneAdamConfig
 from gptlite.satellites.onebit.zero_one import Intervals, step_bytes
 from gptlite.start.pretrain import pretrain
+from gptlite.trainer import trainer
+from gptlite.trainer.eval import Evaluation, evaluate_sets
 from gptlite.trainer.folder import RunFolder
 from onebit.cases import Seen
 from onebit.simulation import Simulation
@@ -208,9 +214,16 @@ def test_a_save_between_exchanges_has_one_state_from_which_a_run_resumes_bit_for
     assert same(restored, stored)
 
 
-def exit_of(overrides: list[str]) -> int:
-    """The exit code of a run."""
-    return pretrain(load(overrides)).exit_code
+def evaluations(overrides: list[str]) -> tuple[int, list[bool]]:
+    """The exit code of a run, and whether ranks are apart in each of its evaluations."""
+    apart: list[bool] = []
+
+    def recorded(model: Model, runner: StageRunner, *args: Any) -> Evaluation:
+        apart.append(runner.mesh.reduction is not None and runner.mesh.reduction.apart)
+        return evaluate_sets(model, runner, *args)
+
+    with mock.patch.object(trainer, "evaluate_sets", recorded):
+        return pretrain(load(overrides)).exit_code, apart
 
 
 def test_a_run_evaluates_checks_and_saves_between_exchanges(two: Ranks, tmp_path: Path):
@@ -221,4 +234,4 @@ def test_a_run_evaluates_checks_and_saves_between_exchanges(two: Ranks, tmp_path
         *"trainer.replica_check_interval=1 trainer.sample_tokens=0 parallelism.data=2 trainer.eval_samples=8".split(),
         f"run.dir={tmp_path / 'run'}",
     ]
-    assert two.run("onebit.test_local_steps:exit_of", words, timeout=300) == [0, 0]
+    assert two.run("onebit.test_local_steps:evaluations", words, timeout=300) == [(0, [False] * 3)] * 2
