@@ -2,10 +2,8 @@
 
 M_i [n, m] is rank i's gradient of a matrix plus its error. The ranks sum P = sum M_i Q, orthonormalize P [n, r], and
 sum Q = sum M_i' P [m, r]. All take P Q' for the sum of the M_i, rank i keeps the error M_i - P (M_i' P)', and the next
-step begins with this Q. Vectors, and matrices whose factors would be no smaller, are summed as they are.
-
-Factors are exchanged in fp32, like messages of a codec, and added in rank order. So their sums have equal bits on all
-ranks, and copies of a parameter on several tensor ranks stay equal.
+step begins with this Q. Vectors, and matrices whose factors would be no smaller, are summed as they are. All is sent in
+fp32 and added in rank order, so sums have equal bits on all ranks, and copies of a parameter on tensor ranks stay equal.
 """
 
 from __future__ import annotations
@@ -18,7 +16,6 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.functional import pad
 from torch.optim import Optimizer
 
 from gptlite.parallelism.mesh import Mesh
@@ -52,6 +49,15 @@ class Uncoded:
         return message.view(torch.float32).view(blocks, 1)
 
 
+def factor_bytes(shapes: Iterable[tuple[int, int]], rank: int, ranks: int) -> int:
+    """Return the bytes that a rank sends for a bucket of parameters with these numbers of rows and of columns."""
+    first = second = 0
+    for rows, columns in shapes:
+        low = _pays(rows, columns, rank)
+        first, second = first + rows * (rank if low else columns), second + low * columns * rank
+    return sum(all_reduce_bytes(Uncoded("fp32"), -(-values // ranks), ranks) for values in (first, second))
+
+
 class LowRankReduction(CompressedReduction):
     """Sums over the replicas, for ZeRO 0 and HSDP, as matrices of rank `rank`."""
 
@@ -64,8 +70,8 @@ class LowRankReduction(CompressedReduction):
         """Create the errors, zeros, and the factors Q, which depend on the parameter's name alone. Collective."""
         super().bind(parameters, optimizer)
         for held in self._errors.values():
-            for parameter, (_, columns) in zip(held.parameters, self._shapes(held), strict=True):
-                if columns:
+            for parameter, (rows, columns) in zip(held.parameters, self._shapes(held), strict=True):
+                if _pays(rows, columns, self._rank):
                     seed = int.from_bytes(hashlib.sha256(self._lanes[parameter].name.encode()).digest()[:8]) >> 1
                     first = torch.randn(columns, self._rank, generator=torch.Generator().manual_seed(seed))
                     self._factors[parameter] = first.to(self.mesh.device)
@@ -76,11 +82,12 @@ class LowRankReduction(CompressedReduction):
         errors = held.values.to(flat.device)
         values = held.pack(bucket.row(flat)).add_(errors)
         parts, missing = ([view[0] for view in held.views(each)] for each in (values, errors))
-        low = [at for at, (_, columns) in enumerate(self._shapes(held)) if columns]
+        shapes = self._shapes(held)
+        low = [at for at, shape in enumerate(shapes) if _pays(*shape, self._rank)]
         whole = [at for at in range(len(parts)) if at not in low]
-        matrices = {at: parts[at].view(self._shapes(held)[at]) for at in low}
-        sent = [matrices[at] @ self._factors[held.parameters[at]] for at in low]
-        sums = self._summed([*sent, *(parts[at] for at in whole)], group)
+        matrices = {at: parts[at].view(shapes[at]) for at in low}
+        products = (matrices[at] @ self._factors[held.parameters[at]] for at in low)
+        sums = self._summed([*products, *(parts[at] for at in whole)], group)
         for at, total in zip(whole, sums[len(low) :], strict=True):
             parts[at].copy_(total)
             missing[at].zero_()
@@ -89,21 +96,15 @@ class LowRankReduction(CompressedReduction):
         for at, p, mine, q in zip(low, left, own, self._summed(own, group), strict=True):
             missing[at].copy_((matrices[at] - p @ mine.T).view(-1))
             parts[at].copy_((p @ q.T).view(-1))
-            # A column of zeros, of a gradient that was 0, would stay so.
-            self._factors[held.parameters[at]] = torch.where(q.any(0), q, 1.0)
+            self._factors[held.parameters[at]] = torch.where(q.any(0), q, 1.0)  # zeros, of a gradient of 0, would stay
         flat.copy_(held.unpack(values))
         if errors is not held.values:
             held.values.copy_(errors)
 
     def step_bytes(self, passes: int) -> tuple[int, int]:
         """Return the bytes that this rank sends in a step, and those that it would send of fp32 gradients: a ring's."""
-        sent = 0
-        for held in self._errors.values():
-            pairs = list(zip(self._shapes(held), held.sizes, strict=True))
-            first = sum(rows * self._rank if columns else size for (rows, columns), size in pairs)
-            second = sum(columns * self._rank for (_, columns), _ in pairs)
-            sent += sum(all_reduce_bytes(self.codec, -(-n // self._replicas), self._replicas) for n in (first, second))
-        return sent, super().step_bytes(passes)[1]
+        shapes = map(self._shapes, self._errors.values())
+        return sum(factor_bytes(each, self._rank, self._replicas) for each in shapes), super().step_bytes(passes)[1]
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the errors, and each Q under `errors.factors.<shape>.<place>.<parameter name>`."""
@@ -117,18 +118,13 @@ class LowRankReduction(CompressedReduction):
     def take(self, tensors: dict[str, Tensor]) -> list[str]:
         """Set errors and factors. A Q that is not stored, as on another layout, stays as it is: any Q will do."""
         for parameter in self._factors:
-            if (factor := tensors.get(self._key(parameter))) is not None:
-                self._factors[parameter] = factor
+            self._factors[parameter] = tensors.get(self._key(parameter), self._factors[parameter])
         return super().take({key: each for key, each in tensors.items() if not key.startswith(KEYS)})
 
     def _shapes(self, held: Errors) -> list[tuple[int, int]]:
-        """Return the rows and columns of each parameter's part of a bucket; (0, 0) for one that is summed as it is."""
-        shapes = []
-        for parameter, size in zip(held.parameters, held.sizes, strict=True):
-            columns = max(1, math.prod(shape_over(parameter, self._axis)[1:]))
-            rows = size // columns
-            shapes.append((rows, columns) if (rows + columns) * self._rank < rows * columns else (0, 0))
-        return shapes
+        """Return the rows and columns of each parameter's part of a bucket. A vector has one column."""
+        columns = [max(1, math.prod(shape_over(parameter, self._axis)[1:])) for parameter in held.parameters]
+        return [(size // count, count) for size, count in zip(held.sizes, columns, strict=True)]
 
     def _key(self, parameter: nn.Parameter) -> str:
         lane, (columns, rank) = self._lanes[parameter], self._factors[parameter].shape
@@ -141,7 +137,12 @@ class LowRankReduction(CompressedReduction):
         if not tensors:
             return []
         flat = torch.cat([each.reshape(-1) for each in tensors])
-        chunks = pad(flat, (0, -flat.numel() % group.size())).view(group.size(), -1, 1)
+        chunks = nn.functional.pad(flat, (0, -flat.numel() % group.size())).view(group.size(), -1, 1)
         total = all_reduce(chunks, torch.zeros_like(chunks), self.codec, group, counted=self.counted).view(-1)
-        parts = total[: flat.numel()].split([each.numel() for each in tensors])
-        return [part.view_as(each) for part, each in zip(parts, tensors, strict=True)]
+        parts = total.split([*(each.numel() for each in tensors), total.numel() - flat.numel()])
+        return [part.view_as(each) for part, each in zip(parts, tensors, strict=False)]
+
+
+def _pays(rows: int, columns: int, rank: int) -> bool:
+    """Return True if a matrix's factors are smaller than the matrix."""
+    return (rows + columns) * rank < rows * columns

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from unittest import mock
 
@@ -37,7 +36,7 @@ class Watched(LowRankReduction):
     def _named(self, bucket: Bucket, flat: Tensor) -> Values:
         held = self._errors[bucket]
         parts = bucket.row(flat)[0].split(held.sizes)
-        shapes = [shape if math.prod(shape) else (-1,) for shape in self._shapes(held)]
+        shapes = self._shapes(held)
         names = [self._lanes[each].name for each in held.parameters]
         return {name: _numpy(part.view(shape)) for name, part, shape in zip(names, parts, shapes, strict=True)}
 
