@@ -47,6 +47,7 @@ EFFECTS: dict[str, Effect] = {
     "data_identity.sequence_length": Effect.changes_numbers,
     "parallelism": Effect.reshards,
     "parallelism.compression": Effect.changes_numbers,
+    "parallelism.compression_rank": Effect.changes_numbers,
     "parallelism.zeropp": Effect.changes_numbers,
     "parallelism.zeropp.secondary": Effect.safe,  # the backward pass has the weights of the forward pass
     "parallelism.prefetch": Effect.safe,  # changes when data is transferred, not the order of summation

@@ -24,7 +24,7 @@ AT_LEAST_1, OFF_AT_0 = "must be at least 1", "must not be negative; 0 turns it o
 BOUNDS: list[tuple[str, str, float, float, str]] = [
     ("", "seed", 0, 2**32 - 1, "must be at least 0 and below 2**32"),
     ("cluster.", "nodes devices_per_node", 1, RANKS, AT_LEAST_1),
-    ("parallelism.", "virtual_stages bucket_layers offload_buffer_mib", 1, SIZE, AT_LEAST_1),
+    ("parallelism.", "virtual_stages bucket_layers compression_rank offload_buffer_mib", 1, SIZE, AT_LEAST_1),
     ("parallelism.", "zero", 0, 3, "is not a ZeRO stage; use 0, 1, 2 or 3"),
     ("parallelism.", "prefetch", 0, INTEGER, "must not be negative; 0 turns prefetching off"),
     ("parallelism.", "timeout_seconds", SOME, 1_000_000, "must be above 0 and at most 1,000,000"),  # eleven days

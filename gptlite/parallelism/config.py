@@ -16,6 +16,7 @@ class Compression(Enum):
     bf16 = "bf16"
     int8 = "int8"
     int4 = "int4"
+    powersgd = "powersgd"
 
 
 class ActivationCheckpointing(Enum):
@@ -77,6 +78,7 @@ class ParallelismConfig:
     spread: bool = False  # if train.py starts the ranks, data: null uses every GPU, or data=2 on a CPU
     bucket_layers: int = 1  # number of blocks whose parameters are gathered, and gradients reduced, together
     compression: Compression = Compression.none  # bytes of gradients between data ranks: docs/compressed.md
+    compression_rank: int = 4  # rank of the matrices of compression=powersgd
     zeropp: ZeroppConfig = field(default_factory=ZeroppConfig)
     prefetch: int = 1  # number of buckets whose parameters ZeRO 3 gathers ahead of their use
     timeout_seconds: float = 300.0  # a collective that takes longer ends the run

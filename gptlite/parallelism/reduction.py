@@ -12,7 +12,12 @@ PREFIX = "errors."  # of the checkpoint keys of a reduction's state
 
 
 class Reduction:
-    """Sums of gradients over the data ranks of a run. This base class leaves them to FSDP2."""
+    """Sums of gradients over the data ranks of a run. This base class leaves them to FSDP2.
+
+    apart: True while data ranks have steps of their own behind them, so that copies differ until `settle`.
+    """
+
+    apart = False
 
     def attach(self, module: FSDPModule) -> None:
         """Replace the sums of a module that `zero.shard` has sharded along `dp_shard` alone.
@@ -28,6 +33,9 @@ class Reduction:
         """Return this rank's share of the squared gradient norm, fp64. `dense()` is the share of the `counted`
         parameters, which takes their gradients as summed over the data ranks."""
         return dense()
+
+    def settle(self) -> None:
+        """Make copies of parameters and optimizer state equal, before they are evaluated or stored. Collective."""
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the state that checkpoints store, under keys that begin with PREFIX."""

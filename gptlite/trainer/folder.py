@@ -194,6 +194,7 @@ class RunFolder:
 
     def save(self, state: TrainState) -> Path:
         """Save a checkpoint of the state, or start an asynchronous save. Return its folder. Raises SaveFailed."""
+        state.settle()
         with self._failing_in_words(f"the checkpoint of step {state.step}"):
             return self.checkpointer.save(state.tensors(), state.meta(), to_yaml(self.config), self.tokenizer, self.log)
 

@@ -89,6 +89,11 @@ class TrainState:
     spikes: SpikeWatch | None = None  # None unless trainer.spike.policy is skip
     noise: GradientNoise | None = None  # None unless the run estimates it
 
+    def settle(self) -> None:
+        """Make the data ranks' copies equal, if their steps are apart. Call it before an evaluation or a save."""
+        if self.runner.mesh.reduction is not None:
+            self.runner.mesh.reduction.settle()
+
     def tensors(self) -> dict[str, Tensor]:
         """Return all tensors in checkpoint form: the live tensor, or an fp32 copy if the run uses another form.
 

@@ -248,6 +248,7 @@ class Trainer:
         if state.evaluated_step == state.step:
             return
         with reporter.throughput.excluded():
+            state.settle()
             result = evaluate_sets(state.model, state.runner, state.loader, samples, interrupted, reporter.log)
         if result is not None:
             self._evaluation = result

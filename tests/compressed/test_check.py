@@ -17,7 +17,14 @@ REFUSED = {
     "parallelism.expert=2: experts are not summed over all data ranks; use parallelism.expert=1, or "
     "parallelism.compression=none",
     "parallelism.compression=int7": "parallelism.compression: Invalid value 'int7', expected one of [none, bf16, int8, "
-    "int4]",
+    "int4, powersgd]",
+    "parallelism.compression=powersgd parallelism.zero=2": "parallelism.compression=powersgd sums whole matrices on "
+    "all data ranks, but parallelism.zero=2 sums a shard of them on each; use parallelism=ddp, "
+    "parallelism.dp_replicate above 1, or parallelism.compression=int4",
+    "parallelism.compression=powersgd parallelism.compression_rank=0": "parallelism.compression_rank=0 must be at "
+    "least 1",
+    "parallelism=zero3 parallelism.zeropp.gradients=powersgd": "parallelism.zeropp.gradients=powersgd: powersgd is no "
+    "codec of single values; use int8 or int4",
 }
 
 

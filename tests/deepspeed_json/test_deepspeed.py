@@ -149,6 +149,8 @@ def test_optimizers_are_deepspeeds_with_its_defaults():
     assert {"optimizer.min_trust=0.01", "optimizer.max_trust=0.3"} < set(optimized("Lamb", max_coeff=0.3))
     assert "optimizer.momentum=0.0" in optimized("SGD")
     assert {"optimizer.lr=0.02", "optimizer.adamw_lr_ratio=0.5"} < set(optimized("Muon", muon_lr=0.02, adam_lr=0.01))
+    assert "optimizer.local_step_clipper=4" in optimized("ZeroOneAdam", local_step_clipper=4)
+    assert {"optimizer.local_step_scaler=32678", "optimizer.local_step_clipper=16"} < set(optimized("ZeroOneAdam"))
     told = {"optimizer.scale=original", "optimizer.newton_schulz=quintic", "optimizer.eps=1e-10"}
     assert told < set(optimized("Muon", lr=0.01))
     assert optimized("AdamW", lr="auto", betas="auto", eps="auto", weight_decay="auto") == ["optimizer=adamw"]

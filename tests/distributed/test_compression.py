@@ -19,8 +19,9 @@ def words(layout: str, *more: str) -> list[str]:
     return [*BASE, "model.num_layers=4", *(f"parallelism.{each}" for each in layout.split()), *more]
 
 
-@pytest.mark.parametrize("codec", ["bf16", "int8", "int4"])
-@pytest.mark.parametrize("zero", [0, 3])
+@pytest.mark.parametrize(
+    ("codec", "zero"), [(codec, zero) for codec in ("bf16", "int8", "int4") for zero in (0, 3)] + [("powersgd", 0)]
+)
 def test_what_is_sent_and_the_errors_are_what_went_in(two: Ranks, codec: str, zero: int):
     layout = words(f"data=2 zero={zero} compression={codec}", "data.micro_batch_size=12")
     results = two.run(f"{CASES}:train", load(layout), 3)
@@ -42,7 +43,7 @@ def chain(ranks: Ranks, layouts: list[str], folder: Path, *more: str) -> None:
     """Each layout goes on from the errors of the one before, and from its own to the bit."""
     source = None
     for number, layout in enumerate(layouts):
-        config = load(words(f"{layout} compression=int4", *more))
+        config = load(words(layout if "compression" in layout else f"{layout} compression=int4", *more))
 
         def run(name: str, *args: object, config=config, number=number) -> list:
             return ranks.run(f"{CASES}:go_on", config, str(folder / f"{number}-{name}"), *args, timeout=200)

@@ -18,6 +18,7 @@ from gptlite.parallelism.boxes import local_tensor
 from gptlite.parallelism.mesh import Mesh
 from gptlite.satellites.monitor.replicas import check_replicas
 from gptlite.satellites.onebit.reduction import OneBitReduction
+from gptlite.satellites.parity.gather import gather
 from gptlite.trainer.state import TrainState
 
 
@@ -34,6 +35,8 @@ class Seen:
     results: list[tuple[float, float, float]] = field(default_factory=list)  # loss, norm, learning rate
     after: list[dict[str, dict[str, NDArray]]] = field(default_factory=list)  # x, m and errors after each step
     sent: list[int] = field(default_factory=list)
+    apart: list[bool] = field(default_factory=list)  # after each step
+    mean: list[dict[str, float]] = field(default_factory=list)  # of each whole v without zeros, on rank 0
 
 
 def steps(config: Config, count: int) -> Seen:
@@ -64,8 +67,20 @@ def steps(config: Config, count: int) -> Seen:
                         "errors": _errors(reduction),
                     }
                 )
-                check_replicas(state.named_parameters(), state.tied_names(), mesh, state.step)
+                seen.apart.append(reduction.apart)
+                seen.mean.append(_means(state))
+                if not reduction.apart:
+                    check_replicas(state.named_parameters(), state.tied_names(), mesh, state.step)
     return seen
+
+
+def _means(state: TrainState) -> dict[str, float]:
+    """The mean of each parameter's second moments that are not 0, on rank 0."""
+    moments = {name: state.optimizer.state[p]["exp_avg_sq"] for name, p in state.named_parameters()}
+    whole = gather(moments.items()) or {}
+    return {
+        name: float(each.value.double().sum() / max(1, int((each.value != 0).sum()))) for name, each in whole.items()
+    }
 
 
 def _line(mesh: Mesh, reduction: OneBitReduction) -> str:

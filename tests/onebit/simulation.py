@@ -48,6 +48,15 @@ def norm_of(gradients: list[dict[str, Array]], dense: bool) -> float:
 
 
 @dataclass
+class Walk:
+    """A worker's parameters, momentum, and the sum of its steps since the last exchange."""
+
+    x: Array
+    m: Array
+    u: Array
+
+
+@dataclass
 class Simulation:
     """Parameters `x` by name, all of one vector, and their states."""
 
@@ -57,6 +66,10 @@ class Simulation:
     step: int = 0
     state: dict[str, dict[str, Any]] = field(default_factory=dict)
     exchanged: Workers | None = None
+    walks: list[dict[str, Walk]] = field(default_factory=list)  # of each worker since the last exchange
+    rates: dict[str, float] = field(default_factory=dict)
+    count: int = 0
+    means: dict[str, float] = field(default_factory=dict)  # of the whole v, if `x` has slices of parameters
 
     def __post_init__(self) -> None:
         zeros = {name: np.zeros(x.shape) for name, x in self.x.items()}
@@ -101,7 +114,7 @@ class Simulation:
     def _update(self, name: str) -> Array:
         rule, state = self.rule, self.state[name]
         refreshed = sum(step <= self.step for step in rule.dense)
-        roots = np.sqrt(state["v"]) if self.step in rule.dense else floored(state["v"])
+        roots = np.sqrt(state["v"]) if self.step in rule.dense else self.roots(name)
         roots = roots / np.sqrt(1 - rule.beta2**refreshed) + rule.eps
         return state["m"] / (1 - rule.beta1**self.step) / roots
 
@@ -113,7 +126,7 @@ class Simulation:
             for state in self.state.values():
                 state["fresh"] = state["v"]
         former = {name: m * keep[name] for name, m in former.items()}
-        roots = {name: floored(state["v"]) for name, state in self.state.items()}
+        roots = {name: self.roots(name) for name in self.state}
         sent = [
             {
                 n: keep[n] / roots[n] * (rule.beta1 * former[n] / self.workers + (1 - rule.beta1) * each[n])
@@ -126,18 +139,18 @@ class Simulation:
         for name, m in self._unpacked(sums).items():
             self.state[name]["m"] = m * roots[name]
         for name, x in self.x.items():
-            state, update = self.state[name], self._update(name)
+            update = self._update(name)
             decayed = update + (rule.decay if x.ndim > 1 else 0.0) * x
             self.x[name] = (
-                x - lr * (self._coefficient(state, former[name], update, decayed) if rule.lamb else 1) * decayed
+                x - lr * (self._coefficient(name, former[name], update, decayed) if rule.lamb else 1) * decayed
             )
 
-    def _coefficient(self, state: dict[str, Any], former: Array, update: Array, decayed: Array) -> float:
-        rule = self.rule
+    def _coefficient(self, name: str, former: Array, update: Array, decayed: Array) -> float:
+        rule, state = self.rule, self.state[name]
         g = (state["m"] - rule.beta1 * former) / (1 - rule.beta1)
         state["fresh"] = rule.beta2 * state["fresh"] + (1 - rule.beta2) * g * g
         last = rule.dense[-1]
-        frozen = floored(state["v"]) / np.sqrt(1 - rule.beta2**last) + rule.eps
+        frozen = self.roots(name) / np.sqrt(1 - rule.beta2**last) + rule.eps
         fresh = np.sqrt(state["fresh"] / (1 - rule.beta2**self.step)) + rule.eps
         factor = (frozen / fresh)[state["m"] != 0].max()
         share = min(1.0, float(np.linalg.norm(update) / np.linalg.norm(decayed)))
@@ -146,6 +159,53 @@ class Simulation:
         state["factor"] = float(np.clip(factor, before * (1 - rule.threshold), before * (1 + rule.threshold)))
         trust = state["trust"] / (1 - rule.coeff_beta**last) if update.ndim > 1 else 1.0
         return trust * state["factor"]
+
+    def alone(self, gradients: list[dict[str, Array]], lr: float, norm: float) -> None:
+        """One step of each worker by its own gradients, without an exchange."""
+        self.step += 1
+        rule, factor = self.rule, self.rule.factor(norm)
+        rate = lr / (1 - rule.beta1**self.step)
+        if not self.walks:
+            zeros = {name: np.zeros_like(x) for name, x in self.x.items()}
+            self.walks = [
+                {name: Walk(self.x[name], self.state[name]["m"], zero) for name, zero in zeros.items()}
+                for _ in range(self.workers)
+            ]
+            self.rates, self.count = dict.fromkeys(self.x, 0.0), 0
+        self.count += 1
+        for name, x in self.x.items():
+            keep, used = 1 - lr * (rule.decay if x.ndim > 1 else 0.0), self.state[name]["v"] > 0
+            self.x[name] = x * keep
+            self.rates[name] = self.rates[name] * keep + rate
+            for each, walks in zip(gradients, self.walks, strict=True):
+                walk = walks[name]
+                walk.m = used * (rule.beta1 * walk.m + (1 - rule.beta1) * self.workers * factor * each[name])
+                walk.x = walk.x * keep - rate * walk.m / self._below(name)
+                walk.u = walk.u * keep + rate * walk.m
+
+    def sent(self) -> list[dict[str, Array]]:
+        """What each worker has to send after steps alone, before signs: k u / (W sum of rates), in units of the
+        update."""
+        scale = {name: self.count / (rate * self.workers) for name, rate in self.rates.items()}
+        return [{name: walk.u * scale[name] / self.roots(name) for name, walk in each.items()} for each in self.walks]
+
+    def meet(self) -> None:
+        """The exchange after steps alone."""
+        assert self.exchanged is not None
+        keep = {name: state["v"] > 0 for name, state in self.state.items()}
+        values = np.stack([self._packed(each) for each in self.sent()])
+        for name, total in self._unpacked(self.exchanged.all_reduce(values, self._packed(keep) > 0)).items():
+            self.state[name]["m"] = total * self.roots(name) / self.count
+            self.x[name] = self.x[name] - self.rates[name] * self.state[name]["m"] / self._below(name)
+        self.walks = []
+
+    def _below(self, name: str) -> Array:
+        return self.roots(name) / np.sqrt(1 - self.rule.beta2 ** len(self.rule.dense)) + self.rule.eps
+
+    def roots(self, name: str) -> Array:
+        """Roots of second moments in steps with an exchange."""
+        v = self.state[name]["v"]
+        return floored(v, self.means.get(name, mean_of(v)))
 
     def errors(self) -> list[dict[str, Array]]:
         """The errors that each worker keeps, by name."""
@@ -174,7 +234,11 @@ class Simulation:
         return parts
 
 
-def floored(v: Array) -> Array:
-    """Roots, of which the least is a hundredth of the root mean square of those that are not 0."""
-    least = 0.01 * np.sqrt(v.sum() / max(1, np.count_nonzero(v)))
-    return np.maximum(np.sqrt(v), max(least, 1e-300))  # not 0, where all of v is
+def floored(v: Array, mean: float) -> Array:
+    """Roots, of which the least is a hundredth of the root mean square; `mean` is that of the whole parameter's v."""
+    return np.maximum(np.sqrt(v), max(0.01 * np.sqrt(mean), 1e-300))  # not 0, where all of v is
+
+
+def mean_of(v: Array) -> float:
+    """Mean without zeros."""
+    return float(v.sum() / max(1, np.count_nonzero(v)))

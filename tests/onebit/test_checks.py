@@ -35,11 +35,6 @@ def test_refuses(optimizer: str, overrides: list[str], message: str):
         load([f"optimizer={optimizer}", *RUN, *overrides])
 
 
-def test_refuses_local_steps():
-    with pytest.raises(ConfigError, match=r"local_step_clipper=16 asks for .*; use optimizer.local_step_clipper=1"):
-        load(["optimizer=zero_one_adam", *RUN, "optimizer.local_step_clipper=16"])
-
-
 def test_the_warm_up_is_15_percent_of_the_run():
     config = OneBitAdamConfig()
     assert config.completed(1000, 100).freeze_step == 150

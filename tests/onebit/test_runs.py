@@ -13,6 +13,8 @@ from distributed.cells.steps import built
 from numpy.typing import NDArray
 
 from gptlite.config import Config
+from gptlite.parallelism.boxes import cut_like
+from gptlite.satellites.onebit.adam import OneBitAdam
 from gptlite.satellites.parity.gather import gather
 from gptlite.trainer.folder import RunFolder
 from gptlite.trainer.state import TrainState
@@ -26,15 +28,16 @@ def taken(config: Config, count: int) -> tuple[list[tuple[float, float]], Values
     """Losses and norms of a run's steps, and on rank 0 all parameters and moments after them."""
     with built(config) as (_, state, step):
         results = [step(state) for _ in range(count)]
-        return [(each.loss, each.grad_norm) for each in results], _values(state)
+        return [(each.loss, each.grad_norm) for each in results], values_of(state)
 
 
-def _values(state: TrainState) -> Values:
+def values_of(state: TrainState) -> Values:
+    """All parameters and moments, on rank 0."""
     tensors = {key: tensor for key, tensor in state.tensors().items() if not key.startswith("errors.")}
     return {key: whole.value.numpy() for key, whole in (gather(tensors.items()) or {}).items()}
 
 
-def _error_sums(state: TrainState) -> Values:
+def error_sums(state: TrainState) -> Values:
     """The sums of all ranks' errors by parameter, on rank 0."""
     errors = {key: each for key, each in state.tensors().items() if key.startswith("errors.")}
     sums: Values = {}
@@ -53,9 +56,9 @@ def saved(config: Config, at: int, last: int) -> tuple[list[float], Values, Valu
         with closing(folder.checkpointer):
             folder.save(state)
             folder.finish_saves()
-        sums = _error_sums(state)
+        sums = error_sums(state)
         losses = [step(state).loss for _ in range(last - at)]
-        return losses, _values(state), sums
+        return losses, values_of(state), sums
 
 
 def resumed(config: Config, last: int) -> tuple[list[float], Values, Values]:
@@ -64,9 +67,9 @@ def resumed(config: Config, last: int) -> tuple[list[float], Values, Values]:
         folder = RunFolder(config, mesh)
         with closing(folder.checkpointer):
             folder.restore(state)
-        sums = _error_sums(state)
+        sums = error_sums(state)
         losses = [step(state).loss for _ in range(last - state.step)]
-        return losses, _values(state), sums
+        return losses, values_of(state), sums
 
 
 def same(values: Values, expected: Values) -> bool:
@@ -115,6 +118,33 @@ def test_another_layout_keeps_the_sum_of_errors(four: Ranks, two: Ranks, tmp_pat
     assert resumed_sums.keys() == sums.keys()
     for name, value in sums.items():
         assert np.abs(resumed_sums[name] - value).max() <= 1e-6 * np.abs(value).max(), name
+
+
+def roots_of(config: Config) -> Values:
+    """The roots of second moments by which updates are divided after the warm-up, of whole parameters on rank 0."""
+    with built(config) as (_, state, step):
+        for _ in range(FREEZE + 1):
+            step(state)
+        optimizer = state.optimizer
+        assert isinstance(optimizer, OneBitAdam)
+        names, parameters = zip(*state.named_parameters(), strict=True)
+        roots = optimizer.momenta.roots(parameters, optimizer._local)
+        named = {name: cut_like(each, root) for name, each, root in zip(names, parameters, roots, strict=True)}
+        return {key: whole.value.numpy() for key, whole in (gather(named.items()) or {}).items()}
+
+
+@pytest.mark.parametrize("layout", [["tensor=2"], ["data=2"], ["data=2", "zero=1"]])
+def test_roots_do_not_depend_on_the_layout(two: Ranks, layout: list[str]):
+    expected = roots_of(config("onebit_adam", "parallelism.data=1"))
+    words = [f"parallelism.{each}" for each in layout]
+    roots = two.run("onebit.test_runs:roots_of", config("onebit_adam", *words), timeout=200)[0]
+    assert roots.keys() == expected.keys()
+    least = {name: root == root.min() for name, root in expected.items()}
+    raised = {name for name, places in least.items() if places.sum() > 1}  # to a hundredth of the root mean square
+    assert {"token_embedding.weight", "layers.0.attn.qkv.bias"} <= raised
+    for name in raised:
+        values = roots[name][least[name]]
+        assert np.abs(values / expected[name].min() - 1).max() < 2e-3, name
 
 
 def test_one_rank_sends_nothing_and_keeps_the_exact_momentum():

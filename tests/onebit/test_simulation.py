@@ -12,7 +12,7 @@ from gptlite.satellites.compressed.codecs import CODECS
 from gptlite.satellites.compressed.sums import all_reduce_bytes
 from gptlite.satellites.onebit.adam import refreshes
 from onebit.cases import Seen
-from onebit.simulation import Rule, Simulation, floored, norm_of
+from onebit.simulation import Rule, Simulation, norm_of
 
 STEPS, FREEZE = 40, 8
 # 37 tokens are padded to 64 rows, which always have gradients of 0, as have positions behind the 16th.
@@ -37,11 +37,12 @@ def rule(config: Config) -> Rule:
     return Rule(*values, refreshes(FREEZE, scaler), lamb=hasattr(its, "factor_min"))
 
 
-def compare(config: Config, ranks: list[Seen]) -> None:
+def compare(config: Config, ranks: list[Seen], means: list[dict[str, float]]) -> None:
     """Compares the ranks that exchange the same values with a simulation of each vector of theirs.
 
     A sum that is nearly 0 may have another sign in float64, after which all values of its block differ. So the
-    simulation takes each step from the values of the run, in which two elements may have another sign.
+    simulation takes each step from the values of the run, in which two elements may have another sign. `means`: those
+    of the second moments of whole parameters after each step.
     """
     ranks = sorted(ranks, key=lambda each: each.lane)
     for names in ranks[0].vectors:
@@ -49,6 +50,7 @@ def compare(config: Config, ranks: list[Seen]) -> None:
         apart = {name: np.zeros_like(x) for name, x in simulation.x.items()}  # of what is sent and the true sums
         for step, (_, norm, lr) in enumerate(ranks[0].results):
             former = {name: state["m"] for name, state in simulation.state.items()}
+            simulation.means = means[step]
             simulation.take([each.gradients[step] for each in ranks], lr, norm)
             ties = 0
             for name in names:
@@ -64,7 +66,7 @@ def compare(config: Config, ranks: list[Seen]) -> None:
                     gradient = sum(each.gradients[step][name] for each in ranks) * simulation.rule.factor(norm)
                     sent, beta1 = ranks[0].after[step]["m"][name], simulation.rule.beta1
                     more = (sent - beta1 * m - (1 - beta1) * gradient) * (sent != 0)
-                    apart[name] += more / floored(simulation.state[name]["v"])
+                    apart[name] += more / simulation.roots(name)
                 for each, errors in zip(ranks, simulation.errors(), strict=True):
                     ties += sum(differing(each.after[step]["errors"][name], errors[name]) for name in names)
                 simulation.set_errors([each.after[step]["errors"] for each in ranks])
@@ -84,7 +86,7 @@ def differing(value: NDArray, expected: NDArray, largest: float = 0.0) -> int:
 def test_two_ranks_take_the_steps_of_the_simulation(two: Ranks, optimizer: str, zero: int):
     run = config(optimizer, "parallelism.data=2", f"parallelism.zero={zero}")
     ranks = two.run("onebit.cases:steps", run, STEPS, timeout=200)
-    compare(run, ranks)
+    compare(run, ranks, [{}] * STEPS)
     dense = rule(run).dense
     for step in range(STEPS):
         norm = norm_of([each.gradients[step] for each in ranks], step + 1 in dense)
@@ -121,4 +123,4 @@ def test_four_ranks_take_the_steps_of_the_simulation(four: Ranks, optimizer: str
     for each in ranks:  # those that exchange the same parts of parameters
         lines.setdefault(each.line, []).append(each)
     for line in lines.values():
-        compare(run, line)
+        compare(run, line, ranks[0].mean)

@@ -17,6 +17,11 @@ def check_compression(config: Config) -> None:
     if layout.compression is Compression.none:
         return
     key = f"parallelism.compression={layout.compression.value}"
+    if layout.compression is Compression.powersgd and layout.zero and layout.dp_replicate == 1:
+        raise ConfigError(
+            f"{key} sums whole matrices on all data ranks, but parallelism.zero={layout.zero} sums a shard of them on "
+            "each; use parallelism=ddp, parallelism.dp_replicate above 1, or parallelism.compression=int4"
+        )
     if precision.dtype in SCALED:
         raise ConfigError(
             f"{key} with precision={precision.dtype.value}: gradients that overflow at a loss scale would spoil the "

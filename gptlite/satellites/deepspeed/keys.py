@@ -162,7 +162,7 @@ OPTIMIZERS: dict[str, tuple[str, dict[str, float]]] = {
     "sgd": ("sgd", {"lr": 1e-3, "momentum": 0.0, "weight_decay": 0.0}),
     "onebitadam": ("onebit_adam", ADAMW_DEFAULTS),
     "onebitlamb": ("onebit_lamb", {**ADAMW_DEFAULTS, "min_trust": 0.01, "max_trust": 10.0}),
-    "zerooneadam": ("zero_one_adam", ADAMW_DEFAULTS),
+    "zerooneadam": ("zero_one_adam", {**ADAMW_DEFAULTS, "local_step_scaler": 32678, "local_step_clipper": 16}),
 }
 NO_OPTIMIZER = {
     "adagrad": "it is not implemented; the closest optimizer is adafactor",
@@ -187,15 +187,14 @@ ONE_BIT_PARAMS: Rules = {
     "amsgrad": (Kind.flag, Only((False,), "AMSGrad is not implemented")),
     "eps_inside_sqrt": (Kind.flag, Only((False,), "gptlite adds eps outside the square root")),
 }
-SYNCS = "gptlite exchanges momenta in every step; DeepSpeed's interval between exchanges grows"
 PARAMS: dict[str, Rules] = {
     "onebitadam": {**ONE_BIT_PARAMS, "freeze_step": (Kind.count, Sets("optimizer.freeze_step"))},
     "zerooneadam": {
         **ONE_BIT_PARAMS,
         "var_freeze_step": (Kind.count, Sets("optimizer.freeze_step")),
         "var_update_scaler": (Kind.count, Sets("optimizer.var_update_scaler")),
-        "local_step_scaler": (Kind.count, SYNCS),
-        "local_step_clipper": (Kind.count, SYNCS),
+        "local_step_scaler": (Kind.count, Sets("optimizer.local_step_scaler")),
+        "local_step_clipper": (Kind.count, Sets("optimizer.local_step_clipper")),
     },
     "onebitlamb": {
         **ONE_BIT_PARAMS,

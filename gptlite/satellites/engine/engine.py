@@ -221,6 +221,7 @@ class Engine:
         checkpointer.finish()  # a save in progress still uses the previous folder
         checkpointer.root = Path(folder or self.config.run.dir).expanduser() / "checkpoints"
         from_main(self._mesh, self._refuse_others)
+        state.settle()
         meta = {**state.meta(), "extra": dict(extra or {})}
         saved = checkpointer.save(state.tensors(), meta, to_yaml(self.config), None, self._log)
         self._own.add(saved.resolve())

@@ -34,10 +34,11 @@ class ReplicasDiffer(RunEnded):
 
 
 class ReplicaCheck(Observer):
-    """Comparison of the copies of each parameter on all ranks, every `interval` steps; never if it is 0."""
+    """Comparison of the copies of each parameter on all ranks, every `interval` steps; never if it is 0. If the steps
+    of data ranks are apart then, after the next exchange."""
 
     def __init__(self, interval: int) -> None:
-        self._interval = interval
+        self._interval, self._waits = interval, False
 
     def reads(self, state: TrainState) -> bool:
         """Return True if a check is due after this step."""
@@ -45,8 +46,10 @@ class ReplicaCheck(Observer):
 
     def settled(self, state: TrainState) -> None:
         """Check if it is due. Raises ReplicasDiffer."""
-        if due(state.step, self._interval):
-            check_replicas(state.named_parameters(), state.tied_names(), state.runner.mesh, state.step)
+        mesh, now = state.runner.mesh, self._waits or due(state.step, self._interval)
+        self._waits = now and mesh.reduction is not None and mesh.reduction.apart
+        if now and not self._waits:
+            check_replicas(state.named_parameters(), state.tied_names(), mesh, state.step)
 
 
 def check_replicas(parameters: Iterable[tuple[str, Tensor]], tied: Sequence[str], mesh: Mesh, step: int) -> None:

@@ -12,7 +12,7 @@ import math
 from bisect import bisect_right
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gptlite.optimizer import torch_rules
@@ -77,7 +77,7 @@ class OneBitAdam(PiecewiseOptimizer):
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         if self.exchanges:
             self.momenta.advance(parameters, self._local, self.param_groups[0]["betas"][0], factor)
-            self._move(step, [self.momenta.roots(each, self._local) for each in parameters])
+            self._move(step, self.momenta.roots(parameters, self._local))
             return
         self.momenta.refreshed()
         if self._refreshes(step) == step and is_fused(self):
@@ -103,17 +103,26 @@ class OneBitAdam(PiecewiseOptimizer):
 
     def _move(self, step: int, roots: list[Tensor]) -> None:
         """Update the parameters from their momenta and the roots of second moments, as AdamW does. Count the step."""
-        roots = list(foreach_div(roots, math.sqrt(1 - self.param_groups[0]["betas"][1] ** self._refreshes(step))))
+        roots = self._corrected(roots, step)
         for group in self.param_groups:
             (beta1, _), lr, parameters = group["betas"], group["lr"], group["params"]
-            below, roots = roots[: len(parameters)], roots[len(parameters) :]
-            foreach_add_(below, group["eps"])
-            updates = foreach_div([self._local(each, "exp_avg") for each in parameters], below)
-            weights = local_parameters(parameters)
-            foreach_mul_(weights, 1 - lr * group["weight_decay"])
-            foreach_add_(weights, updates, alpha=-lr / (1 - beta1**step))
+            own, roots = roots[: len(parameters)], roots[len(parameters) :]
+            foreach_mul_(local_parameters(parameters), 1 - lr * group["weight_decay"])
+            self._add_updates(group, parameters, own, lr / (1 - beta1**step))
             for parameter in parameters:
                 self.state[parameter]["step"] += 1
+
+    def _corrected(self, roots: list[Tensor], step: int) -> list[Tensor]:
+        """Return the roots of second moments with the correction of their bias."""
+        return list(foreach_div(roots, math.sqrt(1 - self.param_groups[0]["betas"][1] ** self._refreshes(step))))
+
+    def _add_updates(
+        self, group: dict[str, Any], parameters: list[nn.Parameter], roots: list[Tensor], rate: float
+    ) -> None:
+        """Subtract rate · m / (roots + eps) from parameters of a group. Changes the roots."""
+        foreach_add_(roots, group["eps"])
+        updates = foreach_div([self._local(each, "exp_avg") for each in parameters], roots)
+        foreach_add_(local_parameters(parameters), updates, alpha=-rate)
 
     def _refreshes(self, step: int) -> int:
         """Return the number of second moments' refreshes up to a step."""

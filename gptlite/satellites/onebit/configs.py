@@ -33,21 +33,33 @@ class OneBitAdamConfig(AdamWConfig):
 
 @dataclass
 class ZeroOneAdamConfig(OneBitAdamConfig):
-    """0/1 Adam (arXiv:2202.06009): second moments are refreshed less and less often before they are frozen."""
+    """0/1 Adam (arXiv:2202.06009): second moments are refreshed less and less often before they are frozen, and momenta
+    exchanged less and less often after that."""
 
+    rule: ClassVar[str] = "gptlite.satellites.onebit.zero_one"
     ranges: ClassVar[dict[str, Range]] = {
         **OneBitAdamConfig.ranges,
         "var_update_scaler": Range(lambda value: value >= 1, "must be 1 or more, e.g. 16"),
+        "local_step_clipper": Range(lambda value: value >= 1, "must be 1 (exchanges in all steps) or more, e.g. 16"),
     }
 
     var_update_scaler: int = 16  # refreshes after which the interval between them doubles
-    local_step_clipper: int = 1  # steps between exchanges; only 1 is implemented
+    local_step_scaler: int | None = None  # steps after which that between exchanges doubles; null: 1/4 of those left
+    local_step_clipper: int = 1  # largest number of steps from an exchange to the next, after `freeze_step`
 
     def check(self) -> None:
-        """Raise ConfigError for values out of range, and for local steps."""
+        """Raise ConfigError for values out of range."""
         super().check()
-        fix = "asks for steps without an exchange, which are not implemented; use optimizer.local_step_clipper=1"
-        require(self.local_step_clipper == 1, "optimizer.local_step_clipper", self.local_step_clipper, fix)
+        key, scaler = "optimizer.local_step_scaler", self.local_step_scaler
+        require(scaler is None or scaler >= 1, key, scaler, "must be 1 or more, or null for a quarter of the steps")
+
+    def completed(self, max_steps: int, warmup: int) -> Self:
+        """Return the configuration with `freeze_step` and `local_step_scaler`. Raises ConfigError if the former does
+        not fit the run's length."""
+        config = super().completed(max_steps, warmup)
+        assert config.freeze_step is not None
+        quarter = max(1, (max_steps - config.freeze_step) // 4)
+        return replace(config, local_step_scaler=self.local_step_scaler or quarter)
 
 
 @dataclass
@@ -95,11 +107,28 @@ def check_onebit(config: Any) -> None:
             f"{key} exchanges momenta over all data ranks, but parallelism.expert={layout.expert} divides experts "
             "among them; use parallelism.expert=1, or optimizer=adamw"
         )
+    _refuse_local_steps(optimizer, layout)
     compression = getattr(getattr(layout, "compression", None), "value", "none")
     if compression != "none":
         raise ConfigError(
             f"{key} replaces the sums of gradients that parallelism.compression={compression} compresses; "
             "use parallelism.compression=none, or optimizer=adamw"
+        )
+
+
+def _refuse_local_steps(optimizer: OptimizerConfig, layout: Any) -> None:
+    """Raise ConfigError for local steps on a layout in whose forward passes ranks use each other's parameters."""
+    clipper = getattr(optimizer, "local_step_clipper", 1)
+    key = f"optimizer.local_step_clipper={clipper} lets the parameters of data ranks differ between exchanges"
+    if clipper > 1 and layout.zero and layout.dp_replicate == 1:
+        raise ConfigError(
+            f"{key}, but parallelism.zero={layout.zero} gathers a single copy from all of them in every step; use "
+            "parallelism=ddp, or optimizer.local_step_clipper=1"
+        )
+    if clipper > 1 and layout.context > 1:
+        raise ConfigError(
+            f"{key}, but parallelism.context={layout.context} shares keys and values of one copy; use "
+            "parallelism.context=1, or optimizer.local_step_clipper=1"
         )
 
 

@@ -91,11 +91,12 @@ class OneBitLamb(Lamb):
         self.momenta.advance(parameters, self._local, beta1, scale)
         (step, *_) = self.counted(parameters)
         updates, ratios = [], []
-        for parameter, before in zip(parameters, former, strict=True):
+        frozen = self.momenta.roots(parameters, self._local)
+        for parameter, before, root in zip(parameters, former, frozen, strict=True):
             first, fresh = self._local(parameter, "exp_avg"), self._local(parameter, "fresh_avg_sq")
             gradient = before.mul_(-beta1).add_(first).div_(1 - beta1)  # that an exact exchange would have given m
             fresh.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-            roots = (self.momenta.roots(parameter, self._local) / math.sqrt(1 - beta2**self.last)).add_(eps)
+            roots = (root / math.sqrt(1 - beta2**self.last)).add_(eps)
             updates.append(first / (1 - beta1**step) / roots)
             ratio = roots / (fresh / (1 - beta2**step)).sqrt_().add_(eps)
             ratios.append(torch.where(first != 0, ratio, 0.0).max() if ratio.numel() else ratio.new_zeros(()))

@@ -15,7 +15,7 @@ momentum is 0.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -23,7 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from gptlite.optimizer.base import local_gradients
-from gptlite.parallelism.collectives import gather_objects
+from gptlite.parallelism.boxes import ShardedDim, cuts
+from gptlite.parallelism.collectives import gather_objects, sum_over_cuts
 from gptlite.parallelism.mesh import Mesh
 from gptlite.parallelism.tensor import is_cut
 from gptlite.satellites.compressed.blocks import BlockLayout
@@ -47,18 +48,29 @@ class Momenta:
             add_gradient(first.mul_(beta1), next(iter(local_gradients([parameter])), None), 1 - beta1, factor)
             first.mul_(second != 0)
 
-    def roots(self, parameter: nn.Parameter, state: State) -> Tensor:
-        """Return this rank's part of r, which has the role of the roots of second moments after the warm-up."""
-        return floored(state(parameter, "exp_avg_sq"))
+    def roots(self, parameters: Sequence[nn.Parameter], state: State) -> list[Tensor]:
+        """Return this rank's part of each r, the roots of second moments after the warm-up. Collective over the ranks
+        that hold a parameter's slices."""
+        return floored(
+            [state(parameter, "exp_avg_sq") for parameter in parameters], [cuts(each) for each in parameters]
+        )
 
     def refreshed(self) -> None:
         """Note that second moments have changed."""
 
 
-def floored(second: Tensor) -> Tensor:
-    """Return the roots of second moments, at least LEAST of their root mean square without zeros."""
-    mean = second.sum(dtype=torch.float64) / (second != 0).sum().clamp(min=1)
-    return second.sqrt().clamp_(min=(LEAST * mean.sqrt()).to(second.dtype))
+def floored(seconds: Sequence[Tensor], sharded: Sequence[Sequence[ShardedDim]]) -> list[Tensor]:
+    """Return the roots of second moments, at least LEAST of their root mean square without zeros.
+
+    The mean is over whole parameters, of which `seconds` are slices along the axes in `sharded`, so the roots do not
+    depend on the layout. Collective over these axes.
+    """
+    sums = [torch.stack([each.sum(dtype=torch.float64), (each != 0).sum().double()]) for each in seconds]
+    roots = []
+    for second, (total, count) in zip(seconds, sum_over_cuts(sums, sharded), strict=True):
+        least = LEAST * (total / count.clamp(min=1)).sqrt()
+        roots.append(second.sqrt().clamp_(min=least.to(second.dtype)))
+    return roots
 
 
 def add_gradient(into: Tensor, gradient: Tensor | None, weight: float, factor: Tensor | None) -> None:
@@ -81,6 +93,20 @@ class Vector:
     def views(self, blocks: Tensor) -> list[Tensor]:
         """Return each parameter's part of the blocks, in its shape."""
         return [part.view(shape) for part, shape in zip(self.layout.views(blocks), self.shapes, strict=True)]
+
+
+@dataclass
+class Pending:
+    """What a rank has done alone since the last exchange (0/1 Adam), in so many `steps`.
+
+    `anchors`: the parameters of all ranks then, with weight decay since. `moved`: the rank's sums of rate · momentum.
+    `rates`: the sum of rates of each parameter group.
+    """
+
+    anchors: dict[nn.Parameter, Tensor]
+    moved: dict[nn.Parameter, Tensor]
+    rates: list[float]
+    steps: int = 0
 
 
 class Exchange(Momenta):
@@ -116,6 +142,7 @@ class Exchange(Momenta):
         self._momenta: dict[nn.Parameter, Tensor] = {}
         self._roots: dict[nn.Parameter, Tensor] = {}
         self._ready = False
+        self.pending: Pending | None = None
 
     def advance(self, parameters: Sequence[nn.Parameter], state: State, beta1: float, factor: Tensor | None) -> None:
         """Set each m to the exchanged sum of all ranks' beta1 m / W + (1 - beta1) factor g_i. Collective."""
@@ -123,27 +150,60 @@ class Exchange(Momenta):
             self._prepare(state)
         super().advance([each for each in parameters if each in self.scalars], state, beta1, factor)
         for vector in self.vectors:
-            assert vector.mask is not None
-            assert vector.errors is not None
-            blocks = vector.layout.new(vector.errors.device)
+            blocks = vector.layout.new(self.mesh.device)
             for view, parameter in zip(vector.views(blocks), vector.parameters, strict=True):
                 torch.mul(self._momenta[parameter], beta1 / self.size, out=view)
                 add_gradient(view, self.gradient(parameter), 1 - beta1, factor)
                 view.div_(self._roots[parameter])
-            blocks.mul_(vector.mask)
-            chunks = partial(torch.Tensor.view, size=(self.size, -1, CODEC.width))
-            all_reduce(chunks(blocks), chunks(vector.errors), CODEC, self.group, chunks(vector.mask), self.counted)
+            self._sum(vector, blocks)
             for view, parameter in zip(vector.views(blocks), vector.parameters, strict=True):
                 torch.mul(view, self._roots[parameter], out=self._momenta[parameter])
                 if self.whole:
                     state(parameter, "exp_avg").copy_(self._own(parameter, self._momenta[parameter]))
         self.gradients = {}
 
-    def roots(self, parameter: nn.Parameter, state: State) -> Tensor:
-        """Return this rank's part of r, after a call of `advance`."""
-        if parameter in self.scalars:
-            return super().roots(parameter, state)
-        return self._own(parameter, self._roots[parameter]) if self.whole else self._roots[parameter]
+    def advance_alone(
+        self, parameters: Sequence[nn.Parameter], state: State, beta1: float, factor: Tensor | None
+    ) -> None:
+        """Set each m to this rank's beta1 m + (1 - beta1) factor W g_i. Not if momenta are `whole`."""
+        if not self._ready:
+            self._prepare(state)
+        super().advance([each for each in parameters if each in self.scalars], state, beta1, factor)
+        for vector in self.vectors:
+            assert vector.mask is not None
+            for mask, parameter in zip(vector.views(vector.mask), vector.parameters, strict=True):
+                first = state(parameter, "exp_avg").mul_(beta1)
+                add_gradient(first, self.gradient(parameter), (1 - beta1) * self.size, factor)
+                first.mul_(mask)
+
+    def average(self, pending: Pending, rates: Mapping[nn.Parameter, float], state: State) -> None:
+        """Set each m to the exchanged mean of all ranks' momenta in their `pending` steps, weighted by rate. `rates`:
+        the sum of each parameter's rates. Collective."""
+        for vector in self.vectors:
+            blocks = vector.layout.new(self.mesh.device)
+            for view, parameter in zip(vector.views(blocks), vector.parameters, strict=True):
+                torch.mul(pending.moved[parameter], pending.steps / (rates[parameter] * self.size), out=view)
+                view.div_(self._roots[parameter])
+            self._sum(vector, blocks)
+            for view, parameter in zip(vector.views(blocks), vector.parameters, strict=True):
+                state(parameter, "exp_avg").copy_(view.mul_(self._roots[parameter]).div_(pending.steps))
+
+    def _sum(self, vector: Vector, blocks: Tensor) -> None:
+        """Replace values in units of the update, but for those that are left out, by their sum over the ranks."""
+        assert vector.mask is not None
+        assert vector.errors is not None
+        blocks.mul_(vector.mask)
+        chunks = partial(torch.Tensor.view, size=(self.size, -1, CODEC.width))
+        all_reduce(chunks(blocks), chunks(vector.errors), CODEC, self.group, chunks(vector.mask), self.counted)
+
+    def roots(self, parameters: Sequence[nn.Parameter], state: State) -> list[Tensor]:
+        """Return this rank's part of each r, after a call of `advance`."""
+        scalars = [each for each in parameters if each in self.scalars]
+        roots = self._roots | dict(zip(scalars, super().roots(scalars, state), strict=True))
+        return [
+            self._own(each, roots[each]) if self.whole and each not in self.scalars else roots[each]
+            for each in parameters
+        ]
 
     def gradient(self, parameter: nn.Parameter) -> Tensor | None:
         """Return this rank's own gradient of the values that it exchanges."""
@@ -152,8 +212,8 @@ class Exchange(Momenta):
         return next(iter(local_gradients([parameter])), None)
 
     def refreshed(self) -> None:
-        """Note that second moments have changed, or all state. Errors are kept."""
-        self._ready = False
+        """Note that second moments have changed, or all state. Errors are kept, and pending steps forgotten."""
+        self._ready, self.pending = False, None
 
     def _vector(self, names: tuple[str, ...], parameters: tuple[nn.Parameter, ...]) -> Vector:
         shapes = [shape_over(parameter, self.axis) for parameter in parameters]
@@ -166,11 +226,15 @@ class Exchange(Momenta):
             vector.mask = vector.layout.mask(self.mesh.device)
             if vector.errors is None:
                 vector.errors = vector.layout.new(self.mesh.device)
-            for view, parameter in zip(vector.views(vector.mask), vector.parameters, strict=True):
-                first, second = (self._gathered(parameter, state(parameter, key)) for key in ("exp_avg", "exp_avg_sq"))
-                torch.ne(second, 0, out=view)
-                self._roots[parameter] = floored(second).clamp_(min=1e-30)  # not 0, where all second moments are
-                self._momenta[parameter] = first.mul_(view)
+            seconds = [self._gathered(each, state(each, "exp_avg_sq")) for each in vector.parameters]
+            sharded = [
+                [cut for cut in cuts(each) if not self.whole or cut.axis != self.axis] for each in vector.parameters
+            ]
+            roots = floored(seconds, sharded)
+            for at, (view, parameter) in enumerate(zip(vector.views(vector.mask), vector.parameters, strict=True)):
+                torch.ne(seconds[at], 0, out=view)
+                self._roots[parameter] = roots[at].clamp_(min=1e-30)  # not 0, where all second moments are
+                self._momenta[parameter] = self._gathered(parameter, state(parameter, "exp_avg")).mul_(view)
             vector.errors.mul_(vector.mask)
         self._ready = True
 

@@ -23,6 +23,7 @@ from gptlite.satellites.compressed.errors import shape_over, wrapped_over
 from gptlite.satellites.onebit.adam import OneBitAdam
 from gptlite.satellites.onebit.lamb import OneBitLamb
 from gptlite.satellites.onebit.momenta import Exchange, Vector
+from gptlite.satellites.onebit.zero_one import ZeroOneAdam
 
 KEYS = f"{PREFIX}momenta."  # of checkpoints; errors of compressed gradients are of another quantity
 
@@ -88,6 +89,16 @@ class OneBitReduction(BucketReduction):
         for scalar in local_gradients(each for each in counted if each in exchange.scalars):
             total = total + scalar.double().square()
         return total
+
+    @property
+    def apart(self) -> bool:  # type: ignore[override]
+        """True between two exchanges of 0/1 Adam."""
+        return self.exchange.pending is not None
+
+    def settle(self) -> None:
+        """Exchange the steps that ranks have taken since the last exchange."""
+        if isinstance(self.optimizer, ZeroOneAdam):
+            self.optimizer.settle()
 
     def tensors(self) -> dict[str, Tensor]:
         """Return this rank's errors, as `errors.momenta.<its index>.<parameter>`; none before the first exchange."""

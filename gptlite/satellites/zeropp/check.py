@@ -33,6 +33,8 @@ def check_zeropp(config: Config) -> None:
         raise ConfigError(f"parallelism.zeropp.node_size={size} must be at least 1; null: the data ranks of a machine")
     if not on:
         return
+    if Compression.powersgd in (layout.zeropp.weights, layout.zeropp.gradients):
+        raise ConfigError(f"{on}: powersgd is no codec of single values; use int8 or int4")
     if layout.auto:
         raise ConfigError(f"{on} with parallelism=auto, whose plan knows dense ZeRO 3 only; use parallelism=zero3")
     if layout.zero != 3:

@@ -21,37 +21,38 @@ from gptlite.parallelism.boxes import local_tensor
 from gptlite.satellites.compressed import build
 from gptlite.satellites.compressed.buckets import Bucket
 from gptlite.satellites.compressed.gradients import KEYS, CompressedReduction
+from gptlite.satellites.compressed.powersgd import LowRankReduction
 from gptlite.satellites.monitor.replicas import check_replicas, fingerprint
 
 
-class Recorded(CompressedReduction):
+class Recording:
     """Keeps what goes into the compressed sums and what comes out, added up over all steps in float64."""
 
-    def bind(self, *args: Any) -> None:
+    def bind(self: Any, *args: Any) -> None:
         super().bind(*args)
         shapes = {bucket: (held.rows, sum(held.sizes)) for bucket, held in self._errors.items()}
         self.given = {bucket: torch.zeros(shape, dtype=torch.float64) for bucket, shape in shapes.items()}
         self.got = {bucket: torch.zeros(shape, dtype=torch.float64) for bucket, shape in shapes.items()}
         self.size = {bucket: torch.zeros(shape, dtype=torch.float64) for bucket, shape in shapes.items()}
 
-    def _enters(self, bucket: Bucket, flat: Tensor) -> None:
+    def _enters(self: Any, bucket: Bucket, flat: Tensor) -> None:
         self.given[bucket] += flat.view_as(self.given[bucket])
         self.size[bucket] += flat.view_as(self.given[bucket]).abs()
 
-    def scatter(self, bucket: Bucket, out: Tensor, flat: Tensor, group: dist.ProcessGroup) -> None:
+    def scatter(self: Any, bucket: Bucket, out: Tensor, flat: Tensor, group: dist.ProcessGroup) -> None:
         if self._replicas == 1:
             self._enters(bucket, flat)
         super().scatter(bucket, out, flat, group)
         if self._replicas == 1:
             self.got[bucket][group.rank()] += out
 
-    def sum(self, bucket: Bucket, flat: Tensor, group: dist.ProcessGroup) -> None:
+    def sum(self: Any, bucket: Bucket, flat: Tensor, group: dist.ProcessGroup) -> None:
         self._enters(bucket, flat)
         super().sum(bucket, flat, group)
         if group.rank() == 0:  # all ranks have the same
             self.got[bucket][0] += flat
 
-    def worst(self) -> float:
+    def worst(self: Any) -> float:
         """The largest |sum of inputs - sum of results - sum of errors| of a parameter, over the sum of |inputs|."""
         group, worst = self.mesh.group("dp_replicate" if self._replicas > 1 else "dp_shard"), 0.0
         for bucket, held in self._errors.items():
@@ -66,6 +67,14 @@ class Recorded(CompressedReduction):
         return worst
 
 
+class Recorded(Recording, CompressedReduction):
+    """A run's sums with a codec."""
+
+
+class RecordedLowRank(Recording, LowRankReduction):
+    """A run's sums of low rank."""
+
+
 @dataclass(frozen=True)
 class Trained:
     """Losses of a rank, the worst of `Recorded`, and the bytes it sent and ought to have sent."""
@@ -78,13 +87,14 @@ class Trained:
 
 def train(config: Config, steps: int) -> Trained:
     """Trains, and compares the copies of parameters."""
-    with mock.patch.object(build, "CompressedReduction", Recorded), built(config) as (mesh, state, step):
+    kinds = {"CompressedReduction": Recorded, "LowRankReduction": RecordedLowRank}
+    with mock.patch.multiple(build, **kinds), built(config) as (mesh, state, step):
         losses = [step(state).loss for _ in range(steps)]
         check_replicas(state.named_parameters(), state.tied_names(), mesh, state.step)
         reduction = state.runner.mesh.reduction
         if reduction is None:
             return Trained(losses, 0.0, 0, 0)
-        assert isinstance(reduction, Recorded)
+        assert isinstance(reduction, Recording)
         passes = state.loader.num_micro_batches if config.parallelism.zero >= 2 else 1
         planned = steps * reduction.step_bytes(passes)[0]
         return Trained(losses, reduction.worst(), reduction.counted.sent, planned)
