@@ -45,6 +45,7 @@ from gptlite.checkpoint.manifest import DamagedCheckpoint, Entries
 from gptlite.checkpoint.metadata import check_metadata
 from gptlite.checkpoint.parts import Parts
 from gptlite.files import open_regular
+from gptlite.parallelism.in_files import changed, read_once
 from gptlite.parallelism.mesh import Mesh
 from gptlite.parallelism.rank_sync import from_all
 from gptlite.progress import Log
@@ -226,7 +227,7 @@ class _SavePlanner(DefaultSavePlanner):
     def lookup_object(self, index: MetadataIndex) -> Tensor:
         tensor = self._parts.local[index.fqn]
         self._progress.add(tensor.nbytes)
-        return tensor
+        return read_once(tensor)
 
 
 class _LoadPlanner(DefaultLoadPlanner):
@@ -250,4 +251,5 @@ class _LoadPlanner(DefaultLoadPlanner):
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
         super().commit_tensor(read_item, tensor)
+        changed(tensor)
         self._progress.add(tensor.nbytes)

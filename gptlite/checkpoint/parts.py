@@ -11,6 +11,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData
 
 from gptlite.checkpoint.manifest import Entries, in_words, spell
 from gptlite.parallelism.boxes import local_box, local_tensor
+from gptlite.parallelism.in_files import read_once
 from gptlite.progress import Log, Progress
 
 Offer = tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]]  # offset and sizes of a box, and its tensor's `spell`
@@ -90,7 +91,7 @@ class Parts:
             # Pinned memory is slow to allocate, so buffers are kept for the next save.
             if buffer is None or (buffer.shape, buffer.dtype) != (source.shape, source.dtype):
                 buffers[key] = buffer = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
-            buffer.copy_(source, non_blocking=True)
+            buffer.copy_(read_once(source), non_blocking=True)
         if any(self.local[key].is_cuda for key in self.written):
             torch.cuda.current_stream().synchronize()  # otherwise the next step could change tensors during the copy
         self.local = {key: buffers[key] for key in self.written}  # no live tensor is read from here on

@@ -1,6 +1,7 @@
 """Checks that a run fits the memory and the disk of this machine, before the ranks start."""
 
 import math
+import os
 import shutil
 from pathlib import Path
 
@@ -37,7 +38,8 @@ def check_memory(config: Config, layout: Layout, here: int) -> None:
 
 
 def check_disk(config: Config, layout: Layout, here: int) -> None:
-    """Raise ConfigError if the folder `offload_path` cannot hold the optimizer state of the `here` local ranks."""
+    """Raise ConfigError if the folder `offload_path` cannot hold the state of the `here` local ranks, or is itself in
+    memory."""
     if config.parallelism.offload is not Offload.nvme:
         return
     key, folder = f"parallelism.offload_path={config.parallelism.offload_path}", config.parallelism.offload_path or ""
@@ -53,6 +55,17 @@ def check_disk(config: Config, layout: Layout, here: int) -> None:
             f"{key}: the {state} of {here} rank{'s' if here > 1 else ''} takes {needed / 1e6:.1f} MB, but "
             f"only {free / 1e6:.1f} MB are free; free some, or give another folder"
         )
+    if _in_memory(path):
+        raise ConfigError(f"{key} is on tmpfs, which keeps files in memory; give a folder on a disk, or use "
+                          "parallelism.offload=cpu")  # fmt: skip
+
+
+def _in_memory(folder: Path) -> bool:
+    """Return True if a folder is on tmpfs. Other systems than Linux have no list of mounts there."""
+    device, mounts = folder.stat().st_dev, Path("/proc/self/mountinfo")
+    number = f" {os.major(device)}:{os.minor(device)} "
+    lines = mounts.read_text().splitlines() if mounts.exists() else []
+    return any(number in line and " - tmpfs " in line for line in lines)
 
 
 def state_file_bytes(config: Config, layout: Layout, here: int) -> int:

@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor
 from gptlite.models.base import Constant, Normal
 from gptlite.models.model import Model
 from gptlite.ops.philox import WORD, philox
-from gptlite.parallelism.boxes import local_box
+from gptlite.parallelism.boxes import local_box, local_tensor
+from gptlite.parallelism.in_files import changed
 
 BLOCK = 2**20  # elements drawn at a time: bounds the memory of drawing
 
@@ -26,6 +27,7 @@ def init_weights(model: Model, part: nn.Module, seed: int) -> None:
     with torch.no_grad():
         for name, parameter in model.named_weights(part):
             init_weight_(model, name, parameter, seed)
+            changed(local_tensor(parameter))
 
 
 def init_weight_(model: Model, name: str, parameter: Tensor, seed: int) -> None:

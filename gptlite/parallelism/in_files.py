@@ -89,6 +89,18 @@ def settle(optimizer: Optimizer) -> None:
         optimizer.settle()
 
 
+def read_once(tensor: Tensor) -> Tensor:
+    """Return a copy of a local tensor whose memory is a mapped file, from the file; else the tensor itself."""
+    file = getattr(tensor.untyped_storage(), "file", None)  # set by the owner of the mapping
+    return tensor if file is None else file.copied(tensor)
+
+
+def changed(tensor: Tensor) -> None:
+    """Write the pages of a changed local tensor whose memory is a mapped file, and drop them from memory."""
+    if (file := getattr(tensor.untyped_storage(), "file", None)) is not None:
+        file.changed(tensor)
+
+
 def finish_backward(optimizer: Optimizer) -> None:
     """Bring the gradients up to date, at the end of a step's last backward pass, if they are in files."""
     if isinstance(optimizer, InFiles):

@@ -5,7 +5,8 @@ TRANSFORMERS, BLOOM = "huggingface/transformers", "bigscience-workshop/bigscienc
 BLOOM_MEGATRON = "bigscience-workshop/Megatron-DeepSpeed"
 RUN, RANKS = (), ("parallelism.data=2",)  # RANKS: the file leaves the global batch to the number of ranks
 LONG = ("trainer.max_steps=100000",)  # the file's warm-up is longer than the default run
-# File: repository, path there, and the refused keys, or RUN, RANKS or LONG.
+ADAMW = ("optimizer=adamw",)  # the file has no optimizer, and its offload needs one that is elementwise
+# File: repository, path there, and the refused keys, or RUN, RANKS, LONG or ADAMW.
 PUBLISHED: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "ds-zero2-cpu-offload": (DS, "tests/model/Megatron_GPT2/ds_config_func_bs4_zero2_offload.json", RUN),
     "ds-zero0-accumulation": (DS, "tests/model/Megatron_GPT2/ds_config_func_bs8_zero0_gas3.json", RANKS),
@@ -63,7 +64,7 @@ PUBLISHED: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "ex-pipeline": (EXAMPLES, "training/pipeline_parallelism/ds_config.json", RUN),
     "ex-tensor-parallel": (EXAMPLES, "training/tensor_parallel/hf_integration/configs/ds_config.json", RUN),
     "ex-sequence-parallel": (EXAMPLES, "benchmarks/autosp/configs/autosp_config.json", RUN),
-    "ex-nvme": (EXAMPLES, "inference/sglang/ds_offload_nvme_aio.json", RUN),
+    "ex-nvme": (EXAMPLES, "inference/sglang/ds_offload_nvme_aio.json", ADAMW),
     "ex-random-ltd": (
         EXAMPLES,
         "training/data_efficiency/gpt_finetuning/config/ds_config_gpt_base_random_ltd.json",

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from deepspeed_json.deepspeed_files import LONG, PUBLISHED, RANKS, RUN
+from deepspeed_json.deepspeed_files import ADAMW, LONG, PUBLISHED, RANKS, RUN
 from run_files import read_metrics
 from yaml import safe_load
 
@@ -45,7 +45,7 @@ def overrides(content: dict, **known) -> list[str]:
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_published_configuration_runs_or_is_refused_by_its_keys(name: str):
     path, outcome = HERE / f"{name}.json", PUBLISHED[name][2]
-    if outcome in (RUN, RANKS, LONG):
+    if outcome in (RUN, RANKS, LONG, ADAMW):
         load([f"deepspeed={path}", *outcome])
         return
     content = read(str(path))
@@ -62,6 +62,8 @@ def test_the_page_lists_the_published_configurations():
             return "run, with `parallelism.data=N`"
         if outcome == LONG:
             return "run, with `trainer.max_steps=N`"
+        if outcome == ADAMW:
+            return "run, with `optimizer=adamw`"
         return f"refused: {', '.join(f'`{key}`' for key in outcome)}" if outcome else "run"
 
     lines = ["| file | source | result |", "|---|---|---|"]
@@ -178,7 +180,7 @@ def test_a_folder_for_offload_is_read_only_for_nvme(device: str, verdict: str):
     assert [row.verdict.value for row in rows] == [verdict]
 
 
-def test_parameters_go_to_files_only_with_the_optimizer_state():
+def test_parameters_go_to_files_with_the_optimizer_state():
     nvme = {"device": "nvme", "nvme_path": "/nvme"}
 
     def taken(stage: int, **offload: object) -> list[str]:
@@ -190,7 +192,11 @@ def test_parameters_go_to_files_only_with_the_optimizer_state():
     assert sorted(both) == [files[0], "parallelism.offload_parameters=true", files[1]]
     assert taken(2, offload_optimizer=nvme, offload_param=nvme) == files
     assert taken(3, offload_optimizer=nvme, offload_param={"device": "cpu"}) == files
-    assert taken(3, offload_param=nvme) == ["parallelism.offload=cpu"]
+    assert sorted(taken(3, offload_param=nvme)) == sorted(both)
+    assert taken(2, offload_param=nvme) == []
+    assert taken(3, offload_optimizer={"device": "cpu"}, offload_param=nvme) == ["parallelism.offload=cpu"]
+    sizes = {"pin_memory": True, "buffer_count": 5, "buffer_size": 1e8, "max_in_cpu": 1e9}
+    assert sorted(taken(3, offload_param=nvme | sizes)) == sorted(both)
 
 
 WRONG = [
@@ -217,6 +223,9 @@ WRONG = [
     ('{"scheduler": {"type": "WarmupLr"}}', "did you mean WarmupLR"),
     ('{"scheduler": {"type": "WarmupLR", "params": {"warmup_type": "exp"}}}', "is neither log nor linear"),
     ('{"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}}', "needs nvme_path"),
+    ('{"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}', "needs nvme_path"),
+    ('{"zero_optimization": {"offload_param": {"buffer_sise": 1}}}', "buffer_sise=1: is not a key .*buffer_size"),
+    ('{"zero_optimization": {"offload_param": {"pin_memory": 1}}}', "pin_memory=1: must be true or false"),
     ('{"zero_optimization": {"offload_optimizer": {"device": "gpu"}}}', "is not one of none, cpu, nvme"),
     ('{"communication_data_type": "int8"}', "is neither fp32 nor the compute dtype, fp32"),
     ('{"elasticity": {"enabled": true}, "pld": 1}', "elasticity: .*; pld=1: "),  # all of them at once

@@ -25,6 +25,19 @@ def four() -> Iterator[Ranks]:
 
 
 @pytest.fixture(scope="module")
+def worlds() -> Iterator[Callable[[int], Ranks]]:
+    """Ranks of a world, started once."""
+    started: dict[int, Ranks] = {}
+
+    def of(world: int) -> Ranks:
+        return started.setdefault(world, Ranks(world))
+
+    yield of
+    for each in started.values():
+        each.close()
+
+
+@pytest.fixture(scope="module")
 def growing() -> Iterator[GrowingRanks]:
     ranks = GrowingRanks()
     yield ranks

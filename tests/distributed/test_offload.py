@@ -1,6 +1,5 @@
 """Offloaded training is the same as without, to the last bit: loss, norm, gradients, values, optimizer state."""
 
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -9,7 +8,6 @@ import pytest
 from marking import marked
 
 from distributed.cells.offload import Case
-from distributed.cells.run import Ranks
 from gptlite.models.gpt.config import GPTConfig
 from gptlite.ops.config import Attention
 from gptlite.optimizer.config import AdamWConfig
@@ -56,19 +54,6 @@ MORE = [
 ]
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Callable[[int], Ranks]]:
-    """Ranks of a world, started once."""
-    started: dict[int, Ranks] = {}
-
-    def of(world: int) -> Ranks:
-        return started.setdefault(world, Ranks(world))
-
-    yield of
-    for each in started.values():
-        each.close()
-
-
 COUNTED = [
     Case(f"{P}zero=0"),
     Case(f"{P}zero=3", accumulation=3),
@@ -93,8 +78,8 @@ COUNTED = [
 
 
 @pytest.mark.parametrize("case", marked(COUNTED, 4, 6, lambda case: case.words))
-def test_the_bytes_moved_are_those_of_the_formula(case: Case, ranks, tmp_path: Path):
-    for found, planned in ranks(case.world).run(CASES + "counted", case, "nvme", str(tmp_path), timeout=150):
+def test_the_bytes_moved_are_those_of_the_formula(case: Case, worlds, tmp_path: Path):
+    for found, planned in worlds(case.world).run(CASES + "counted", case, "nvme", str(tmp_path), timeout=150):
         assert found == planned
         assert found.to_device > 0
         assert found.to_host > 0
@@ -112,9 +97,9 @@ MEASURED = [
 
 
 @pytest.mark.parametrize("case", marked(MEASURED, 3, 3, lambda case: case.words))
-def test_memory_is_what_the_plan_says(case: Case, ranks, tmp_path: Path):
+def test_memory_is_what_the_plan_says(case: Case, worlds, tmp_path: Path):
     """On a CPU, whose memory is the device's and the host's. For the moments, in the file, there are two buffers."""
-    for found, planned, _ in ranks(case.world).run(CASES + "memory", case, "nvme", str(tmp_path), timeout=150):
+    for found, planned, _ in worlds(case.world).run(CASES + "memory", case, "nvme", str(tmp_path), timeout=150):
         assert (found.parameters, found.gradients, found.optimizer) == (
             planned.parameters,
             planned.gradients,
@@ -159,6 +144,6 @@ LONG = list(product([*TWO[8:], *MORE[2:]], PLACES))
     ("case", "offload"),
     marked([*QUICK, *SLOW, *LONG], len(QUICK), len(SLOW), lambda each: f"{each[0].words}-{each[1]}"),
 )
-def test_a_run_is_the_same_to_the_bit(case: Case, offload: str, ranks, tmp_path: Path):
+def test_a_run_is_the_same_to_the_bit(case: Case, offload: str, worlds, tmp_path: Path):
     path = str(tmp_path) if offload == "nvme" else None
-    assert ranks(case.world).run(CASES + "differing", case, offload, path, timeout=150) == [[]] * case.world
+    assert worlds(case.world).run(CASES + "differing", case, offload, path, timeout=150) == [[]] * case.world

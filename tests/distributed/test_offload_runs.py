@@ -99,8 +99,22 @@ def test_a_disk_with_too_little_room_is_refused_before_any_rank_starts(tmp_path:
         line = refused(*overrides, f"{P}zero=0")
         assert line.startswith(f"parallelism.offload_path={tmp_path}: the optimizer state of 4 ranks takes 4")
         assert line.endswith(" MB, but only 1000.0 MB are free; free some, or give another folder")
-    with mock.patch("shutil.disk_usage", return_value=Usage(0, 0, 1.1e9)):
+        line = refused(*overrides, f"{P}zero=3", f"{P}offload_parameters=true")
+        assert line.startswith(
+            f"parallelism.offload_path={tmp_path}: the model and optimizer state of 4 ranks takes 20"
+        )
+    on_disk = mock.patch("gptlite.launch.room._in_memory", return_value=False)  # wherever this machine has its /tmp
+    with on_disk, mock.patch("shutil.disk_usage", return_value=Usage(0, 0, 1.1e9)):
         check_here(load([f"{P}offload=nvme", *overrides, f"{P}zero=3"]), None)  # shards: all of it once
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_mount(), reason="no file system in memory here")
+def test_a_folder_in_memory_is_refused_before_any_rank_starts():
+    for more in ([], [f"{P}offload_parameters=true", f"{P}zero=3"]):
+        assert refused(f"{P}offload_path=/dev/shm", *more) == (
+            "parallelism.offload_path=/dev/shm is on tmpfs, which keeps files in memory; give a folder on a disk, or "
+            "use parallelism.offload=cpu"
+        )
 
 
 def test_the_room_that_is_asked_for_is_the_files_own(tmp_path: Path):

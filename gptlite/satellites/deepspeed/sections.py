@@ -155,22 +155,33 @@ def _offload(section: Section, stage: Any) -> None:
             _of_parameters(section, name, stage, device)
         elif old is not None:
             section.no_op(name, OFF)
-    if states and device == "nvme" and (path := states.value("nvme_path", Kind.text)):
-        states.take("device", parallelism__offload="nvme")
-        states.take("nvme_path", parallelism__offload_path=path)
-    elif states and device == "nvme":
-        states.refuse("device", "needs nvme_path, a folder on a local disk")
+    if states and device == "nvme":
+        _in_files(states, "", parallelism__offload="nvme")
     elif states and device == "cpu":
         states.take("device", parallelism__offload="cpu")
+    alone = False  # True if offload_param alone names a folder, where the optimizer state is then kept too
     if parameters and (of_parameters := _device(parameters)):
-        if of_parameters == device == "nvme" and stage in (3, AUTO):
+        alone = of_parameters == "nvme" and not device and stage in (3, AUTO)
+        if alone:
+            where = "with the gradients and the optimizer state"
+            _in_files(parameters, where, parallelism__offload="nvme", parallelism__offload_parameters=True)
+        elif of_parameters == device == "nvme" and stage in (3, AUTO):
             where = "in the folder of offload_optimizer, with the gradients"
             parameters.take("device", where, parallelism__offload_parameters=True)
         else:
             _of_parameters(parameters, "device", stage, device)
-    for each in filter(None, (states, parameters)):
-        if each.value("nvme_path", Kind.text) and (each is parameters or device != "nvme"):
+    for each, used in ((states, device == "nvme"), (parameters, alone)):
+        if each and each.value("nvme_path", Kind.text) and not used:
             each.no_op("nvme_path", "gptlite stores nothing there")
+
+
+def _in_files(section: Section, where: str, **taken: Any) -> None:
+    """Add the rows of an offload section that names a folder."""
+    if path := section.value("nvme_path", Kind.text):
+        section.take("device", where, **taken)
+        section.take("nvme_path", parallelism__offload_path=path)
+    else:
+        section.refuse("device", "needs nvme_path, a folder on a local disk")
 
 
 def _zeropp(section: Section, stage: Any) -> None:

@@ -50,8 +50,9 @@ class InfiniteOptimizer(StreamedOptimizer):
 
     def grad_norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
         """Return `local_grad_norm` of the parameters, whose gradients are read from the file."""
-        norm = super().grad_norm(parameters)
-        self._parameters.flush()  # drops the pages of the gradients
+        with self._parameters.file.dropping():
+            norm = super().grad_norm(parameters)
+        self._parameters.flush()  # drops the last pages
         return norm
 
     def describe(self, weights: str, gradients: str, path: str | None) -> str:

@@ -11,19 +11,24 @@ import fcntl
 import mmap
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from itertools import zip_longest
 from pathlib import Path
+from threading import Event
 
 import torch
 from torch import Tensor
 
 from gptlite.parallelism.in_files import PAGE
+from gptlite.satellites.nvme.errors import told
 
 ALIGN = PAGE  # alignment of addresses, offsets and lengths that satisfies O_DIRECT on common disks
 PIECE = 2**20  # bytes per request; up to THREADS requests run concurrently
 THREADS = 8
+MAPPED = 4 * 2**20  # bytes of mapped tensors that may be changed before their pages are dropped
+EVERY = 0.005  # seconds between the drops of `dropping`
 
 
 class StateFile:
@@ -35,6 +40,7 @@ class StateFile:
     def __init__(self, folder: Path, size: int) -> None:
         self.size = size
         self.bytes_read = self.bytes_written = 0
+        self._changed = 0  # bytes of mapped tensors that were changed since the last drop
         self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115 - open as long as this object
         # At least one block, as an empty file cannot be mapped.
         os.posix_fallocate(self._file.fileno(), 0, max(size, ALIGN))
@@ -47,11 +53,57 @@ class StateFile:
         After `flush`, `read` returns changes made to the tensor, and the tensor shows changes made by `write`.
         """
         self._map = mmap.mmap(self._file.fileno(), max(self.size, ALIGN))
-        return torch.frombuffer(self._map, dtype=torch.float32)
+        tensor = torch.frombuffer(self._map, dtype=torch.float32)
+        tensor.untyped_storage().file = self  # type: ignore[attr-defined]  # for views of the tensor, see in_files.py
+        return tensor
 
     def flush(self) -> None:
         """Write changes made through the mapped tensor, and drop its pages."""
         self._map.flush()
+        self._drop()
+
+    @contextmanager
+    def dropping(self) -> Iterator[None]:
+        """Context manager in which pages are dropped soon after they were read through the mapped tensor."""
+        done = Event()
+
+        def drop() -> None:
+            while not done.wait(EVERY):
+                self._drop()
+
+        with ThreadPoolExecutor(1, "offload") as thread:
+            dropped = thread.submit(drop)
+            try:
+                yield
+            finally:
+                done.set()
+                dropped.result()
+
+    def copied(self, tensor: Tensor) -> Tensor:
+        """Return a copy of a view of the mapped tensor, which is not read through the mapping. Raises OffloadFailed."""
+        if not tensor.numel():
+            return tensor
+        begin = int(tensor.storage_offset()) * tensor.itemsize
+        last = sum((length - 1) * step for length, step in zip(tensor.shape, tensor.stride(), strict=True))
+        start = begin // ALIGN * ALIGN
+        memory = aligned(-(-(begin + (last + 1) * tensor.itemsize - start) // ALIGN) * ALIGN)
+        with told():
+            self.read([(start, memory)])
+        if not self.direct:
+            self._drop()
+        row = torch.frombuffer(memory, dtype=tensor.dtype)
+        return row.as_strided(tensor.shape, tensor.stride(), (begin - start) // tensor.itemsize)
+
+    def changed(self, tensor: Tensor) -> None:
+        """Write changes of views of the mapped tensor, and drop its pages, once they are many. Raises OffloadFailed."""
+        self._changed += max(tensor.nbytes, MAPPED // 4)  # a fault reads ahead, however small the tensor is
+        if self._changed >= MAPPED:
+            with told():
+                self.flush()
+
+    def _drop(self) -> None:
+        """Drop the pages whose contents are in the file."""
+        self._changed = 0
         self._map.madvise(mmap.MADV_DONTNEED)
         # Direct writes bypass the page cache: the mapping must not keep older pages.
         os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

@@ -17,7 +17,7 @@ from gptlite.models.registry import spec_of
 from gptlite.parallelism.axes import DATA_AXES, EXPERT_DATA_AXES
 from gptlite.parallelism.config import Offload
 from gptlite.parallelism.layout import Layout, num_stages, splits_backward, stages_of_rank
-from gptlite.satellites.plan.parameters import Parameter, StageParameters, all_loads, copies, cut, stages
+from gptlite.satellites.plan.parameters import Parameter, StageParameters, all_loads, copies, cut, shared, stages
 from gptlite.satellites.plan.profile import halves_of, profile_of
 from gptlite.satellites.plan.walk import gathers
 from gptlite.satellites.plan.workload import MASTER, Transfer, Workload, block_input, frees_messages
@@ -212,21 +212,22 @@ def moved(work: Workload, pp_rank: int, tp_rank: int = 0) -> OffloadBytes:
 
 def _reads(work: Workload, stage: StageParameters, pp_rank: int) -> int:
     """Return the bytes of a stage's parameters that a step reads for its passes. Without a pipeline, a backward pass
-    begins with the bucket that the forward pass has ended with, whose buffer is still there."""
-    buckets = _bucket_pages(work, stage)
-    blocks = sum(size * times for size, times in buckets)
+    begins with the bucket that the forward pass has ended with, whose buffer is still there, unless distributed experts
+    are gathered after it."""
+    buckets = [
+        (_group_pages(work, stage, kinds), times) for kinds, times in stage.buckets(work.parallelism.bucket_layers)
+    ]
+    blocks = sum(sum(sizes) * times for sizes, times in buckets)
     others = _paged(work, [parameter for parameter in stage.others if parameter.shape])
     counts = [sum(gathered(work, pp_rank, stage.number, block).values()) for block in (True, False)]
-    again = work.micro_batches * buckets[-1][0] if buckets and work.layout.size("pp") == 1 else 0
-    return blocks * counts[0] + others * counts[1] - again
+    stays = buckets and len(buckets[-1][0]) == 1 and work.layout.size("pp") == 1
+    return blocks * counts[0] + others * counts[1] - (work.micro_batches * buckets[-1][0][0] if stays else 0)
 
 
-def _bucket_pages(work: Workload, stage: StageParameters) -> list[tuple[int, int]]:
-    """Return the bytes of the shards of each bucket of blocks in a file, and the number of equal buckets in a row."""
-    return [
-        (_paged(work, [parameter for kind in kinds for parameter in stage.kinds[kind]]), times)
-        for kinds, times in stage.buckets(work.parallelism.bucket_layers)
-    ]
+def _group_pages(work: Workload, stage: StageParameters, kinds: Sequence[int]) -> list[int]:
+    """Return the bytes in a file of the shards of a bucket of blocks, and of each block's distributed experts."""
+    dense = _paged(work, [parameter for kind in kinds for parameter in shared(stage.kinds[kind], False)])
+    return [dense, *filter(None, (_paged(work, shared(stage.kinds[kind], True)) for kind in kinds))]
 
 
 def _paged(work: Workload, parameters: Iterable[Parameter]) -> int:
@@ -256,5 +257,6 @@ def buffers_bytes(work: Workload, held: Sequence[StageParameters]) -> int:
     update = 2 * rows * PAGE * max(1, min(most, -(-pages // 2)))
     if not work.in_files:
         return update
-    largest = max((size for stage in held for size, _ in _bucket_pages(work, stage)), default=0)
+    buckets = ((stage, kinds) for stage in held for kinds, _ in stage.buckets(work.parallelism.bucket_layers))
+    largest = max((size for stage, kinds in buckets for size in _group_pages(work, stage, kinds)), default=0)
     return update + (max(1, work.parallelism.prefetch) + BESIDE) * largest

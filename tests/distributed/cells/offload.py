@@ -8,8 +8,10 @@ from math import prod
 
 from distributed.cells.compare import same_bits
 from distributed.cells.layouts import BASE, GLOBAL_BATCH
+from distributed.cells.reshard import held_out_loss
 from distributed.cells.steps import built, planned_work
 from gptlite.config import Config, load
+from gptlite.models.capabilities import Sampling, TextGeneration, capability
 from gptlite.parallelism.boxes import local_tensor
 from gptlite.parallelism.config import Offload
 from gptlite.satellites.monitor.memory_watch import MemoryWatch
@@ -17,7 +19,8 @@ from gptlite.satellites.monitor.model_state import StateBytes
 from gptlite.satellites.nvme.infinite import InfiniteStream
 from gptlite.satellites.nvme.streamed import StateStream
 from gptlite.satellites.plan.memory import estimate
-from gptlite.satellites.plan.traffic import OffloadBytes, moved
+from gptlite.satellites.plan.parameters import stages
+from gptlite.satellites.plan.traffic import OffloadBytes, buffers_bytes, moved
 from gptlite.satellites.plan.workload import RankBytes
 from gptlite.torch_private.fsdp import watched_shards
 from gptlite.trainer.state import TrainState
@@ -62,7 +65,19 @@ def config_of(case: Case, offload: str, path: str | None = None) -> Config:
 
 def differing(case: Case, offload: str, path: str | None = None) -> list[str]:
     """On every rank: what of the steps of a run with offload is not, to the bit, what it is without."""
-    plain, offloaded = _plain(case), take(config_of(case, offload, path))
+    return _differing(_plain(case), take(config_of(case, offload, path)))
+
+
+def interrupted(case: Case, offload: str, path: str | None = None) -> list[str]:
+    """As `differing`, with an evaluation and a sample after each step; and what of the steps these change."""
+    plain, offloaded = (
+        take(config, looks=True) for config in (config_of(case, "none"), config_of(case, offload, path))
+    )
+    looks = [[{key: step.pop(key) for key in ("evaluation", "sample")} for step in run] for run in (plain, offloaded)]
+    return _differing(*looks) + _differing(plain, offloaded) + _differing(_plain(case), offloaded)
+
+
+def _differing(plain: list[Bits], offloaded: list[Bits]) -> list[str]:
     assert [step.keys() for step in plain] == [step.keys() for step in offloaded]
     return [
         f"step {number} {key}"
@@ -77,8 +92,11 @@ def _plain(case: Case) -> list[Bits]:
     return take(config_of(case, "none"))
 
 
-def take(config: Config) -> list[Bits]:
-    """The losses, norms, gradients, values and optimizer state of the steps, this rank's parts."""
+def take(config: Config, looks: bool = False) -> list[Bits]:
+    """The losses, norms, gradients, values and optimizer state of the steps, this rank's parts.
+
+    `looks`: with the loss of an evaluation after each step, and the tokens of a sample.
+    """
     with built(config) as (_, state, step):
         gradients: Bits = {}
 
@@ -92,7 +110,15 @@ def take(config: Config) -> list[Bits]:
             result = step(state, inspect)
             tensors = {key: local_tensor(tensor).detach().clone() for key, tensor in state.tensors().items()}
             found.append({"loss": result.loss, "norm": result.grad_norm} | gradients | tensors)
+            if looks:
+                found[-1] |= {"evaluation": held_out_loss(state), "sample": _sample(state)}
         return found
+
+
+def _sample(state: TrainState) -> list[int]:
+    writer = capability(state.model.spec, TextGeneration)
+    assert writer is not None
+    return list(writer.generate(state.runner, [3, 1, 4], 9, Sampling(seed=1), stop=None, cache=True))
 
 
 def counted(case: Case, offload: str, path: str | None = None) -> tuple[OffloadBytes, OffloadBytes]:
@@ -125,6 +151,15 @@ def file_size(config: Config) -> int:
     with built(config) as (_, state, _):
         stream: StateStream = state.optimizer.stream  # type: ignore[attr-defined]
         return stream.file.size + (stream.parameters.file.size if isinstance(stream, InfiniteStream) else 0)
+
+
+def buffers(case: Case, offload: str, path: str) -> tuple[int, int]:
+    """On every rank: the bytes of the buffers that a run has, and those of the plan."""
+    config = config_of(case, offload, path)
+    with built(config) as (mesh, state, _):
+        stream: StateStream = state.optimizer.stream  # type: ignore[attr-defined]
+        found = sum(each.nbytes for each in stream.resident() if each.ndim)  # not the counts of steps
+        return found, buffers_bytes(work := planned_work(config, mesh, state), stages(work, 0))
 
 
 def memory(case: Case, offload: str, path: str | None = None) -> tuple[StateBytes, RankBytes, int]:
