@@ -131,7 +131,7 @@ def test_every_step_reads_the_batch_that_the_noise_before_it_asks_for(run: Calla
 ADASCALE = ["optimizer=sgd", "optimizer.lr=0.3", "optimizer.adascale=true", "trainer.noise_scale=false"]
 
 
-@pytest.mark.parametrize("more", [[], ADASCALE], ids=["adamw", "adascale"])
+@pytest.mark.parametrize("more", [[], pytest.param(ADASCALE, marks=pytest.mark.slow)], ids=["adamw", "adascale"])
 def test_a_run_resumed_at_any_step_repeats_the_uninterrupted_one_bit_for_bit(
     run: Callable, tmp_path: Path, more: list[str]
 ) -> None:

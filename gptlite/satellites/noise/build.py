@@ -52,8 +52,8 @@ def build_noise(config: Config, mesh: Mesh, state: TrainState) -> Noise | None:
 class Noise(GradientNoise):
     """Noise of a run's gradients, and what follows it: with `adascale` the gain of the steps, with `ramp` their batch.
 
-    `per_pass`: every micro-batch is a group; else all of a rank's together are one. `base` is the number of samples
-    in the batch for which the learning rate was tuned; None: those of a group in the run's first step.
+    `per_pass`: every micro-batch is a group; otherwise all of a rank's together are one. `base` is the number of
+    samples in the batch for which the learning rate was tuned; None: those of a group in the first step.
     """
 
     def __init__(
