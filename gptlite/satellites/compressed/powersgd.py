@@ -3,7 +3,7 @@
 M_i [n, m] is rank i's gradient of a matrix plus its error. The ranks sum P = sum M_i Q, orthonormalize P [n, r], and
 sum Q = sum M_i' P [m, r]. All take P Q' for the sum of the M_i, rank i keeps the error M_i - P (M_i' P)', and the next
 step begins with this Q. Vectors, and matrices whose factors would be no smaller, are summed as they are. All is sent in
-fp32 and added in rank order, so sums have equal bits on all ranks, and copies on tensor ranks stay equal.
+fp32 and added in rank order, so sums have equal bits on all ranks, and copies on several tensor ranks stay equal.
 """
 
 from __future__ import annotations
