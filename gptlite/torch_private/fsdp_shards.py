@@ -1,4 +1,4 @@
-"""FSDP2's parameter groups with shards that their owner keeps elsewhere between uses."""
+"""FSDP2's parameter groups: layout, state, and shards that their owner keeps elsewhere between uses."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from gptlite.torch_private.fsdp import groups_of
+from gptlite.torch_private.fsdp import groups_of, groups_of_states
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class Hooks:
 
 
 class Group:
-    """Parameters that FSDP2 gathers and reduces together.
+    """Parameters that FSDP2 gathers and reduces together. Two objects for the same parameters are equal.
 
     `sizes` are the elements of the parameters' shards, padded to those of the longest shard.
     """
@@ -34,13 +35,46 @@ class Group:
     def __init__(self, group: Any) -> None:
         self._group, self._params = group, list(group.fsdp_params)
         self.sizes = [param.padded_sharded_param_size.numel() for param in self._params]
-        self.frees = bool(group._reshard_after_forward)  # gathered again for the backward pass
         self._kept: list[Tensor] = []
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Group) and self._group is other._group
+
+    def __hash__(self) -> int:
+        return hash(self._group)
 
     @property
     def parameters(self) -> list[nn.Parameter]:
         """The sharded parameters."""
         return [param.sharded_param for param in self._params]
+
+    @property
+    def trained(self) -> list[nn.Parameter]:
+        """Those that are trained, in the order of the flat gradients."""
+        return [parameter for parameter in self.parameters if parameter.requires_grad]
+
+    @property
+    def trained_sizes(self) -> list[int]:
+        """The number of elements that each trained parameter has in a row of the flat gradients."""
+        pairs = zip(self.parameters, self.sizes, strict=True)
+        return [size for parameter, size in pairs if parameter.requires_grad]
+
+    @property
+    def registered(self) -> list[nn.Parameter]:
+        """What the modules have in the places of `trained`. Before the first forward pass, these are the parameters
+        that `nn.Module.to_empty` has created; in a step, FSDP2 has gathered ones there."""
+        places = [param._module_info for param in self._params if param.sharded_param.requires_grad]
+        return [getattr(place.module, place.param_name) for place in places]
+
+    @property
+    def frees(self) -> bool:
+        """True if parameters are freed after the forward pass and gathered again for the backward pass."""
+        return bool(self._group._reshard_after_forward)
+
+    @property
+    def in_backward(self) -> bool:
+        """True while parameters are gathered for a backward pass, ahead of it too."""
+        return self._group._training_state.name == "PRE_BACKWARD"
 
     @property
     def last(self) -> bool:
@@ -76,7 +110,7 @@ class Group:
         alone = getattr(group.mesh_info, "shard_mesh_size", 1) == 1 and hasattr(group, "_all_gather_output")
 
         def fed(read: Callable[[], None]) -> None:
-            backward = group._training_state.name == "PRE_BACKWARD"
+            backward = self.in_backward
             hooks.load(backward)
             read()
             hooks.loaded(backward)
@@ -103,6 +137,12 @@ class Group:
             hooks.reduced(gradients)
 
         group.unshard, group.wait_for_unshard, group.post_backward = unsharding, waiting, reducing
+
+
+def group_of(module: FSDPModule) -> Group | None:
+    """Return the parameter group of a module, which it may share; None if nested modules have all parameters."""
+    state: Any = fully_shard.state(module)  # type: ignore[attr-defined]
+    return next(map(Group, groups_of_states([state])), None)
 
 
 def groups(part: nn.Module) -> list[Group]:

@@ -36,7 +36,6 @@ from gptlite.satellites.zeropp.gathers import Gather
 from gptlite.satellites.zeropp.nodes import build_nodes, ranks_per_machine
 from gptlite.satellites.zeropp.reduction import ZeroppReduction
 from gptlite.satellites.zeropp.wire import Sent, Shards
-from gptlite.torch_private.buckets import in_backward
 from gptlite.trainer.eval import evaluate_sets
 from gptlite.trainer.state import TrainState
 
@@ -125,14 +124,14 @@ def gathered(config: Config, steps: int) -> tuple[list[list[Gathered]], dict[str
         exact = shard.new_empty(output.numel())
         PairwiseAllGather()(exact, shard.clone(), group)
         call(self, output, shard, group, async_op)
-        layout = BlockLayout(tuple(self.sizes), 256, group.size())
+        layout = BlockLayout(tuple(self.group.sizes), 256, group.size())
         blocks, errors = layout.pack(exact), layout.pack(output) - layout.pack(exact)
         most = blocks.abs().amax(2, keepdim=True)
         # Half a step of the codes, and in bf16 its rounding of what is decoded.
         bound = most / 127 / 2 + most * torch.finfo(output.dtype).eps
         worst = float((errors.abs() / bound).nan_to_num(0).max())
         number = numbers.setdefault(self, len(numbers))
-        records[-1].append(Gathered(number, in_backward(self.module), digest(output), worst))
+        records[-1].append(Gathered(number, self.group.in_backward, digest(output), worst))
 
     with mock.patch.object(Gather, "__call__", recorded), built(config) as (mesh, state, step):
         for _ in range(steps):
@@ -140,7 +139,7 @@ def gathered(config: Config, steps: int) -> tuple[list[list[Gathered]], dict[str
             step(state)
         check_replicas(state.named_parameters(), state.tied_names(), mesh, state.step)
         copies = sum(each.copy.nbytes for each in numbers if each.copy is not None)
-        kept = sum(mesh.size("dp_shard") * sum(each.sizes) for each in numbers if each.keeps)
+        kept = sum(mesh.size("dp_shard") * sum(each.group.sizes) for each in numbers if each.keeps)
         return records, {"copies": copies, "elements": kept}
 
 

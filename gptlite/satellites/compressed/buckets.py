@@ -16,41 +16,36 @@ from torch.distributed.fsdp import FSDPModule
 from gptlite.parallelism.mesh import Mesh
 from gptlite.parallelism.point_to_point import PairwiseReduceScatter
 from gptlite.parallelism.reduction import Reduction
-from gptlite.torch_private.buckets import (
-    all_reduces,
-    bucket_of,
-    padded_shard_sizes,
-    registered_parameters,
-    sharded_parameters,
-)
 from gptlite.torch_private.distributed import reduce_scatter_single
+from gptlite.torch_private.fsdp_shards import Group, group_of
 
 
 class Bucket:
-    """Parameters whose gradients FSDP2 reduces together, over `rows` ranks of `dp_shard`."""
+    """Parameters of `group`, whose gradients FSDP2 reduces together, over `rows` ranks of `dp_shard`. `module` is one
+    of the modules that have them."""
 
-    def __init__(self, module: FSDPModule, rows: int) -> None:
-        self.module, self.rows = module, rows
+    def __init__(self, module: FSDPModule, group: Group, rows: int) -> None:
+        self.module, self.group, self.rows = module, group, rows
         self.pending: Tensor | None = None  # sum of the micro-batches so far, not yet summed over the replicas
 
     @property
     def parameters(self) -> list[nn.Parameter]:
         """Sharded parameters, in the order of the flat tensor."""
-        return sharded_parameters(self.module)
+        return self.group.trained
 
     def registered(self) -> list[nn.Parameter]:
         """Return the same before the first forward pass, until which FSDP2 keeps those on the meta device."""
-        return registered_parameters(self.module)
+        return self.group.registered
 
     @cached_property
     def sizes(self) -> list[int]:
         """Number of elements of each parameter in one row, with padding."""
-        return padded_shard_sizes(self.module)
+        return self.group.trained_sizes
 
     @property
     def last(self) -> bool:
         """True in the last backward pass of a step."""
-        return all_reduces(self.module)
+        return self.group.last
 
     def row(self, flat: Tensor) -> Tensor:
         """Return the flat gradients [rows * n] or [n] as [rows, n] or [1, n]. Raises RuntimeError if a parameter has no
@@ -78,11 +73,11 @@ class BucketReduction(Reduction):
         Modules that share a bucket (`bucket_layers`) are attached one by one, each after `zero.shard` has set its
         own sums for the bucket.
         """
-        if bucket_of(module) is None:
+        if (group := group_of(module)) is None:
             return
         bucket = self.attached(module)
         if bucket is None:
-            bucket = Bucket(module, self.mesh.size("dp_shard"))
+            bucket = Bucket(module, group, self.mesh.size("dp_shard"))
             self.buckets.append(bucket)
         if bucket.rows > 1:
             module.set_custom_reduce_scatter(_ReduceScatter(self, bucket))  # type: ignore[arg-type]
@@ -91,8 +86,8 @@ class BucketReduction(Reduction):
 
     def attached(self, module: FSDPModule) -> Bucket | None:
         """Return the bucket of a module, if it has one."""
-        own = bucket_of(module)
-        return next((bucket for bucket in self.buckets if bucket_of(bucket.module) is own), None)
+        group = group_of(module)
+        return next((bucket for bucket in self.buckets if bucket.group == group), None)
 
     def scatter(self, bucket: Bucket, out: Tensor, flat: Tensor, group: dist.ProcessGroup) -> None:
         """Sum [rows * n] over the ranks that shard the bucket, and write this rank's row [n] to `out`."""

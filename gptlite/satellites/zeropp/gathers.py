@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 
 from gptlite.parallelism.point_to_point import PairwiseAllGather
 from gptlite.satellites.compressed.blocks import BlockLayout
 from gptlite.satellites.compressed.codecs import Codec
 from gptlite.satellites.zeropp.nodes import Nodes
-from gptlite.torch_private.buckets import frees_after_forward, in_backward, padded_gathered_sizes
 from gptlite.torch_private.distributed import all_gather_single
+from gptlite.torch_private.fsdp_shards import Group
 
 
 class Gather:
-    """All-gather of a module's bucket over `dp_shard`, in FSDP2's interface.
+    """All-gather of a bucket over `dp_shard`, in FSDP2's interface.
 
     With a `codec`, ranks send blocks of it. All ranks decode the same messages, of their own shards too, so all of them
     compute with the same bits, which the shards themselves do not have.
@@ -29,20 +27,15 @@ class Gather:
     FSDP2 has such copies too (an integer as `reshard_after_forward`), but not of parameters sharded over tensor ranks.
     """
 
-    def __init__(self, module: FSDPModule, codec: Codec | None, nodes: Nodes, secondary: bool) -> None:
-        self.module, self.codec, self._nodes = module, codec, nodes
-        self._secondary = secondary and frees_after_forward(module)  # others are not gathered again
+    def __init__(self, group: Group, codec: Codec | None, nodes: Nodes, secondary: bool) -> None:
+        self.group, self.codec, self._nodes = group, codec, nodes
+        self._secondary = secondary and group.frees  # others are not gathered again
         self.copy: Tensor | None = None
-
-    @cached_property
-    def sizes(self) -> list[int]:
-        """Number of elements of each parameter in a shard, with padding."""
-        return padded_gathered_sizes(self.module)
 
     @property
     def refetches(self) -> bool:
         """True if the backward pass gathers over `dp_shard` again."""
-        return frees_after_forward(self.module) and not self._secondary
+        return self.group.frees and not self._secondary
 
     @property
     def keeps(self) -> bool:
@@ -58,7 +51,7 @@ class Gather:
     ) -> None:
         parts = output_tensor.view(self._nodes.size, -1)
         place = group.rank() % self._nodes.size
-        if self._secondary and self.copy is not None and in_backward(self.module):
+        if self._secondary and self.copy is not None and self.group.in_backward:
             if self._nodes.inside is None:
                 output_tensor.copy_(self.copy)
             else:
@@ -76,7 +69,7 @@ class Gather:
     def _quantized(self, codec: Codec, output: Tensor, shard: Tensor, group: dist.ProcessGroup) -> None:
         if not shard.is_floating_point():
             raise RuntimeError(f"parallelism.zeropp.weights={codec.name}: parameters of several dtypes in a bucket")
-        layout = BlockLayout(tuple(self.sizes), codec.width)
+        layout = BlockLayout(tuple(self.group.sizes), codec.width)
         message = codec.encode(layout.pack(shard)[0])
         messages = message.new_empty(group.size() * message.numel())
         self._over_nodes(messages, message, group)

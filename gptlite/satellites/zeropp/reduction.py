@@ -35,7 +35,7 @@ class ZeroppReduction(BucketReduction):
         if bucket is None:
             return
         if bucket not in self.gathers:
-            self.gathers[bucket] = Gather(module, self.weights, self.nodes, self._secondary)
+            self.gathers[bucket] = Gather(bucket.group, self.weights, self.nodes, self._secondary)
         if self.weights is not None or self._secondary:
             module.set_custom_all_gather(self.gathers[bucket])  # type: ignore[arg-type]
 
@@ -63,7 +63,7 @@ class ZeroppReduction(BucketReduction):
         parameters and reduces dense gradients in elements of these sizes."""
         total = Sent()
         for bucket, gather in self.gathers.items():
-            shards = Shards(tuple(gather.sizes), self.nodes.count, self.nodes.size)
+            shards = Shards(tuple(gather.group.sizes), self.nodes.count, self.nodes.size)
             dense = self.weights is None and not self._secondary
             once = shards.dense(gathered_itemsize) if dense else shards.gather(self.weights, gathered_itemsize)
             total += once * (2 if gather.refetches else 1)
