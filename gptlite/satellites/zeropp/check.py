@@ -28,8 +28,8 @@ def check_zeropp(config: Config) -> None:
         raise ConfigError(f"parallelism.zeropp.node_size={size} must be at least 1; null: the data ranks of a machine")
     if not on:
         return
-    if layout.auto:
-        raise ConfigError(f"{on} with parallelism=auto, whose plan knows dense ZeRO 3 only; use parallelism=zero3")
+    if layout.auto:  # the planner checks each of its layouts
+        return
     if layout.zero != 3:
         raise ConfigError(
             f"{on} with parallelism.zero={layout.zero}, which gathers parameters once a step and keeps them for the "
