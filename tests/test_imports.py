@@ -92,8 +92,8 @@ ROOMS = {
     "onebit": Room("compressed config optimizer optimizers parallelism", packages="torch"),
     "plots": Room("metrics trainer", lazy="matplotlib numpy"),
     "plan": Room(
-        "config data kernels metrics models monitor ops optimizer optimizers parallelism plots precision samples "
-        "trainer",
+        "compressed config data kernels metrics models monitor onebit ops optimizer optimizers parallelism plots "
+        "precision samples trainer zeropp",
         packages="numpy torch",
         lazy="matplotlib yaml",
     ),
@@ -152,7 +152,7 @@ COMPOSING = {
     *(SATELLITES / "noise" / f"{name}.py" for name in ("build", "checks")),
     SATELLITES / "onebit" / "reduction.py",
     *(SATELLITES / "zeropp" / f"{name}.py" for name in ("build", "check")),
-    *(SATELLITES / "plan" / f"{name}.py" for name in "advice banner largest planning report tuning".split()),
+    *(SATELLITES / "plan" / f"{name}.py" for name in "advice banner largest links planning report tuning".split()),
     *(PACKAGE / "trainer" / f"{name}.py" for name in "banner build folder restore summary".split()),
 }
 # Dataclasses of their users, and the list to which plug-ins add their checks.

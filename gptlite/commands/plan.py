@@ -3,13 +3,16 @@
 gptlite plan model=gpt3-13b cluster=dgx-h100 cluster.nodes=8 data.global_batch_size=1024 [KEY=VALUE of train]
     [top=10] [out=FOLDER] [simulate=true] [tokens=300e9]
 gptlite plan model=gpt2 cluster=dgx-h100 largest=true [out=FOLDER]    find the most layers that fit, for each layout
+gptlite plan model=gpt3-small cluster=h200 cluster.nodes=8 links=true [measured=FILE] [out=FOLDER]    vary link speed
 gptlite plan calibrate [seconds=60] [out=FILE]    measure this machine, for cluster=local
 
 All valid layouts are compared; keys of `parallelism` and data.micro_batch_size stay fixed if they are given. The table
 has the best layout for each combination of degrees and ZeRO stage, with the overrides that train with it, up to `top`
 rows. `tokens` adds the time and cost of training on that many tokens. `out` is the folder for plan.png, timeline.png
 and plan.json, or for largest.png. simulate=true simulates one rank of the best layout, the one that needs the most
-memory, on fake tensors, and prints its exact memory.
+memory, on fake tensors, and prints its exact memory. links=true predicts the layout's step at link speeds from 10 Mb/s
+to 400 Gb/s, with dense gradients, each parallelism.compression and 1-bit Adam, and draws links.png, with the points of
+`measured`, a rows.json of tools/bench_wire.py.
 Exit codes: 0 planned, 2 refused; if nothing fits, the error gives the missing memory.
 """
 
@@ -35,6 +38,8 @@ class Arguments:
     simulate: bool = False
     tokens: float | None = None
     largest: bool = False
+    links: bool = False
+    measured: str = ""
     seconds: float = 60.0
 
 
@@ -83,9 +88,14 @@ def plan(own: Arguments, config: Config) -> None:
     """Print the plan as a table, and write its files if `out` is set."""
     from gptlite.satellites.plan import report as show
     from gptlite.satellites.plan.largest import largest_models
+    from gptlite.satellites.plan.links import link_curves
     from gptlite.satellites.plan.planning import make_plan
 
-    if own.largest:
+    if own.links:
+        curves = link_curves(config, Path(own.measured).expanduser() if own.measured else None)
+        print(show.report_links(curves))
+        files = [show.write_links(curves, Path(own.out).expanduser())] if own.out else []
+    elif own.largest:
         cluster, found = largest_models(config)
         print(show.report_largest(config, cluster, found, own.top))
         files = [show.write_largest(cluster, found, Path(own.out).expanduser(), own.top)] if own.out else []

@@ -31,12 +31,17 @@ from gptlite.parallelism.axes import EXPERT
 from gptlite.parallelism.layout import AXES, resolve
 from gptlite.parallelism.mesh import Mesh, build_mesh
 from gptlite.parallelism.pipeline import OnePart, Pipeline, _Stage
+from gptlite.satellites.compressed import sums
+from gptlite.satellites.compressed.gradients import CompressedReduction
 from gptlite.satellites.monitor.memory_watch import MemoryWatch, where_backward_begins
+from gptlite.satellites.onebit.reduction import OneBitReduction
 from gptlite.satellites.parity.record import build
 from gptlite.satellites.plan.planning import workload_of
 from gptlite.satellites.plan.simulate import MESSAGE_METHODS, during
+from gptlite.satellites.plan.traffic import data_bytes
 from gptlite.satellites.plan.watch import KINDS
-from gptlite.satellites.plan.workload import RankBytes, Transfer, Workload
+from gptlite.satellites.plan.workload import ACROSS, INSIDE, RankBytes, Transfer, Workload
+from gptlite.satellites.zeropp.reduction import ZeroppReduction
 from gptlite.trainer.state import TrainState
 from gptlite.trainer.step import Step
 
@@ -96,7 +101,29 @@ def count_bytes(state: TrainState, step: Step) -> RankBytes:
         step(state)
     found = watch.found()
     kept = sum(pipeline_buffers(step.passes).values())
-    return RankBytes(found.state.parameters, found.state.gradients, found.state.optimizer, found.activations + kept)
+    size, beside = found.state, found.activations + kept
+    errors = sum(map(_bytes, kept_tensors(step.mesh.reduction)))
+    return RankBytes(size.parameters, size.gradients, size.optimizer, beside, compression=errors)
+
+
+def kept_tensors(reduction: object) -> list[Tensor | None]:
+    """What compressed communication keeps between steps."""
+    match reduction:
+        case CompressedReduction():
+            return [errors.values for errors in reduction._errors.values()]
+        case OneBitReduction():
+            exchange = reduction.exchange
+            whole = exchange._momenta.values() if exchange.whole else ()
+            parts = (part for vector in exchange.vectors for part in (vector.errors, vector.mask))
+            return [*parts, *exchange._roots.values(), *whole]
+        case ZeroppReduction():
+            return [gather.copy for gather in reduction.gathers.values()]
+        case _:
+            return []
+
+
+def _bytes(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.nbytes
 
 
 def _sampling(watch: MemoryWatch) -> Callable[[nn.Module, Any, Tensor], None]:
@@ -129,6 +156,17 @@ def count_transfers(state: TrainState, step: Step) -> list[Transfer]:
     return recorder.transfers()
 
 
+def data_bytes_of_steps(config: Config, count: int) -> list[float]:
+    """The bytes that each rank sends along the data axes in each of a run's first steps."""
+    mesh = build_mesh(config.parallelism)
+    state, step = build(config, mesh)
+    try:
+        with closing(state.loader):
+            return [data_bytes(count_transfers(state, step)) for _ in range(count)]
+    finally:
+        mesh.close()
+
+
 WORLD_PHASE = "settle"
 BACKWARD = ("backward_one_chunk", "backward_weight_one_chunk")
 
@@ -148,6 +186,10 @@ class Recorder(TorchDispatchMode):
         self.sent: Counter[tuple[str, int]] = Counter()  # and as they are seen
         groups = reversed((mesh.groups() | mesh.expert_groups()).items())  # axes over the same ranks may share one
         self._axes = {group.group_name: axis for axis, group in groups}
+        if isinstance(mesh.reduction, ZeroppReduction) and mesh.subgroups:
+            nodes = mesh.reduction.nodes
+            for axis, part in ((INSIDE, nodes.inside), (ACROSS, nodes.across)):
+                self._axes |= {} if part is None else {part.group_name: axis}
         self._experts = mesh.folded_groups[EXPERT].group_name if mesh.size(EXPERT) > 1 else None
         self.phase, self._inside = "step", False
         self._open = ExitStack()
@@ -197,6 +239,9 @@ class Recorder(TorchDispatchMode):
         yield mock.patch.object(point_to_point.PairwiseReduceScatter, "__call__", self._pairwise("reduce_scatter"))
         for name, phase in MESSAGE_METHODS.items():
             yield mock.patch.object(_Stage, name, self._asking(name, phase))
+        yield mock.patch.object(sums, "_exchange", self._exchange(sums._exchange))
+        square = OneBitReduction.gradient_square  # over the data axes alone
+        yield mock.patch.object(OneBitReduction, "gradient_square", during(self, "step", square))
         yield mock.patch.object(Step, "_total", during(self, WORLD_PHASE, Step._total))
         for owner in (OnePart, Pipeline):
             yield mock.patch.object(owner, "run", during(self, "forward", owner.run))
@@ -211,13 +256,29 @@ class Recorder(TorchDispatchMode):
         cls = {"all_gather": point_to_point.PairwiseAllGather, "reduce_scatter": point_to_point.PairwiseReduceScatter}
         call = cls[kind].__call__
 
-        def counted(this: Any, **given: Any) -> None:
-            payload = given["output_tensor" if kind == "all_gather" else "input_tensor"].nbytes
-            group = given["group"]
+        def counted(
+            this: Any, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, *more: Any, **given: Any
+        ) -> None:
+            payload = (output_tensor if kind == "all_gather" else input_tensor).nbytes
             self.counts[self._axes[group.group_name], kind, group.size(), payload, self.phase] += 1
             before, self._inside = self._inside, True
-            call(this, **given)
+            call(this, output_tensor, input_tensor, group, *more, **given)
             self._inside = before
+
+        return counted
+
+    def _exchange(self, exchange: Callable[..., Any]) -> Callable[..., Any]:
+        """Messages of compressed sums, as one all-to-all with the message that a rank does not send to itself."""
+
+        def counted(messages: dict[int, Tensor], group: dist.ProcessGroup, *more: Any) -> Any:
+            sent = sum(message.nbytes for message in messages.values())
+            payload = sent * group.size() // (group.size() - 1)
+            phase = "step" if self.phase == WORLD_PHASE else self.phase
+            self.counts[self._axes[group.group_name], "all_to_all", group.size(), payload, phase] += 1
+            before, self._inside = self._inside, True
+            result = exchange(messages, group, *more)
+            self._inside = before
+            return result
 
         return counted
 

@@ -92,6 +92,13 @@ SHORT = {
     "attention": "ops.attention",
     "optimizer": "optimizer",
     "momentum": "optimizer.momentum",
+    "freeze": "optimizer.freeze_step",
+    "scaler": "optimizer.var_update_scaler",
+    "compression": "parallelism.compression",
+    "weights": "parallelism.zeropp.weights",
+    "secondary": "parallelism.zeropp.secondary",
+    "gradients": "parallelism.zeropp.gradients",
+    "node": "parallelism.zeropp.node_size",
 }
 
 
@@ -180,5 +187,25 @@ OTHER_AXES = [
     Layout(2, "offload=cpu zero=3 micro=2"),
     Layout(2, "cp=2 micro=4"),
     Layout(2, "cp=2 zero=2 micro=2 dtype=bf16"),
+]
+# Compressed communication, in steps after the warm-up of 1-bit optimizers.
+COMPRESSED = [
+    Layout(2, "micro=4 compression=int8"),
+    Layout(2, "zero=2 micro=2 compression=int4"),
+    Layout(2, "zero=3 micro=2 compression=int8 dtype=bf16"),
+    Layout(2, "micro=4 optimizer=onebit_adam freeze=1"),
+    Layout(2, "zero=1 micro=2 optimizer=onebit_adam freeze=1"),
+    Layout(2, "zero=3 micro=2 weights=int8 secondary=true gradients=int4"),
+    Layout(4, "zero=2 copies=2 micro=1 compression=int4"),
+    Layout(4, "pp=2 zero=1 micro=1 compression=int8"),
+    Layout(4, "tp=2 micro=4 multiple=1 rows=501 compression=int8"),
+    Layout(4, "tp=2 zero=1 micro=4 sequence=true optimizer=onebit_adam freeze=1"),
+    Layout(4, "pp=2 micro=1 optimizer=onebit_lamb freeze=1"),
+    Layout(4, "zero=1 copies=2 micro=1 optimizer=zero_one_adam freeze=1"),
+    Layout(4, "zero=3 micro=1 weights=int8 secondary=true gradients=int4 node=2 dtype=bf16"),
+    Layout(4, "zero=3 micro=2 gradients=int8 node=1"),
+    Layout(4, "zero=3 copies=2 micro=1 weights=int8 secondary=true gradients=int4"),
+    Layout(4, "tp=2 zero=3 micro=2 weights=int4 secondary=true gradients=int8 node=1"),
+    Layout(4, "pp=2 zero=3 schedule=zbv micro=1 weights=int8 gradients=int4"),
 ]
 LAYOUTS = [*QUICK, *OTHERS, *LATER, *HALVES, *OTHER_AXES]

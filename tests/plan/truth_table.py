@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from distributed.cells.run import Ranks
 
+from gptlite.satellites.plan.compression import steps_of_run
 from gptlite.satellites.plan.memory import estimate
 from gptlite.satellites.plan.traffic import transfers
 from gptlite.satellites.plan.workload import RankBytes, Transfer
@@ -58,6 +59,7 @@ def _state(size: RankBytes) -> int:
 def compare(layout: Layout, found: list[Counted]) -> Iterator[Row]:
     """A row for the ranks that differ: the first data rank of each place along pp and tp."""
     work = workload(layout.config(), layout.world)
+    work = replace(work, exchanging=steps_of_run(work)[1] > 0)  # counted after the warm-up
     for each in found:
         place = each.coordinates
         if place["dp_shard"] or place["dp_replicate"]:

@@ -109,6 +109,11 @@ class Pending:
     steps: int = 0
 
 
+def vector_layout(sizes: tuple[int, ...], ranks: int) -> BlockLayout:
+    """Return the alignment of a vector of parameters of these sizes, in an equal number of blocks for each rank."""
+    return BlockLayout(sizes, CODEC.width, multiple=ranks)
+
+
 class Exchange(Momenta):
     """Momenta that the ranks of one data axis exchange.
 
@@ -217,7 +222,7 @@ class Exchange(Momenta):
 
     def _vector(self, names: tuple[str, ...], parameters: tuple[nn.Parameter, ...]) -> Vector:
         shapes = [shape_over(parameter, self.axis) for parameter in parameters]
-        layout = BlockLayout(tuple(shape.numel() for shape in shapes), CODEC.width, multiple=self.size)
+        layout = vector_layout(tuple(shape.numel() for shape in shapes), self.size)
         return Vector(list(names), list(parameters), layout, shapes)
 
     def _prepare(self, state: State) -> None:

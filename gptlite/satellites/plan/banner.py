@@ -50,7 +50,7 @@ def _words(work: Workload) -> str:
     mine, (fullest, taken) = estimate(work, 0), most(work)
     text = ", ".join(_listed(mine))
     if work.layout.fsdp_size > 1:
-        state, shards = mine.total - mine.activations, work.layout.size("dp_shard")
+        state, shards = mine.total - mine.activations - mine.compression, work.layout.size("dp_shard")
         each = state / max(1, sum(stage.sharded(1) for stage in stages(work, 0)))
         paper = paper_bytes_a_parameter(work.parallelism.zero, shards, work.gather_item)
         text += f"; {each:.4g} bytes of model state per parameter ({paper:.4g} in the ZeRO paper)"
@@ -66,4 +66,4 @@ def _listed(memory: RankBytes) -> list[str]:
     sizes = [f"{name} {format_bytes(getattr(memory, name))}" for name in names]
     if memory.gradients == 0:
         sizes[1] += " (reduced and freed after each block)"
-    return sizes
+    return [*sizes, f"compression {format_bytes(memory.compression)}"] if memory.compression else sizes

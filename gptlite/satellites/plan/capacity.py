@@ -1,4 +1,4 @@
-"""Memory and disk capacity of a cluster, and checks that a layout fits. Does not import torch."""
+"""Memory and disk capacity of a cluster, and checks that a layout fits."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ pipeline's bubble is computed in closed form. Communication overlaps with the pa
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import fields, replace
 from math import log2, prod
 from operator import add, mul
 from typing import Any, NamedTuple
@@ -19,6 +19,7 @@ from gptlite.models.registry import spec_of
 from gptlite.parallelism.axes import DATA_AXES, EXPERT, EXPERT_DATA_AXES, WORLD
 from gptlite.parallelism.config import ActivationCheckpointing, Offload
 from gptlite.parallelism.layout import CONTEXT, splits_backward
+from gptlite.satellites.plan.compression import steps_of_run, touched_bytes
 from gptlite.satellites.plan.hardware import Device, Links, device_of, ranks_on_node, waiting_for_cores
 from gptlite.satellites.plan.memory import most
 from gptlite.satellites.plan.optimizers import products, update_bytes
@@ -26,7 +27,7 @@ from gptlite.satellites.plan.parameters import Alike, PipelinePartition, cut, in
 from gptlite.satellites.plan.profile import plain_profile
 from gptlite.satellites.plan.segments import Op, Segment
 from gptlite.satellites.plan.timeline import pipeline_seconds
-from gptlite.satellites.plan.traffic import among, message_bytes, moved, outside_layers, reductions
+from gptlite.satellites.plan.traffic import DATA_LINKS, among, message_bytes, moved, outside_layers, reductions
 from gptlite.satellites.plan.workload import MASTER, Prediction, RankBytes, Workload
 
 # Axes along which a layer waits for communication: of keys and values, rows of experts, or batch-norm statistics.
@@ -35,7 +36,6 @@ EXPOSED = (CONTEXT, EXPERT, *DATA_AXES)
 # forward and backward pass.
 Parts = np.ndarray[Any, np.dtype[np.float64]]
 OPS = 0
-COPIES = 2  # FSDP2 reads and writes each gathered or reduced tensor once more, to copy it into or out of its buffer
 COPY_OPS = 12  # kernels that one FSDP2 collective launches
 
 
@@ -137,7 +137,20 @@ class Costs:
         self._messages: dict[object, float] = {}
 
     def predict(self, work: Workload, memory: tuple[int, RankBytes]) -> Prediction:
-        """Predict the step of a layout. `memory` is the layout's fullest rank and that rank's bytes."""
+        """Predict the step of a layout, or with a 1-bit optimizer the mean of the run's steps. `memory` is the layout's
+        fullest rank and that rank's bytes."""
+        dense, exchanged, _ = (0, 1, 0) if work.exchanging else steps_of_run(work)
+        if not dense or not exchanged:
+            return self._predict(work, memory)
+        first, later = (self._predict(replace(work, exchanging=each), memory) for each in (False, True))
+        share = dense / (dense + exchanged)
+        names = [each.name for each in fields(Prediction) if each.name.endswith("_seconds")]
+        mean = {name: share * getattr(first, name) + (1 - share) * getattr(later, name) for name in names}
+        faster = first.step_seconds / mean["step_seconds"]
+        return replace(first, **mean, tokens_per_second=first.tokens_per_second * faster, mfu=first.mfu * faster)
+
+    def _predict(self, work: Workload, memory: tuple[int, RankBytes]) -> Prediction:
+        """Predict one step, dense or as `work.exchanging` says."""
         world, count, pipeline = work.layout.world_size, work.micro_batches, cut(work)
         ranks = self.ranks(work, pipeline)
         slowest = max(ranks.values(), key=lambda cost: cost.passes.forward + cost.passes.backward)
@@ -196,7 +209,7 @@ class Costs:
                 self._insides[inside] = self._inside(work, device, rank, self._models[model])
             # The schedule matters only with ZeRO 3, which gathers parameters for each pass.
             order = (config.schedule, rank, work.micro_batches) if config.zero == 3 else ()
-            outside = layout, config.sequence, kind, order
+            outside = layout, config.sequence, kind, order, work.exchanging
             if outside not in self._outsides:
                 self._outsides[outside] = _outside(work, links, rank)
             costs[kind] = self._rank(work, device, rank, self._insides[inside], self._outsides[outside])
@@ -298,14 +311,13 @@ def _outside(work: Workload, links: Links, rank: int) -> _Outside:
     """Return the cost of a pipeline rank's collectives outside the layers."""
     sent = outside_layers(work, rank)
     step = sum(links.seconds(each) for each in sent if each.phase == "step")
-    data = [each for each in sent if each.axis in (*DATA_AXES, *EXPERT_DATA_AXES)]
+    data = [each for each in sent if each.axis in DATA_LINKS]
+    copies = DATA_AXES[0], EXPERT_DATA_AXES[0]  # of shards, which are summed once a step
     forward, backward = ([each for each in data if each.phase == phase] for phase in ("forward", "backward"))
-    again = [each for each in backward if each.kind == "reduce_scatter"]
+    again = [each for each in backward if each.kind != "all_gather" and each.axis not in copies]
     seconds = [sum(map(links.seconds, some)) for some in (forward, backward, again)]
-    copied = [
-        sum(COPIES * each.payload * each.count for each in some if not (work.flat and each.kind == "all_gather"))
-        for some in (forward + backward, again)
-    ]
+    exchanged = [each for each in data if each.kind == "all_to_all" and each.phase == "step"]
+    copied = [sum(touched_bytes(work, each) for each in some) for some in (forward + backward + exchanged, again)]
     counts = [sum(each.count for each in some) for some in (data, again)]
     stepped = sum(stage.sharded(work.layout.size("dp_shard")) for stage in stages(work, rank))
     return _Outside(step, seconds[0], seconds[1], copied[0], counts[0], (seconds[2], copied[1], counts[1]), stepped)

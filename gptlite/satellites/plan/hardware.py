@@ -16,7 +16,7 @@ from gptlite.errors import ConfigError
 from gptlite.parallelism.axes import WORLD
 from gptlite.parallelism.layout import Layout
 from gptlite.satellites.plan.segments import ATTENTION, MATMUL, MOVE, Op
-from gptlite.satellites.plan.workload import TURNS, Transfer
+from gptlite.satellites.plan.workload import ACROSS, INSIDE, TURNS, Transfer
 
 EFFICIENCY = 0.7  # of large matrix products, if the cluster has no value for the dtype
 FP8 = "fp8"
@@ -171,10 +171,14 @@ class Links:
     cluster: ClusterConfig
     layout: Layout
 
-    def group(self, axis: str) -> AxisPlacement:
-        """Return the placement on nodes of the ranks along an axis, or of all ranks for WORLD."""
+    def group(self, axis: str, ranks: int = 0) -> AxisPlacement:
+        """Return the placement on nodes of the ranks along an axis, or of all ranks for WORLD. `ranks`: the number of
+        ranks of INSIDE or ACROSS."""
         layout, node = self.layout, ranks_on_node(self.cluster, self.layout.world_size)
-        ranks, stride = (layout.world_size, 1) if axis == WORLD else (layout.size(axis), layout.stride(axis))
+        if axis in (INSIDE, ACROSS):
+            stride = layout.stride("dp_shard") * (layout.size("dp_shard") // ranks if axis == ACROSS else 1)
+        else:
+            ranks, stride = (layout.world_size, 1) if axis == WORLD else (layout.size(axis), layout.stride(axis))
         inside = min(ranks, max(1, node // stride))
         return AxisPlacement(ranks, inside, -(-ranks // inside))
 
@@ -182,7 +186,7 @@ class Links:
         """Return the seconds of all collectives of a transfer in sequence; 0 for a receive, as the send is timed."""
         if transfer.ranks < 2 or transfer.kind == "recv":
             return 0.0
-        return transfer.count * self.once(transfer.kind, transfer.payload, self.group(transfer.axis))
+        return transfer.count * self.once(transfer.kind, transfer.payload, self.group(transfer.axis, transfer.ranks))
 
     def once(self, kind: str, payload: float, group: AxisPlacement) -> float:
         """Return the seconds of one collective, or of one message to the group's next rank, of `payload` bytes."""

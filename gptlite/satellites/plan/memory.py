@@ -8,6 +8,7 @@ negative. Its entries come from the stage's profile, and from FSDP2's gathers an
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate, product
 from typing import NamedTuple
@@ -17,19 +18,31 @@ import numpy as np
 from gptlite.parallelism.config import Offload
 from gptlite.parallelism.layout import rule, splits_backward
 from gptlite.satellites.plan.cache import cached
+from gptlite.satellites.plan.compression import (
+    gradient_codec,
+    keeps_whole,
+    kept_bytes,
+    pending_bytes,
+    steps_of_run,
+    sum_buffers,
+    update_buffers,
+)
+from gptlite.satellites.plan.messages import buffer_bytes, pass_bytes
 from gptlite.satellites.plan.optimizers import Shard, state_bytes
 from gptlite.satellites.plan.parameters import (
+    Parameter,
     StageParameters,
     copies,
     cut,
     expert_shards,
     gathered_elements,
+    shard_sizes,
     shared,
     stages,
 )
 from gptlite.satellites.plan.profile import halves_of, profile_key, profile_of
 from gptlite.satellites.plan.segments import Segment
-from gptlite.satellites.plan.traffic import buffers_bytes, message_bytes, sums_copies_often
+from gptlite.satellites.plan.traffic import buffers_bytes, sums_copies_often
 from gptlite.satellites.plan.walk import Turn, turns
 from gptlite.satellites.plan.workload import MASTER, RankBytes, Workload, frees_messages
 
@@ -55,15 +68,18 @@ def estimate(work: Workload, pp_rank: int, tp_rank: int = 0) -> RankBytes:
     `tp_rank` matters if the tensor axis does not divide the vocabulary. The estimate is for the first data rank, whose
     shards are the longest.
     """
+    if not work.exchanging and steps_of_run(work)[1]:  # such a step takes the most, as errors and masks are kept
+        return estimate(replace(work, exchanging=True), pp_rank, tp_rank)
     held, host = stages(work, pp_rank, tp_rank), 0
     parameters, gradients, activations = _walked(work, held, pp_rank, tp_rank)
-    optimizer = _optimizer(work, held)
+    optimizer, compression = _optimizer(work, held), kept_bytes(work, held)
     if work.on_host:
         shards = work.layout.size("dp_shard")
         shard = sum(stage.scalars if work.in_files else stage.sharded(shards) for stage in held)
-        host = optimizer + (work.stored + MASTER) * shard
-        optimizer = 0
-    return RankBytes(parameters, gradients, optimizer, activations, host)
+        errors = compression * (gradient_codec(work) is not None)
+        host = optimizer + (work.stored + MASTER) * shard + errors
+        optimizer, compression = 0, compression - errors
+    return RankBytes(parameters, gradients, optimizer, activations, host, compression)
 
 
 def _walked(work: Workload, held: list[StageParameters], pp_rank: int, tp_rank: int) -> tuple[int, int, int]:
@@ -75,7 +91,7 @@ def _walked(work: Workload, held: list[StageParameters], pp_rank: int, tp_rank: 
     rows = []
     for turn in different:
         peak, change = passes[turn.place][turn.kind, turn.first, turn.last]
-        during, after = _messages(work, turn.kind, held[turn.place].number, numbers)
+        during, after = pass_bytes(work, turn.kind, held[turn.place].number, numbers)
         rows.append((peak + during, change + after, *states[turn.place].changes(turn), turn.kind != "F"))
     peaks, changes, gathered, freed, summed, backward = np.array(rows)[order].T
     before, partial, reduced = (np.cumsum(each) - each for each in (changes, gathered - freed, summed))
@@ -88,7 +104,9 @@ def _walked(work: Workload, held: list[StageParameters], pp_rank: int, tp_rank: 
     # Buffers that sum the gradients of tied parameters of which two ranks have a copy.
     tied = [2 * copy.shard(work.layout.size("dp_shard")) * MASTER for copy in copies(held)]
     top = max(0, int((before + peaks).max()), *tied)
-    return parameters, gradients, top + _buffers(work, held)
+    if work.exchanging:
+        top = max(top, update_buffers(work, held))
+    return parameters, gradients, top + pending_bytes(work, held) + buffer_bytes(work, held)
 
 
 class ModelState:
@@ -139,66 +157,6 @@ def _optimizer(work: Workload, held: list[StageParameters]) -> int:
     )
 
 
-def _messages(work: Workload, kind: str, number: int, mine: set[int]) -> tuple[int, int]:
-    """Return the bytes of messages to add to those recorded at the peak of a pass and as left after it.
-
-    Up to torch 2.14, schedules with several stages per rank hold sent tensors to the end of the step, when they wait
-    for their sends. If two consecutive stages are on the same rank, the first one's output is the receive buffer that
-    `_buffers` counts.
-    """
-    if work.layout.size("pp") == 1:
-        return 0, 0
-    before, after = message_bytes(work, number), message_bytes(work, number + 1)
-    if frees_messages():
-        sent = before * (number - 1 not in mine), after * (number + 1 not in mine)
-        return _freed_messages(kind, *sent, kept=work.parallelism.schedule != "1f1b")
-    if number + 1 in mine:
-        return 0, {"F": -after, "B": after, "W": after}.get(kind, 0)
-    if work.parallelism.schedule in ("gpipe", "1f1b") or kind in "FI":
-        return 0, 0
-    # `_buffers` counts the input's gradient of a split backward pass, which is always kept.
-    return 0, after + before * (kind == "B" and number - 1 not in mine)
-
-
-def _freed_messages(kind: str, before: int, after: int, kept: bool) -> tuple[int, int]:
-    """Return `_messages` for torch 2.15 and later, where a buffer is allocated when its message is awaited, and an
-    input is freed by the pass that computes the weights' gradients.
-
-    `before`, `after`: bytes of the messages that a forward pass receives and sends. `kept`: the gradients that a stage
-    sends are held to the end of the step.
-    """
-    match kind:
-        case "F":
-            return before, before
-        case "I":
-            return after, after + before
-        case "W":
-            return 0, -before - after
-        case _:
-            return after, before * kept - before
-
-
-def _buffers(work: Workload, held: list[StageParameters]) -> int:
-    """Return the bytes of a pipeline's receive buffers, one tensor per micro-batch, and of the step's inputs and
-    targets. 0 without a pipeline."""
-    ranks, count = work.layout.size("pp"), work.micro_batches
-    if ranks == 1:
-        return 0
-    numbers, split = {stage.number for stage in held}, splits_backward(work.parallelism)
-    if frees_messages():
-        ahead = 0  # a gradient that is being sent, or an input received ahead
-        if not split and work.parallelism.schedule != "gpipe":
-            ahead = max(message_bytes(work, number) for number in numbers)
-        return ahead + count * (work.target_bytes + work.input_bytes * (0 in numbers))
-    ends = [message_bytes(work, each) for number in numbers for each in (number, number + 1)]
-    kept = count * sum(ends)
-    if split:  # a stage that receives from another rank keeps its inputs' gradients to the end of the step
-        kept += count * sum(message_bytes(work, number) for number in numbers if number - 1 not in numbers)
-    if work.parallelism.schedule == "1f1b" and count > ranks - held[0].number:
-        kept += sum(ends)  # the steady phase holds an output and a gradient that have been sent
-    return kept + count * (work.target_bytes + work.input_bytes * (0 in numbers))
-
-
 def highest(tape: list[int]) -> int:
     """Return the peak of a tape above its start."""
     return max(accumulate(tape, initial=0))
@@ -213,7 +171,9 @@ def repeated(tape: list[int], times: int) -> list[int]:
 def _key(work: Workload, stage: StageParameters, tp_rank: int) -> tuple[object, ...]:
     """Return the fields that `passes_of` depends on: those of the profile, the stage, and FSDP2."""
     config, shards = work.parallelism, work.layout.size("dp_shard")
-    fsdp = shards, config.zero, config.bucket_layers, config.offload is Offload.none, work.half_sums
+    zeropp = config.zeropp.gradients, config.zeropp.node_size, work.node_ranks
+    sums = work.layout.size("dp_replicate"), config.compression, zeropp, work.exchanging
+    fsdp = shards, config.zero, config.bucket_layers, config.offload is Offload.none, work.half_sums, sums
     return profile_key(work, tp_rank), stage.runs, stage.first, stage.last, work.micro_batches == 1, *fsdp
 
 
@@ -246,11 +206,14 @@ def passes_of(work: Workload, stage: StageParameters, tp_rank: int) -> Passes:
 
 class _Reduction(NamedTuple):
     """Gradients that FSDP2 reduces together: `size`, their unsharded bytes in the reduction dtype; `gradients`, their
-    bytes in the dtype in which a pass computes them; and the number of shards."""
+    bytes in the dtype in which a pass computes them; the number of shards; `buffers` of compressed sums; `kept` for a
+    1-bit optimizer, to the end of the step."""
 
     size: int
     gradients: int
     shards: int
+    buffers: int = 0
+    kept: int = 0
 
 
 class _Bucket(NamedTuple):
@@ -282,7 +245,8 @@ class _Stage:
         self.split = splits_backward(config)
         comes_and_goes = sharded and (shards > 1 or config.offload is not Offload.none)
         others = gathered_elements(stage.others, shards) * sharded
-        self.others, self.others_gathered = _Reduction(others * work.reduce_item, 0, shards), others * work.gather_item
+        self.others_gathered = others * work.gather_item
+        self.others = self.reduction(stage.others, 0)
         self.frees = config.zero == 3 and comes_and_goes
         held = work.gather_item if sharded else work.stored  # bytes of a parameter as a layer uses it
         self.often, self.added = config.zero >= 2 or work.micro_batches == 1, sharded or work.micro_batches > 1
@@ -297,16 +261,21 @@ class _Stage:
             earlier = without if gathered else earlier
             parameters = tuple(each for kind in kinds for each in stage.kinds[kind])
             reductions = [
-                _Reduction(
-                    gathered_elements(some, shards) * work.reduce_item * sharded,
-                    sum(each.elements for each in some) * held * self.holds,
-                    expert_shards(shards, some[0].among),
-                )
+                self.reduction(some, sum(each.elements for each in some) * held * self.holds)
                 for some in (shared(parameters, True), shared(parameters, False))
                 if some
             ]
             self.buckets.append(_Bucket(kinds, times, gathered, ahead, reductions))
         self.gathered = sum(each.gathered * each.times for each in self.buckets)
+
+    def reduction(self, parameters: tuple[Parameter, ...], gradients: int) -> _Reduction:
+        """Return the reduction of the gradients of parameters, of which a pass holds so many bytes."""
+        work, shards = self.work, self.work.layout.size("dp_shard")
+        size = gathered_elements(parameters, shards) * work.sharded
+        among, sizes = parameters[0].among if parameters else 1, shard_sizes(parameters, shards)
+        kept = MASTER * size * keeps_whole(work)
+        buffers = sum_buffers(work, sizes) if size else 0
+        return _Reduction(size * work.reduce_item, gradients, expert_shards(shards, among), buffers, kept)
 
     def tape(self, segments: Iterable[Segment], added: bool, owns_input: bool = True) -> list[int]:
         """Return the tape of consecutive segments. `added`: see Segment.tape. `owns_input`: likewise, for the first
@@ -325,12 +294,13 @@ class _Stage:
         includes temporary shards in that dtype.
         """
         tape = list[int]()
-        for size, gradients, shards in reductions:
+        for size, gradients, shards, buffers, kept in reductions:
             received = size - size // shards if self.work.device == "cpu" else 0
             if self.work.reduce_item < MASTER:
                 received += size // shards
             if size:
-                tape += [-before, size, -gradients, received, -received]
+                received = kept or buffers or received
+                tape += [-before, size, -gradients, received, kept - received]
                 before = size
         return tape, before
 

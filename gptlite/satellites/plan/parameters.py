@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import groupby
+from itertools import chain, groupby
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -76,13 +76,18 @@ class Parameter(NamedTuple):
 
 
 class GatherGroup(NamedTuple):
-    """Equal groups of parameters, each of which FSDP2 gathers and reduces together. Fields: elements of a group's
-    shard, number of equal groups, True if they are in blocks, and the `among` of the parameters."""
+    """Equal groups of parameters, each of which FSDP2 gathers and reduces together. Fields: elements of each
+    parameter's shard, number of equal groups, True if they are in blocks, and the `among` of the parameters."""
 
-    elements: int
+    sizes: tuple[int, ...]
     number: int
     block: bool
     among: int = 1
+
+    @property
+    def elements(self) -> int:
+        """Elements of a group's shard."""
+        return sum(self.sizes)
 
 
 @dataclass(frozen=True)
@@ -153,19 +158,16 @@ class StageParameters:
     def groups(self, bucket_layers: int, shards: int) -> list[GatherGroup]:
         """Return FSDP2's groups: distributed experts of each block, parameters outside blocks, buckets of blocks."""
 
-        def elements(kinds: Iterable[int], experts: bool) -> int:
-            return sum(sharded(shared(self.kinds[kind], experts)) for kind in kinds)
-
-        def sharded(parameters: tuple[Parameter, ...]) -> int:
-            return shard_elements(tuple(each for each in parameters if each.shape), shards)
+        def sizes(kinds: Iterable[int], experts: bool) -> tuple[int, ...]:
+            return tuple(chain.from_iterable(shard_sizes(shared(self.kinds[kind], experts), shards) for kind in kinds))
 
         among = max((each.among for kind in self.kinds for each in kind), default=1)
         experts = (
-            [GatherGroup(elements([kind], True), count, True, among) for kind, count in self.runs] if among > 1 else []
+            [GatherGroup(sizes([kind], True), count, True, among) for kind, count in self.runs] if among > 1 else []
         )
-        others = GatherGroup(sharded(self.others), 1, False)
-        buckets = [GatherGroup(elements(kinds, False), number, True) for kinds, number in self.buckets(bucket_layers)]
-        return [each for each in [*experts, others, *buckets] if each.elements]
+        others = GatherGroup(shard_sizes(self.others, shards), 1, False)
+        buckets = [GatherGroup(sizes(kinds, False), number, True) for kinds, number in self.buckets(bucket_layers)]
+        return [each for each in [*experts, others, *buckets] if each.sizes]
 
     @property
     def scalars(self) -> int:
@@ -346,6 +348,12 @@ def expert_shards(shards: int, among: int) -> int:
 def shard_elements(parameters: tuple[Parameter, ...], shards: int) -> int:
     """Return the elements of the longest shard of each parameter, summed."""
     return sum(parameter.shard(shards) for parameter in parameters)
+
+
+@lru_cache
+def shard_sizes(parameters: tuple[Parameter, ...], shards: int) -> tuple[int, ...]:
+    """Return the elements of the longest shard of each parameter that has dims."""
+    return tuple(parameter.shard(shards) for parameter in parameters if parameter.shape)
 
 
 @lru_cache

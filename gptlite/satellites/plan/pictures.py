@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING
 from gptlite.errors import ConfigError
 from gptlite.files import replacing
 from gptlite.satellites.plan.capacity import GIB
+from gptlite.satellites.plan.links import DENSE, ONEBIT, SPEEDS, LinkCurves
+from gptlite.satellites.plan.search import ERROR
 from gptlite.satellites.plan.timeline import Timeline
 from gptlite.satellites.plan.workload import RankBytes
-from gptlite.satellites.plots.style import FAINT, INK, STYLE
+from gptlite.satellites.plots.style import FAINT, INK, STYLE, label_log_ticks
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -22,16 +24,18 @@ if TYPE_CHECKING:
 
 Parts = Mapping[str, Sequence[float]]  # for each part of the bars, its length in each layout's bar
 BLUE, GREEN, YELLOW, RED, GREY = "#2460a7", "#6f9f58", "#e0b64c", "#d1602a", "#d9dde3"
-PURPLE, TEAL = "#7b5aa6", "#43a3a8"
+PURPLE, TEAL, BROWN = "#7b5aa6", "#43a3a8", "#8a6a50"
 # A color means one thing in both charts of a picture: the optimizer, in time and in memory.
 TIME = {"compute": BLUE, "communication": RED, "bubble": GREY, "optimizer": GREEN}
-MEMORY = {"parameters": PURPLE, "gradients": TEAL, "optimizer": GREEN, "activations": YELLOW}
+MEMORY = {"parameters": PURPLE, "gradients": TEAL, "optimizer": GREEN, "activations": YELLOW, "compression": BROWN}
 PASSES = {
     "F": ("forward", BLUE),
     "B": ("backward", GREEN),
     "I": ("backward: inputs", GREEN),
     "W": ("backward: weights", YELLOW),
 }
+CURVES = (INK, PURPLE, BLUE, GREEN, RED)
+CURVE_NAMES = {DENSE: "dense fp32", ONEBIT: "1-bit Adam, after its warm-up"}
 EQUAL = "#f1ead6"  # background of step times within the planner's error of the fastest
 NAME_WIDTH, TITLE_WIDTH = 44, 110  # characters
 SHOWN_RANKS = 32  # most pipeline ranks in a timeline; bars of more ranks are too thin to see
@@ -78,6 +82,8 @@ def draw_layouts(
         left.tick_params(axis="y", labelcolor=INK)
         left.invert_yaxis()
         taken = {part: [getattr(each.memory, part) / GIB for each in layouts] for part in MEMORY}
+        if not any(taken["compression"]):
+            del taken["compression"]
         _bars(right, taken, MEMORY, "GiB on the fullest rank, predicted; dashed: the limit")
         # A step line, since layouts can have different limits.
         edges = [row - 0.5 for row in range(len(layouts) + 1)]
@@ -108,6 +114,33 @@ def draw_timeline(timeline: Timeline, title: str, out: Path) -> None:
         axes.set_ylabel("pipeline rank")
         axes.set_xlabel(f"seconds; the last rank is idle for {timeline.bubble(timeline.ranks - 1):.0%} of the step")
         axes.grid(False)
+
+
+def draw_links(links: LinkCurves, title: str, out: Path) -> None:
+    """Draw the step time by link speed, and its ratio to that of dense gradients, to the PNG file `out`. Points are
+    measured."""
+    with _picture(out, title, 9, 4.2) as figure:
+        left, right = figure.subplots(1, 2)
+        dense = dict(links.curves[DENSE].measured)
+        for (name, curve), color in zip(links.curves.items(), CURVES, strict=False):
+            left.plot(SPEEDS, curve.seconds, color=color, label=CURVE_NAMES.get(name, name))
+            right.plot(SPEEDS, links.gains(name), color=color)
+            points = [point for point in curve.measured if point[0] in dense]
+            left.plot(*zip(*points, strict=True), "o", color=color) if points else None
+            ratios = [(speed, dense[speed] / seconds) for speed, seconds in points if name != DENSE]
+            right.plot(*zip(*ratios, strict=True), "o", color=color) if ratios else None
+        right.axhspan(1 - ERROR, 1 + ERROR, color=EQUAL, zorder=0)
+        left.set_ylabel("seconds per step")
+        right.set_ylabel("times as fast as dense fp32")
+        left.set_xlabel("link between nodes" + "; points: measured" * any(c.measured for c in links.curves.values()))
+        right.set_xlabel("link between nodes; shaded: the planner's error")
+        for axes in (left, right):
+            axes.set_xscale("log")
+            axes.set_yscale("log")
+            axes.set_xlim(SPEEDS[0], SPEEDS[-1])
+            axes.set_xticks([0.01, 0.1, 1, 10, 100], ["10 Mb/s", "100 Mb/s", "1 Gb/s", "10 Gb/s", "100 Gb/s"])
+            label_log_ticks(axes.yaxis, lambda value: f"{value:g}")
+        left.legend(frameon=False)
 
 
 def make_folder(folder: Path) -> None:

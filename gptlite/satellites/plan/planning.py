@@ -11,6 +11,7 @@ from gptlite.config.checks import check_layout
 from gptlite.config.cluster import ClusterConfig
 from gptlite.config.completed import with_vocabulary
 from gptlite.config.overrides import key_of
+from gptlite.config.plugins import CHECKS
 from gptlite.config.saved import override_value
 from gptlite.config.schema import Config
 from gptlite.data.batches import batch_schedule
@@ -20,6 +21,7 @@ from gptlite.invocation import command
 from gptlite.models.config import ModelConfig
 from gptlite.models.registry import spec_of
 from gptlite.ops.config import Attention, Implementation, OpsConfig
+from gptlite.optimizer.schedule import resolve_warmup_steps
 from gptlite.parallelism.config import ActivationCheckpointing, ParallelismConfig
 from gptlite.parallelism.layout import Layout, divisors, largest_micro_batch
 from gptlite.precision import SCALED, Policy, Precision, Reduce
@@ -151,12 +153,12 @@ def thrifty_space(config: Config, cluster: ClusterConfig, **least: object) -> Sp
 
 def space_of(config: Config, cluster: ClusterConfig, fixed: frozenset[str]) -> Space:
     """Return the search space of a configuration, in which every key except the `fixed` ones varies."""
-    config = with_planned_vocabulary(config)[0]
+    config, steps = with_planned_vocabulary(config)[0], config.trainer.max_steps
     work = Workload(
         model=config.model,
         parallelism=replace(config.parallelism, auto=False),
         layout=Layout(),
-        optimizer=config.optimizer,
+        optimizer=config.optimizer.completed(steps, resolve_warmup_steps(config.schedule, steps)),
         global_batch_size=config.data.global_batch_size,
         micro_batch_size=config.data.micro_batch_size or 1,
         sequence_length=config.data.sequence_length,
@@ -168,6 +170,7 @@ def space_of(config: Config, cluster: ClusterConfig, fixed: frozenset[str]) -> S
         half_sums=config.precision.reduce is Reduce.compute,
         fp8=config.precision.dtype is Precision.fp8,
         sample=None if config.data.unit == "tokens" else planned_sample(config.data),
+        steps=steps,
     )
 
     def refuses(parallelism: ParallelismConfig, micro_batch: int) -> str:
@@ -177,8 +180,11 @@ def space_of(config: Config, cluster: ClusterConfig, fixed: frozenset[str]) -> S
                 f"parallelism.pipeline={parallelism.pipeline} needs samples whose input is one tensor, not "
                 f"{type(work.sample.x).__name__}; use parallelism.pipeline=1"
             )
+        layout = replace(config, parallelism=parallelism, data=data)
         try:
-            check_layout(replace(config, parallelism=parallelism, data=data))
+            check_layout(layout)
+            for refuse in CHECKS:
+                refuse(layout)
         except ConfigError as error:
             return str(error)
         return ""
@@ -193,7 +199,8 @@ def workload_of(config: Config, layout: Layout, cluster: ClusterConfig) -> Workl
     if micro is None:
         sizes = batch_schedule(config.data.global_batch_size, config.data.batch_ramp).sizes()
         micro = largest_micro_batch(config.parallelism, sizes, layout.data_size)
-    return replace(space.work, layout=layout, micro_batch_size=micro or 1)
+    node = ranks_on_node(cluster, layout.world_size)
+    return replace(space.work, layout=layout, micro_batch_size=micro or 1, node_ranks=node)
 
 
 def running(work: Workload, config: Config, policy: Policy) -> Workload:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from gptlite.config.cluster import ClusterConfig
 from gptlite.config.schema import Config
+from gptlite.errors import ConfigError
 from gptlite.files import write_whole
 from gptlite.invocation import arguments, command
 from gptlite.metrics.console import WIDTH, banner, format_bytes, format_count, format_duration, format_parameters, table
@@ -19,10 +20,12 @@ from gptlite.models.registry import spec_of
 from gptlite.parallelism.config import Offload
 from gptlite.progress import counted
 from gptlite.satellites.plan.capacity import GIB, MEMORY_ERROR
+from gptlite.satellites.plan.compression import is_compressed
 from gptlite.satellites.plan.cost import cost_per_billion_tokens, stage_seconds
 from gptlite.satellites.plan.largest import Largest
+from gptlite.satellites.plan.links import DENSE, SPEEDS, LinkCurves
 from gptlite.satellites.plan.parameters import num_parameters
-from gptlite.satellites.plan.pictures import TIME, Bars, draw_layouts, draw_timeline, make_folder
+from gptlite.satellites.plan.pictures import TIME, Bars, draw_layouts, draw_links, draw_timeline, make_folder
 from gptlite.satellites.plan.planning import Plan, fixed_keys, overrides, rank_limit, train_overrides, vocabulary_of
 from gptlite.satellites.plan.search import ERROR, Candidate, distinct, equal_seconds, equals
 from gptlite.satellites.plan.timeline import timeline
@@ -33,6 +36,7 @@ EQUAL = "="  # marks a layout within the planner's error of the fastest
 HEADINGS = ("#", "", "s/step", "{}/s", "MFU", "comm", "bubble", "GiB/rank", "micro", "recompute")
 LARGEST_HEADINGS = ("#", "layers", "parameters", "memory/rank", "limit")
 RIGHT = "# s/step tok/s samples/s MFU comm bubble GiB/rank micro layers parameters memory/rank limit"  # right-aligned
+SHOWN_SPEEDS = (0.1, 1, 10, 100)  # Gb/s
 INDENT = "    "  # of a layout's description below its figures
 
 
@@ -106,16 +110,22 @@ def train_command(config: Config, cluster: ClusterConfig, work: Workload, *more:
 
 def simulated(plan: Plan) -> str:
     """Return a banner with the exact memory and communication of the best layout's fullest rank, from a simulation with
-    fake tensors."""
+    fake tensors. Raises ConfigError for compressed communication."""
     from gptlite.satellites.plan.simulate import simulate
 
     work, pp_rank = plan.best.work, plan.best.prediction.memory_rank
+    if is_compressed(work):
+        raise ConfigError(
+            "simulate=true simulates dense gathers and sums; leave it out, or parallelism.compression, "
+            "parallelism.zeropp and 1-bit optimizers"
+        )
     rank = pp_rank * (work.layout.world_size // work.layout.size("pp"))
     print(f"simulating rank {rank}: this takes seconds, about a minute for 100 layers", flush=True)
     result, sent = simulate(work, rank), defaultdict[str, float](float)
     for transfer in result.transfers:
         sent[transfer.axis] += transfer.wire_bytes
-    parts = ", ".join(f"{key} {format_bytes(value)}" for key, value in asdict(result.peak).items())
+    sizes = {key: value for key, value in asdict(result.peak).items() if key != "compression"}
+    parts = ", ".join(f"{key} {format_bytes(value)}" for key, value in sizes.items())
     lines = [
         ("memory", f"{format_bytes(result.peak.total)} at most: {parts}"),
         ("sent/step", ", ".join(f"{axis} {format_bytes(size)}" for axis, size in sent.items()) or "nothing"),
@@ -166,6 +176,41 @@ def write(plan: Plan, folder: Path, top: int) -> list[Path]:
     files.append(folder / "plan.json")
     write_whole(files[-1], json.dumps(whole, indent=2) + "\n")
     return files
+
+
+def report_links(links: LinkCurves) -> str:
+    """Return the banner, and the table of step times at some link speeds, with the speeds below which compression
+    pays."""
+    work = links.work
+    lines = [
+        ("model", f"{_label(work)}: {format_parameters(num_parameters(work.model), 0)}"),
+        ("cluster", _cluster_words(links.cluster)),
+        ("layout", f"{work.layout.describe(work.parallelism)}, micro-batch {work.micro_batch_size}"),
+        ("batch", _batch_words(work)),
+        *[("refused", f"{name}: {reason}") for name, reason in links.refused.items()],
+    ]
+    shown = [min(range(len(SPEEDS)), key=lambda at: abs(SPEEDS[at] - speed)) for speed in SHOWN_SPEEDS]
+    rows = []
+    for name, curve in links.curves.items():
+        gains, below = links.gains(name), links.pays_below(name)
+        cells = [f"{curve.seconds[at]:.3g} ({gains[at]:.1f}x)" for at in shown]
+        rows.append((name, *cells, "" if name == DENSE else _speed_words(below) if below else "never"))
+    headings = ("gradients", *map(_speed_words, SHOWN_SPEEDS), "pays below")
+    text = table(headings, rows, right=" ".join(headings[1:]), indent="")
+    return "\n".join([banner(lines, title="seconds per step by link speed"), *text])
+
+
+def write_links(links: LinkCurves, folder: Path) -> Path:
+    """Draw links.png, and return its path. Raises ConfigError if the folder cannot be created."""
+    make_folder(folder)
+    title = f"{_label(links.work)} on {_cluster_words(links.cluster)}"
+    draw_links(links, title, folder / "links.png")
+    return folder / "links.png"
+
+
+def _speed_words(speed: float) -> str:
+    """Return a speed in Gb/s as e.g. `100Mb/s`."""
+    return f"{speed:.3g}Gb/s" if speed >= 1 else f"{speed * 1e3:.3g}Mb/s"
 
 
 def write_largest(cluster: ClusterConfig, models: Sequence[Largest], folder: Path, top: int) -> Path:

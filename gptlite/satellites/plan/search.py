@@ -22,6 +22,7 @@ from gptlite.parallelism.layout import SCHEDULES, ScheduleRule, divisors, resolv
 from gptlite.progress import Log, Progress
 from gptlite.satellites.plan.capacity import least_bytes, least_too_large, too_large
 from gptlite.satellites.plan.cost import Costs
+from gptlite.satellites.plan.hardware import ranks_on_node
 from gptlite.satellites.plan.memory import most
 from gptlite.satellites.plan.parameters import num_blocks
 from gptlite.satellites.plan.workload import Prediction, RankBytes, Workload
@@ -280,6 +281,7 @@ def workloads(
     # Progress counts combinations. Each has one layout per micro-batch size, so there are more layouts.
     unit = "combinations of degrees and options"
     progress = Progress(label, len(every), log, unit=unit)
+    local = ranks_on_node(cluster, world)
     for number, parallelism in enumerate(every):
         if number == 1:  # restart the clock for the ETA: the first combination included the profile of the model
             progress = Progress(label, len(every), log, done=1, unit=unit)
@@ -296,7 +298,7 @@ def workloads(
             sizes = [space.work.micro_batch_size]
         for micro in sizes or [1]:  # if no size is valid, `refuses` returns the reason for size 1
             reason = space.refuses(parallelism, micro)
-            work = replace(space.work, parallelism=parallelism, layout=layout, micro_batch_size=micro)
+            work = replace(space.work, parallelism=parallelism, layout=layout, micro_batch_size=micro, node_ranks=local)
             yield work, reason
     if time.monotonic() - started > REPORT_SECONDS:
         log(f"{label}: checking the memory of the fastest layouts")

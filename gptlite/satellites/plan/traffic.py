@@ -1,7 +1,8 @@
 """Communication of one rank in a training step: all collectives, pipeline messages and copies of offload.
 
 Collectives inside layers are read from the model's profile. All others are computed from sizes; they occur in
-gptlite.parallelism.zero (FSDP2's gathers and reductions, copies to and from the host), gptlite.parallelism.pipeline
+gptlite.parallelism.zero (FSDP2's gathers and reductions, which satellites may compress, see compression.py; copies to
+and from the host), gptlite.parallelism.pipeline
 (messages), gptlite.trainer.step (sums over a step) and gptlite.satellites.nvme.streamed (files).
 """
 
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, product
 from math import prod
 
@@ -17,13 +18,24 @@ from gptlite.models.registry import spec_of
 from gptlite.parallelism.axes import DATA_AXES, EXPERT_DATA_AXES
 from gptlite.parallelism.config import Offload
 from gptlite.parallelism.layout import Layout, num_stages, splits_backward, stages_of_rank
+from gptlite.satellites.plan.compression import gathers as group_gathers
+from gptlite.satellites.plan.compression import momenta, prepared, steps_of_run, sums
 from gptlite.satellites.plan.parameters import Parameter, StageParameters, all_loads, copies, cut, shared, stages
 from gptlite.satellites.plan.profile import halves_of, profile_of
 from gptlite.satellites.plan.walk import gathers
-from gptlite.satellites.plan.workload import MASTER, Transfer, Workload, block_input, frees_messages
+from gptlite.satellites.plan.workload import (
+    ACROSS,
+    INSIDE,
+    MASTER,
+    Transfer,
+    Workload,
+    block_input,
+    frees_messages,
+)
 
 PAGE = 4096  # bytes; each parameter in an optimizer state file begins at a multiple of it
 BESIDE = 3  # buffers of a bucket besides those of parameters read ahead: see gptlite.satellites.nvme.parameters
+DATA_LINKS = (*DATA_AXES, *EXPERT_DATA_AXES, INSIDE, ACROSS)
 SUM = 8  # bytes of a value in the all-reduces of metrics and expert loads, float64
 SETTLED = SUM * 7  # bytes of the loss, the squared gradient norm and five stop flags; a model's metrics are added
 VALID = 8  # bytes of the number of valid tokens, int64
@@ -45,6 +57,21 @@ def outside_layers(work: Workload, pp_rank: int) -> list[Transfer]:
     """Return the transfers along the data axes, counting one reduction of each gradient, and the transfers that occur
     once per step."""
     return _together(_outside(work, stages(work, pp_rank), pp_rank, 1))
+
+
+def run_bytes(work: Workload, pp_rank: int, tp_rank: int = 0) -> float:
+    """Return the mean bytes that a rank sends along the data axes in a step of a run of `work.steps` steps, of which
+    with a 1-bit optimizer some sum gradients densely and others exchange momenta."""
+    dense, exchanged, gathered = steps_of_run(work)
+    total = dense * data_bytes(transfers(work, pp_rank, tp_rank))
+    total += exchanged * data_bytes(transfers(replace(work, exchanging=True), pp_rank, tp_rank)) if exchanged else 0
+    total += gathered * data_bytes(prepared(work, stages(work, pp_rank, tp_rank)))
+    return total / (dense + exchanged)
+
+
+def data_bytes(sent: Iterable[Transfer]) -> float:
+    """Return the bytes that a rank sends along the data axes."""
+    return sum(each.wire_bytes for each in sent if each.axis in DATA_LINKS)
 
 
 def _together(every: Iterable[Transfer]) -> list[Transfer]:
@@ -76,6 +103,8 @@ def _outside(work: Workload, held: list[StageParameters], pp_rank: int, times: i
         if work.parallelism.sequence:
             elements = sum(p.shard(work.layout.size("dp_shard")) for p in stage.parameters() if not p.cut)
             yield Transfer("tp", "all_reduce", work.layout.size("tp"), elements * MASTER, 1, "step")
+    if work.exchanging:
+        yield from momenta(work, held)
     for copy in copies(held) if work.layout.size("pp") > 1 else ():
         for kind in ("send", "recv"):
             yield Transfer("pp", kind, 2, copy.shard(work.layout.size("dp_shard")) * MASTER, 1, "step")
@@ -119,25 +148,23 @@ def _data(work: Workload, stage: StageParameters, pp_rank: int, reduced: int) ->
     gradient is reduced."""
     if work.layout.fsdp_size == 1:
         return
-    shards = work.layout.size("dp_shard")
-    groups, count = stage.groups(work.parallelism.bucket_layers, shards), work.micro_batches
-    for elements, number, block, among in groups:
-        copy, cut = EXPERT_DATA_AXES if among > 1 else DATA_AXES
-        ranks = work.layout.size(cut)
-        whole, size = ranks * elements * work.gather_item, elements * work.reduce_item
-        for phase, times in gathered(work, pp_rank, stage.number, block).items():
-            yield Transfer(cut, "all_gather", ranks, whole, number * times, phase)
-        yield Transfer(cut, "reduce_scatter", ranks, ranks * size, number * reduced, "backward")
-        summed = reduced if sums_copies_often(work) else 1
-        yield Transfer(copy, "all_reduce", work.layout.size(copy), size, number * summed, "backward")
+    shards, size = work.layout.size("dp_shard"), work.parallelism.bucket_layers
+    longest = next(each for each in stages(work, pp_rank) if each.number == stage.number).groups(size, shards)
+    groups, count = stage.groups(size, shards), work.micro_batches
+    summed = reduced if sums_copies_often(work) else 1
+    for group, most in zip(groups, longest, strict=True):
+        axes = EXPERT_DATA_AXES if group.among > 1 else DATA_AXES
+        for phase, times in gathered(work, pp_rank, stage.number, group.block).items():
+            yield from group_gathers(work, group, axes[1], times, phase)
+        yield from sums(work, group, most, axes, (summed, reduced))
     in_turn = work.layout.size("pp") == 1 or (stage.last and work.parallelism.schedule == "1f1b")
     if in_turn and count > 1 and not stage.others and sum(each.number for each in groups) > 1:
         # In the first bucket's backward pass, FSDP2 prefetches the bucket whose forward pass ran before that bucket's:
         # the last one, in the previous micro-batch, if each backward pass directly follows its forward pass. The next
         # forward pass does not gather it again, hence the negative count.
-        again, whole = count - 1 if work.parallelism.zero == 3 else 1, shards * groups[-1].elements * work.gather_item
-        yield Transfer("dp_shard", "all_gather", shards, whole, again, "backward")
-        yield Transfer("dp_shard", "all_gather", shards, whole, 1 - again, "forward")
+        again, last = count - 1 if work.parallelism.zero == 3 else 1, groups[-1]._replace(number=1)
+        yield from group_gathers(work, last, "dp_shard", again, "backward")
+        yield from group_gathers(work, last, "dp_shard", 1 - again, "forward")
 
 
 def gathered(work: Workload, pp_rank: int, stage: int, block: bool) -> dict[str, int]:
@@ -194,10 +221,10 @@ def moved(work: Workload, pp_rank: int, tp_rank: int = 0) -> OffloadBytes:
     shards, copies = work.layout.size("dp_shard"), work.layout.size("dp_replicate")
     to_device = to_host = 0
     for stage in stages(work, pp_rank, tp_rank):
-        for elements, number, block, _ in stage.groups(work.parallelism.bucket_layers, shards):
-            times = sum(gathered(work, pp_rank, stage.number, block).values())
-            to_device += work.stored * elements * number * times
-            to_host += MASTER * elements * number * (reductions(work) if copies == 1 else 1)
+        for group in stage.groups(work.parallelism.bucket_layers, shards):
+            elements = group.elements * group.number
+            to_device += work.stored * elements * sum(gathered(work, pp_rank, stage.number, group.block).values())
+            to_host += MASTER * elements * (reductions(work) if copies == 1 else 1)
     held = stages(work, pp_rank, tp_rank)
     every = [parameter for stage in held for parameter in stage.parameters()]
     state = work.optimizer.state_elements() * _paged(work, every)

@@ -19,6 +19,7 @@ from gptlite.parallelism.layout import Layout, accumulation
 from gptlite.satellites.plan.cache import cached, same_model
 
 MASTER = 4  # bytes of an fp32 number
+INSIDE, ACROSS = "dp_inside", "dp_across"  # along dp_shard: ranks of a node of ZeRO++, and those at one place in all
 INDEX = 8  # bytes of a token id, int64
 # Ratio of the rows of a rank's experts to the mean of all ranks: early in training (for memory), and after the loads
 # have settled (for time). Measured in the first 400 steps of moe-lite, as the 95th percentile over layers and steps:
@@ -56,7 +57,8 @@ class Workload:
     half_sums: gradients are summed over data ranks in the compute dtype, not in fp32. fp8: blocks multiply in fp8.
     flat: the parameters of a group are views of one tensor, so that gathers need no copies; in FSDP1, not in gptlite.
     sample: None for a model that reads tokens. imbalance: with expert parallelism, the ratio of the rows of a rank's
-    experts to the mean.
+    experts to the mean. steps: length of the run, which matters to 1-bit optimizers; exchanging: the step is one in
+    which they exchange momenta. node_ranks: ranks of a machine; 0 for all.
     """
 
     model: ModelConfig
@@ -76,6 +78,9 @@ class Workload:
     flat: bool = False
     sample: Sample | None = None
     imbalance: float = FULLEST
+    steps: int = 1
+    exchanging: bool = False
+    node_ranks: int = 0
 
     @cached_property
     def same(self) -> tuple[object, ...]:
@@ -172,18 +177,19 @@ class Workload:
 @dataclass(frozen=True)
 class RankBytes:
     """Peak bytes on one rank's device during a step, by category. `host`: bytes offloaded to the host's memory, which
-    are not part of the total."""
+    are not part of the total. `compression`: what compressed communication keeps between steps, such as errors."""
 
     parameters: int
     gradients: int
     optimizer: int
     activations: int
     host: int = 0
+    compression: int = 0
 
     @property
     def total(self) -> int:
         """Sum of the categories on the device."""
-        return self.parameters + self.gradients + self.optimizer + self.activations
+        return self.parameters + self.gradients + self.optimizer + self.activations + self.compression
 
 
 # Number of times that a ring algorithm sends (n-1)/n of a collective's tensor.
@@ -193,10 +199,10 @@ TURNS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}
 class Transfer(NamedTuple):
     """A collective or message of a rank, repeated `count` times per step.
 
-    axis: tp, cp, pp, dp_shard, dp_replicate or world. kind: all_reduce, all_gather, reduce_scatter, all_to_all, send,
-    recv or broadcast. payload: bytes of the whole tensor before a reduction or after a gather, of this rank's parts for
-    all ranks (all_to_all), or of the message; a float in a profile, where sizes are extrapolated. phase: forward,
-    backward or step, on which the overlap with compute depends.
+    axis: tp, cp, pp, dp_shard, dp_replicate, world, INSIDE or ACROSS. kind: all_reduce, all_gather, reduce_scatter,
+    all_to_all, send, recv or broadcast. payload: bytes of the whole tensor before a reduction or after a gather, of
+    this rank's parts for all ranks (all_to_all), or of the message; a float in a profile, where sizes are extrapolated.
+    phase: forward, backward or step, on which the overlap with compute depends.
     """
 
     axis: str

@@ -35,8 +35,8 @@ def check_zeropp(config: Config) -> None:
         return
     if Compression.powersgd in (layout.zeropp.weights, layout.zeropp.gradients):
         raise ConfigError(f"{on}: powersgd is no codec of single values; use int8 or int4")
-    if layout.auto:
-        raise ConfigError(f"{on} with parallelism=auto, whose plan knows dense ZeRO 3 only; use parallelism=zero3")
+    if layout.auto:  # the planner checks each of its layouts
+        return
     if layout.zero != 3:
         raise ConfigError(
             f"{on} with parallelism.zero={layout.zero}, which gathers parameters once a step and keeps them for the "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from dataclasses import dataclass
 
@@ -11,6 +10,7 @@ import torch.distributed as dist
 
 from gptlite.parallelism.mesh import Mesh
 from gptlite.parallelism.rank_sync import from_main
+from gptlite.satellites.zeropp.wire import machine_ranks
 from gptlite.torch_private.distributed import set_timeout
 
 
@@ -26,11 +26,10 @@ class Nodes:
 
 
 def ranks_per_machine(mesh: Mesh) -> int:
-    """Return the number of ranks along `dp_shard` that are on rank 0's machine, or the largest divisor of their number
-    that also divides the degree. Collective."""
+    """Return `machine_ranks` for rank 0's machine. Collective."""
     # Set by torchrun and by our launcher; of rank 0, so that all ranks have the same.
     local = from_main(mesh, lambda: int(os.environ.get("LOCAL_WORLD_SIZE", mesh.world_size)))
-    return math.gcd(max(1, local // mesh.layout.stride("dp_shard")), mesh.size("dp_shard"))
+    return machine_ranks(mesh.layout, local)
 
 
 def build_nodes(mesh: Mesh, size: int, timeout_seconds: float) -> Nodes:

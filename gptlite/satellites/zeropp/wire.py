@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+from gptlite.parallelism.layout import Layout
 from gptlite.satellites.compressed.blocks import BlockLayout
 from gptlite.satellites.compressed.codecs import Codec
 from gptlite.satellites.compressed.sums import reduce_scatter_bytes
+
+
+def machine_ranks(layout: Layout, local: int) -> int:
+    """Return the number of ranks along `dp_shard` that are on a machine of `local` ranks, or the largest divisor of
+    their number that also divides the degree."""
+    return math.gcd(max(1, local // layout.stride("dp_shard")), layout.size("dp_shard"))
 
 
 @dataclass(frozen=True)
