@@ -20,8 +20,9 @@ from gptlite.satellites.plan.cost import predict
 from gptlite.satellites.plan.hardware import Links
 from gptlite.satellites.plan.links import DENSE, ONEBIT, SPEEDS, link_curves
 from gptlite.satellites.plan.memory import estimate, most
-from gptlite.satellites.plan.planning import chosen, make_plan
+from gptlite.satellites.plan.planning import chosen, fixed_keys, make_plan, space_of
 from gptlite.satellites.plan.report import report_links, simulated, write_links
+from gptlite.satellites.plan.search import workloads
 from gptlite.satellites.plan.traffic import data_bytes, run_bytes, transfers
 from gptlite.satellites.plan.workload import ACROSS, INSIDE, Transfer
 from plan.truth import workload
@@ -155,9 +156,10 @@ def test_auto_keeps_compression_and_excludes_what_a_run_refuses():
     best = chosen(config, 4, log=silent)
     assert best.parallelism.compression is Compression.int4
     assert best.parallelism.data is not None
-    moe = [*SMALL, "model.moe.experts=4", "parallelism.compression=int4", "parallelism.expert=2"]
-    text = refusal(lambda: make_plan(planned_config(moe), log=silent))
-    assert "parallelism.compression=int4 with parallelism.expert=2" in text
+    moe = planned_config([*SMALL, "model.moe.experts=4", "parallelism.compression=int4", "parallelism.tensor=1"])
+    every = list(workloads(space_of(moe, moe.cluster, fixed_keys(moe)), moe.cluster, 4))
+    assert {work.parallelism.expert for work, reason in every if not reason} == {1}
+    assert any("parallelism.compression=int4 with parallelism.expert=2" in reason for _, reason in every)
 
 
 def test_one_bit_adam_is_planned_for_the_stages_that_it_allows():
