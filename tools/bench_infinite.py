@@ -130,25 +130,27 @@ def _train(options: Arguments) -> Measured:
         for _ in range(options.steps):
             step(state)
         stop = _moved(stream)
-        found = Measured(
+        measured = Measured(
             sum(4 * each.numel() for part in state.parts for each in part.parameters()),
             (time.perf_counter() - begin) / options.steps,
             peak.most - before,
         )
         if stream is not None:
-            found.read, found.written = ((after - at) / options.steps for at, after in zip(start, stop, strict=True))
-            found.buffers = sum(each.nbytes for each in stream.resident())
+            measured.read, measured.written = (
+                (after - at) / options.steps for at, after in zip(start, stop, strict=True)
+            )
+            measured.buffers = sum(each.nbytes for each in stream.resident())
             stream.settle()
             _, hard = resource.getrlimit(resource.RLIMIT_DATA)
             resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
             file = _files(stream)[-1]
-            found.rates = disk_rates(file, min(file.size, MEASURED))
+            measured.rates = disk_rates(file, min(file.size, MEASURED))
             if isinstance(stream, InfiniteStream):
-                found.block = len(stream.parameters.buffers[0])
-                found.read += found.weights  # the gradient norm, through the memory map
-            found.disk = found.written / found.rates[0] + found.read / found.rates[1]
+                measured.block = len(stream.parameters.buffers[0])
+                measured.read += measured.weights  # the gradient norm, through the memory map
+            measured.disk = measured.written / measured.rates[0] + measured.read / measured.rates[1]
     mesh.close()
-    return found
+    return measured
 
 
 def _files(stream: StateStream) -> list[StateFile]:
@@ -164,20 +166,21 @@ def _moved(stream: StateStream | None) -> tuple[int, int]:
     return sum(file.bytes_read for file in files), sum(file.bytes_written for file in files)
 
 
-def words(options: Arguments, found: Measured) -> str:
+def words(options: Arguments, measured: Measured) -> str:
     """Return the measured values in lines."""
     lines = [
-        f"{options.place}: {found.weights / MB:.0f} MB of parameters, accumulation {options.accumulation}, "
+        f"{options.place}: {measured.weights / MB:.0f} MB of parameters, accumulation {options.accumulation}, "
         f"{torch.get_num_threads()} threads",
-        f"step           {found.step:.2f} s; reads {found.read / MB:.0f} MB, writes {found.written / MB:.0f} MB",
-        f"memory         {found.memory / MB:.0f} MB above that at the start",
+        f"step           {measured.step:.2f} s; reads {measured.read / MB:.0f} MB, "
+        f"writes {measured.written / MB:.0f} MB",
+        f"memory         {measured.memory / MB:.0f} MB above that at the start",
     ]
-    if found.disk:
-        blocks = f", for blocks of {found.block / MB:.0f} MB" if found.block else ""
+    if measured.disk:
+        blocks = f", for blocks of {measured.block / MB:.0f} MB" if measured.block else ""
         lines += [
-            f"buffers        {found.buffers / MB:.0f} MB{blocks}",
-            f"disk           writes {found.rates[0] / MB:.0f} MB/s, reads {found.rates[1] / MB:.0f} MB/s: "
-            f"{found.disk:.2f} s for these bytes; a step takes {found.step / found.disk:.2f} of it",
+            f"buffers        {measured.buffers / MB:.0f} MB{blocks}",
+            f"disk           writes {measured.rates[0] / MB:.0f} MB/s, reads {measured.rates[1] / MB:.0f} MB/s: "
+            f"{measured.disk:.2f} s for these bytes; a step takes {measured.step / measured.disk:.2f} of it",
         ]
     return "\n".join(lines)
 
@@ -200,20 +203,20 @@ def table(options: Arguments) -> None:
     print("| place | parameters | limit | step | reads | writes | disk | step / disk | memory |")
     print("|---|--:|--:|--:|--:|--:|--:|--:|--:|")
     for place in PLACES:
-        found = child(replace(options, place=place))
+        measured = child(replace(options, place=place))
         limit = f"{options.limit_mib} MiB" if options.limit_mib else "none"
-        if found is None:
+        if measured is None:
             print(f"| `{place}` | | {limit} | does not fit | | | | | |")
-            found, limit = child(replace(options, place=place, limit_mib=0)), "none"
-        assert found is not None
-        print(_row(place, limit, found), flush=True)
+            measured, limit = child(replace(options, place=place, limit_mib=0)), "none"
+        assert measured is not None
+        print(_row(place, limit, measured), flush=True)
 
 
-def _row(place: str, limit: str, found: Measured) -> str:
-    cells: list[Any] = [f"`{place}`", f"{found.weights / MB:.0f} MB", limit, f"{found.step:.2f} s"]
-    moved = [f"{found.read / MB:.0f} MB", f"{found.written / MB:.0f} MB", f"{found.disk:.2f} s"]
-    cells += [*moved, f"{found.step / found.disk:.2f}"] if found.disk else [""] * 4
-    return f"| {' | '.join([*cells, f'{found.memory / MB:.0f} MB'])} |"
+def _row(place: str, limit: str, measured: Measured) -> str:
+    cells: list[Any] = [f"`{place}`", f"{measured.weights / MB:.0f} MB", limit, f"{measured.step:.2f} s"]
+    moved = [f"{measured.read / MB:.0f} MB", f"{measured.written / MB:.0f} MB", f"{measured.disk:.2f} s"]
+    cells += [*moved, f"{measured.step / measured.disk:.2f}"] if measured.disk else [""] * 4
+    return f"| {' | '.join([*cells, f'{measured.memory / MB:.0f} MB'])} |"
 
 
 def main(options: Arguments) -> None:
@@ -223,8 +226,8 @@ def main(options: Arguments) -> None:
     if options.place == "all":
         table(options)
         return
-    found = measure(options)
-    print(json.dumps(vars(found)) if options.json else words(options, found))
+    measured = measure(options)
+    print(json.dumps(vars(measured)) if options.json else words(options, measured))
 
 
 if __name__ == "__main__":
