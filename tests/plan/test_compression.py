@@ -69,22 +69,28 @@ def test_more_layouts_send_and_keep_what_is_planned(world: int):
     assert wrong(list(run(each for each in COMPRESSED if each.world == world and each not in QUICK))) == []
 
 
-RUNS = ["micro=4 optimizer=onebit_adam freeze=2", "zero=1 micro=4 optimizer=zero_one_adam freeze=5 scaler=2"]
+RUNS = [
+    "micro=4 optimizer=onebit_adam freeze=2",
+    "zero=1 micro=4 optimizer=zero_one_adam freeze=5 scaler=2",
+    "micro=4 optimizer=zero_one_adam freeze=2 clipper=4 doubling=2",
+]
 
 
-@pytest.mark.parametrize("words", [RUNS[0], pytest.param(RUNS[1], marks=pytest.mark.slow)])
+@pytest.mark.parametrize("words", [RUNS[0], *(pytest.param(each, marks=pytest.mark.slow) for each in RUNS[1:])])
 def test_the_mean_over_a_run_is_that_of_its_steps(words: str):
-    """0/1 Adam sums densely in steps 1, 2 and 4; with ZeRO 1, moments are gathered after each of the last two."""
+    """0/1 Adam sums densely in steps 1, 2 and 4; with ZeRO 1, moments are gathered after each of the last two. With
+    steps without an exchange, it exchanges in steps 3, 4 and 6."""
     config = Layout(2, words).config()
     config = replace(config, trainer=replace(config.trainer, max_steps=7))
     with Ranks(2) as ranks:
         (sent, _) = ranks.run("plan.truth:data_bytes_of_steps", config, 7, timeout=200)
     work = workload(config, 2)
-    dense = 2 if "onebit" in words else 3
-    assert steps_of_run(work) == (dense, 7 - dense, dense - 1)
+    dense, alone = 3 if "scaler" in words else 2, 2 * ("clipper" in words)
+    assert steps_of_run(work) == (dense, 7 - dense - alone, alone, dense - 1)
     assert run_bytes(work, 0) == pytest.approx(sum(sent) / 7, rel=1e-12)
     assert sent[0] == data_bytes(transfers(work, 0))
-    assert sent[-1] == data_bytes(transfers(replace(work, exchanging=True), 0))
+    assert sent[5] == data_bytes(transfers(replace(work, exchanging=True), 0))
+    assert sent[-1] == data_bytes(transfers(replace(work, exchanging=True, alone=alone > 0), 0))
     assert sent[-1] < sent[0] / (1.5 if "zero=1" in words else 20)
 
 
@@ -187,7 +193,7 @@ def test_compression_pays_over_slow_links_alone(tmp_path: Path):
     (tmp_path / "rows.json").write_text(json.dumps([*rows, {"link": "100mbit", "run": "int8", "seconds": 1.5}]))
     config = planned_config([*MACHINES, "cluster.nodes=2"])
     curves = link_curves(config, tmp_path / "rows.json", silent)
-    assert list(curves.curves) == [DENSE, "bf16", "int8", "int4", ONEBIT]
+    assert list(curves.curves) == [DENSE, "bf16", "int8", "int4", "powersgd", ONEBIT]
     for name, ratio in (("bf16", 2), ("int8", 3.9), ("int4", 7.8), (ONEBIT, 31)):
         gains = curves.gains(name)
         assert ratio / 1.6 < gains[0] < ratio

@@ -33,6 +33,7 @@ from gptlite.parallelism.mesh import Mesh, build_mesh
 from gptlite.parallelism.pipeline import OnePart, Pipeline, _Stage
 from gptlite.satellites.compressed import sums
 from gptlite.satellites.compressed.gradients import CompressedReduction
+from gptlite.satellites.compressed.powersgd import LowRankReduction
 from gptlite.satellites.monitor.memory_watch import MemoryWatch, where_backward_begins
 from gptlite.satellites.onebit.reduction import OneBitReduction
 from gptlite.satellites.parity.record import build
@@ -76,7 +77,9 @@ def counted(config: Config) -> Counted:
             step(state)
             # What a collective's own thread gives back is noticed late: it only ever adds, so the least is right.
             # On a busy machine three steps in a row can be late.
-            found = min((count_bytes(state, step) for _ in range(8)), key=lambda size: size.activations)
+            sizes = [count_bytes(state, step) for _ in range(8)]
+            kept = max(size.compression for size in sizes)  # 0/1 Adam keeps more between two exchanges
+            found = replace(min(sizes, key=lambda size: size.activations), compression=kept)
             transfers = count_transfers(state, step)
     finally:
         mesh.close()
@@ -110,12 +113,15 @@ def kept_tensors(reduction: object) -> list[Tensor | None]:
     """What compressed communication keeps between steps."""
     match reduction:
         case CompressedReduction():
-            return [errors.values for errors in reduction._errors.values()]
+            factors = reduction._factors.values() if isinstance(reduction, LowRankReduction) else ()
+            return [*(errors.values for errors in reduction._errors.values()), *factors]
         case OneBitReduction():
             exchange = reduction.exchange
             whole = exchange._momenta.values() if exchange.whole else ()
             parts = (part for vector in exchange.vectors for part in (vector.errors, vector.mask))
-            return [*parts, *exchange._roots.values(), *whole]
+            alone = exchange.pending
+            steps = [*alone.anchors.values(), *alone.moved.values()] if alone else []
+            return [*parts, *exchange._roots.values(), *whole, *steps]
         case ZeroppReduction():
             return [gather.copy for gather in reduction.gathers.values()]
         case _:

@@ -59,7 +59,8 @@ def _state(size: RankBytes) -> int:
 def compare(layout: Layout, found: list[Counted]) -> Iterator[Row]:
     """A row for the ranks that differ: the first data rank of each place along pp and tp."""
     work = workload(layout.config(), layout.world)
-    work = replace(work, exchanging=steps_of_run(work)[1] > 0)  # counted after the warm-up
+    steps = steps_of_run(work)  # counted after the warm-up, and between exchanges if there are such steps
+    work = replace(work, exchanging=steps.exchanging > 0, alone=steps.alone > 0)
     for each in found:
         place = each.coordinates
         if place["dp_shard"] or place["dp_replicate"]:

@@ -49,13 +49,13 @@ class Uncoded:
         return message.view(torch.float32).view(blocks, 1)
 
 
-def factor_bytes(shapes: Iterable[tuple[int, int]], rank: int, ranks: int) -> int:
-    """Return the bytes that a rank sends for a bucket of parameters with these numbers of rows and of columns."""
+def factor_values(shapes: Iterable[tuple[int, int]], rank: int) -> tuple[int, int]:
+    """Return the numbers of values in the two sums of a bucket of parameters with these rows and columns."""
     first = second = 0
     for rows, columns in shapes:
-        low = _pays(rows, columns, rank)
+        low = pays(rows, columns, rank)
         first, second = first + rows * (rank if low else columns), second + low * columns * rank
-    return sum(all_reduce_bytes(Uncoded("fp32"), -(-values // ranks), ranks) for values in (first, second))
+    return first, second
 
 
 class LowRankReduction(CompressedReduction):
@@ -71,7 +71,7 @@ class LowRankReduction(CompressedReduction):
         super().bind(parameters, optimizer)
         for held in self._errors.values():
             for parameter, (rows, columns) in zip(held.parameters, self._shapes(held), strict=True):
-                if _pays(rows, columns, self._rank):
+                if pays(rows, columns, self._rank):
                     seed = int.from_bytes(hashlib.sha256(self._lanes[parameter].name.encode()).digest()[:8]) >> 1
                     first = torch.randn(columns, self._rank, generator=torch.Generator().manual_seed(seed))
                     self._factors[parameter] = first.to(self.mesh.device)
@@ -83,7 +83,7 @@ class LowRankReduction(CompressedReduction):
         values = held.pack(bucket.row(flat)).add_(errors)
         parts, missing = ([view[0] for view in held.views(each)] for each in (values, errors))
         shapes = self._shapes(held)
-        low = [at for at, shape in enumerate(shapes) if _pays(*shape, self._rank)]
+        low = [at for at, shape in enumerate(shapes) if pays(*shape, self._rank)]
         whole = [at for at in range(len(parts)) if at not in low]
         matrices = {at: parts[at].view(shapes[at]) for at in low}
         products = (matrices[at] @ self._factors[held.parameters[at]] for at in low)
@@ -103,8 +103,9 @@ class LowRankReduction(CompressedReduction):
 
     def step_bytes(self, passes: int) -> tuple[int, int]:
         """Return the bytes that this rank sends in a step, and those that it would send of fp32 gradients: a ring's."""
-        shapes = map(self._shapes, self._errors.values())
-        return sum(factor_bytes(each, self._rank, self._replicas) for each in shapes), super().step_bytes(passes)[1]
+        sums = (factor_values(self._shapes(held), self._rank) for held in self._errors.values())
+        blocks = [-(-values // self._replicas) for both in sums for values in both]
+        return sum(all_reduce_bytes(self.codec, each, self._replicas) for each in blocks), super().step_bytes(passes)[1]
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the errors, and each Q under `errors.factors.<shape>.<place>.<parameter name>`."""
@@ -143,6 +144,6 @@ class LowRankReduction(CompressedReduction):
         return [part.view_as(each) for part, each in zip(parts, tensors, strict=False)]
 
 
-def _pays(rows: int, columns: int, rank: int) -> bool:
+def pays(rows: int, columns: int, rank: int) -> bool:
     """Return True if a matrix's factors are smaller than the matrix."""
     return (rows + columns) * rank < rows * columns

@@ -8,21 +8,26 @@ reduce-scatter is one, a compressed all-reduce two.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 from gptlite.parallelism.axes import DATA_AXES
 from gptlite.parallelism.config import Compression
 from gptlite.parallelism.layout import splits_backward
 from gptlite.satellites.compressed.blocks import BlockLayout
 from gptlite.satellites.compressed.codecs import CODECS, Codec
+from gptlite.satellites.compressed.powersgd import Uncoded, factor_values, pays
 from gptlite.satellites.compressed.sums import reduce_scatter_bytes
 from gptlite.satellites.onebit.adam import refreshes
 from gptlite.satellites.onebit.configs import OneBitAdamConfig, OneBitLambConfig, ZeroOneAdamConfig
 from gptlite.satellites.onebit.momenta import CODEC as SIGN
 from gptlite.satellites.onebit.momenta import vector_layout
-from gptlite.satellites.plan.parameters import GatherGroup, StageParameters, copies
+from gptlite.satellites.onebit.zero_one import schedule
+from gptlite.satellites.plan.parameters import GatherGroup, StageParameters, copies, stages
 from gptlite.satellites.plan.workload import ACROSS, INSIDE, MASTER, Transfer, Workload
 from gptlite.satellites.zeropp.wire import Sent, Shards, machine_ranks
 
+FACTORS = Uncoded("powersgd")
 SQUARE = 8  # bytes of a gradient's squared norm, float64
 COPIES = 2  # FSDP2 reads and writes each gathered or reduced tensor once more, to copy it into or out of its buffer
 # Reads and writes of fp32 by our codecs, beside which those of messages are few. Of each value in an exchange: 3 to
@@ -30,12 +35,16 @@ COPIES = 2  # FSDP2 reads and writes each gathered or reduced tensor once more, 
 # value that is received 1 to decode it and 3 to add it. Of a gathered value: decoded, without padding, in the compute
 # dtype.
 ALIGNED, SENT, DECODED = 6, 9, 6
+LOW_RANK = 19  # likewise of each value that PowerSGD sums: aligned, corrected, multiplied twice, and three products
+LARGEST = 2  # matrices as large as the largest one, beside the aligned values, in PowerSGD
 
 
 def gradient_codec(work: Workload) -> Codec | None:
     """Return the codec of `parallelism.compression`; None if gradients are summed densely."""
     name = work.parallelism.compression
-    return None if name is Compression.none or work.layout.fsdp_size == 1 else CODECS[name.value]
+    if name is Compression.none or work.layout.fsdp_size == 1:
+        return None
+    return FACTORS if name is Compression.powersgd else CODECS[name.value]
 
 
 def is_compressed(work: Workload) -> bool:
@@ -66,7 +75,12 @@ def sums(
     elif not (work.exchanging and replicas == 1):
         size = ranks * group.elements * work.reduce_item
         yield Transfer(cut, "reduce_scatter", ranks, size, group.number * reduced, "backward")
-    if codec := gradient_codec(work):
+    codec = gradient_codec(work)
+    if codec is FACTORS:
+        for number in factor_values(shapes(group), work.parallelism.compression_rank):
+            sent = reduce_scatter_bytes(FACTORS, -(-number // replicas), replicas)
+            yield from _exchange(copy, replicas, sent, 2 * group.number * summed)
+    elif codec:
         sent = reduce_scatter_bytes(codec, error_layout(work, longest.sizes, codec).blocks // replicas, replicas)
         yield from _exchange(copy, replicas, sent, 2 * group.number * summed)
     elif not work.exchanging:
@@ -95,7 +109,7 @@ def gathers(work: Workload, group: GatherGroup, cut: str, times: int, phase: str
 def momenta(work: Workload, held: Sequence[StageParameters]) -> Iterator[Transfer]:
     """Yield the transfers of a 1-bit optimizer in a step that exchanges momenta."""
     axis, ranks, _ = _lanes(work)
-    for sizes in vectors(work, held):
+    for sizes in () if work.alone else vectors(work, held):
         sent = reduce_scatter_bytes(SIGN, vector_layout(sizes, ranks).blocks // ranks, ranks)
         yield from _exchange(axis, ranks, sent, 2, "step")
     if axis == DATA_AXES[0]:  # with ZeRO 1 the sum over ranks follows from each rank's own whole gradients
@@ -121,16 +135,38 @@ def prepared(work: Workload, held: Sequence[StageParameters]) -> list[Transfer]:
     return [Transfer(axis, "all_gather", ranks, MASTER * each.gathered(ranks), 2, "step") for each in every]
 
 
-def steps_of_run(work: Workload) -> tuple[int, int, int]:
-    """Return the numbers of a run's steps that sum gradients densely, of those that exchange momenta, and of those
-    before which moments are gathered (`prepared`). Without a 1-bit optimizer on several data ranks all are dense."""
+class RunSteps(NamedTuple):
+    """Numbers of a run's steps: those that sum gradients densely, those that exchange momenta, those between two
+    exchanges of 0/1 Adam, and those before which moments are gathered (`prepared`)."""
+
+    dense: int
+    exchanging: int = 0
+    alone: int = 0
+    gathering: int = 0
+
+    def kinds(self, work: Workload) -> list[tuple[int, Workload]]:
+        """Return the number of steps of each kind that occurs, and such a step."""
+        ways = (self.dense, False, False), (self.exchanging, True, False), (self.alone, True, True)
+        return [(number, replace(work, exchanging=sent, alone=alone)) for number, sent, alone in ways if number]
+
+
+def steps_of_run(work: Workload) -> RunSteps:
+    """Return the steps of a run. Without a 1-bit optimizer on several data ranks all are dense."""
     optimizer = work.optimizer
     if not isinstance(optimizer, OneBitAdamConfig | OneBitLambConfig) or work.layout.fsdp_size == 1:
-        return work.steps, 0, 0
-    scaler = optimizer.var_update_scaler if isinstance(optimizer, ZeroOneAdamConfig) else None
-    dense = {*refreshes(optimizer.freeze_step or 1, scaler)}
-    followed = sum(step + 1 not in dense for step in dense)
-    return len(dense), max(0, work.steps - len(dense)), followed
+        return RunSteps(work.steps)
+    dense, intervals = refreshes(optimizer.freeze_step or 1), None
+    if isinstance(optimizer, ZeroOneAdamConfig):
+        dense, intervals = schedule(optimizer)
+    later = {*range(1, work.steps + 1)}.difference(dense)
+    exchanging = sum(intervals is None or intervals.ends(step) for step in later)
+    gathering = sum(step + 1 not in {*dense} for step in dense)
+    return RunSteps(len(dense), exchanging, len(later) - exchanging, gathering)
+
+
+def shapes(group: GatherGroup) -> list[tuple[int, int]]:
+    """Return the rows and columns of each parameter's shard, as PowerSGD has them."""
+    return [(size // max(1, row), max(1, row)) for size, row in zip(group.sizes, group.rows, strict=True)]
 
 
 def vectors(work: Workload, held: Sequence[StageParameters]) -> list[tuple[int, ...]]:
@@ -151,14 +187,19 @@ def error_layout(work: Workload, sizes: tuple[int, ...], codec: Codec) -> BlockL
     return BlockLayout(sizes, codec.width, rows, replicas)
 
 
-def kept_bytes(work: Workload, held: Sequence[StageParameters]) -> int:
+def kept_bytes(work: Workload, held: Sequence[StageParameters], longest: Sequence[StageParameters]) -> int:
     """Return the bytes that a rank keeps between steps: errors, masks and roots of a 1-bit optimizer, whole momenta
-    with ZeRO 1, and the copies of ZeRO++'s nodes."""
+    with ZeRO 1, and the copies of ZeRO++'s nodes. `longest`: the stages on the tensor rank with the longest shards, as
+    which errors of gradients are aligned."""
     shards, size = work.layout.size("dp_shard"), 0
-    for stage in held:
-        for group in stage.groups(work.parallelism.bucket_layers, shards):
+    for stage, longer in zip(held, longest, strict=True):
+        pairs = (each.groups(work.parallelism.bucket_layers, shards) for each in (stage, longer))
+        for group, most in zip(*pairs, strict=True):
             if codec := gradient_codec(work):
-                size += group.number * _aligned(error_layout(work, group.sizes, codec))
+                size += group.number * _aligned(error_layout(work, most.sizes, codec))
+                rank = work.parallelism.compression_rank
+                low = [columns for rows, columns in shapes(group) if codec is FACTORS and pays(rows, columns, rank)]
+                size += group.number * MASTER * rank * sum(low)
             if work.parallelism.zeropp.secondary and group.block and not splits_backward(work.parallelism):
                 node = _node_size(work)
                 size += group.number * shards * group.elements * work.gather_item // node
@@ -168,6 +209,8 @@ def kept_bytes(work: Workload, held: Sequence[StageParameters]) -> int:
         for sizes in vectors(work, held):
             layout = vector_layout(sizes, ranks)
             size += _aligned(layout) + layout.blocks * layout.width + whole * MASTER * sum(sizes)
+            if steps_of_run(work).alone:  # parameters at the last exchange, and the steps since
+                size += 2 * MASTER * sum(sizes)
     return size
 
 
@@ -175,7 +218,9 @@ def sum_buffers(work: Workload, sizes: tuple[int, ...]) -> int:
     """Return the bytes of the buffers in which a bucket's gradients are aligned, encoded and decoded; 0 if they are
     summed densely."""
     replicas, shards = (work.layout.size(axis) for axis in DATA_AXES)
-    if codec := gradient_codec(work):
+    if (codec := gradient_codec(work)) is FACTORS:
+        return _aligned(error_layout(work, sizes, FACTORS)) + LARGEST * MASTER * max(sizes)
+    if codec:
         return _buffers(error_layout(work, sizes, codec), codec, replicas if replicas > 1 else shards)
     if codec := _zeropp_codec(work):
         node, layout = _node_size(work), BlockLayout(sizes, codec.width, shards)
@@ -221,6 +266,8 @@ def touched_bytes(work: Workload, sent: Transfer) -> float:
     if sent.kind == "all_to_all":
         codec = SIGN if work.exchanging else _zeropp_codec(work) or gradient_codec(work)
         assert codec is not None
+        if codec is FACTORS:
+            return sent.count * LOW_RANK * sent.payload * _compressed(work)
         moved = ALIGNED + SENT * (sent.ranks - 1) / sent.ranks
         return sent.count * MASTER * moved * _values(codec, sent.payload)
     if sent.kind == "all_gather":
@@ -230,6 +277,17 @@ def touched_bytes(work: Workload, sent: Transfer) -> float:
         if work.flat:
             return 0.0
     return sent.count * COPIES * sent.payload
+
+
+def _compressed(work: Workload) -> float:
+    """Return the number of values that PowerSGD sums for each that a rank adds to an exchange."""
+    groups = [
+        (group.number, group)
+        for stage in stages(work, 0)
+        for group in stage.groups(work.parallelism.bucket_layers, work.layout.size("dp_shard"))
+    ]
+    values = sum(n * sum(factor_values(shapes(each), work.parallelism.compression_rank)) for n, each in groups)
+    return sum(n * each.elements for n, each in groups) / (2 * values)  # two exchanges for a sum
 
 
 def _values(codec: Codec, payload: float) -> float:

@@ -139,13 +139,13 @@ class Costs:
     def predict(self, work: Workload, memory: tuple[int, RankBytes]) -> Prediction:
         """Predict the step of a layout, or with a 1-bit optimizer the mean of the run's steps. `memory` is the layout's
         fullest rank and that rank's bytes."""
-        dense, exchanged, _ = (0, 1, 0) if work.exchanging else steps_of_run(work)
-        if not dense or not exchanged:
-            return self._predict(work, memory)
-        first, later = (self._predict(replace(work, exchanging=each), memory) for each in (False, True))
-        share = dense / (dense + exchanged)
+        steps = [(1, work)] if work.exchanging else steps_of_run(work).kinds(work)
+        numbers, each = zip(*((number, self._predict(step, memory)) for number, step in steps), strict=True)
+        first, total = each[0], sum(numbers)
+        if len(each) == 1:
+            return first
         names = [each.name for each in fields(Prediction) if each.name.endswith("_seconds")]
-        mean = {name: share * getattr(first, name) + (1 - share) * getattr(later, name) for name in names}
+        mean = {name: sum(map(mul, numbers, (getattr(one, name) for one in each))) / total for name in names}
         faster = first.step_seconds / mean["step_seconds"]
         return replace(first, **mean, tokens_per_second=first.tokens_per_second * faster, mfu=first.mfu * faster)
 
@@ -209,7 +209,7 @@ class Costs:
                 self._insides[inside] = self._inside(work, device, rank, self._models[model])
             # The schedule matters only with ZeRO 3, which gathers parameters for each pass.
             order = (config.schedule, rank, work.micro_batches) if config.zero == 3 else ()
-            outside = layout, config.sequence, kind, order, work.exchanging
+            outside = layout, config.sequence, kind, order, work.exchanging, work.alone
             if outside not in self._outsides:
                 self._outsides[outside] = _outside(work, links, rank)
             costs[kind] = self._rank(work, device, rank, self._insides[inside], self._outsides[outside])

@@ -72,7 +72,7 @@ def estimate(work: Workload, pp_rank: int, tp_rank: int = 0) -> RankBytes:
         return estimate(replace(work, exchanging=True), pp_rank, tp_rank)
     held, host = stages(work, pp_rank, tp_rank), 0
     parameters, gradients, activations = _walked(work, held, pp_rank, tp_rank)
-    optimizer, compression = _optimizer(work, held), kept_bytes(work, held)
+    optimizer, compression = _optimizer(work, held), kept_bytes(work, held, stages(work, pp_rank))
     if work.on_host:
         shards = work.layout.size("dp_shard")
         shard = sum(stage.scalars if work.in_files else stage.sharded(shards) for stage in held)

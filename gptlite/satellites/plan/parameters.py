@@ -6,7 +6,7 @@ over the tensor axis.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -77,9 +77,11 @@ class Parameter(NamedTuple):
 
 class GatherGroup(NamedTuple):
     """Equal groups of parameters, each of which FSDP2 gathers and reduces together. Fields: elements of each
-    parameter's shard, number of equal groups, True if they are in blocks, and the `among` of the parameters."""
+    parameter's shard, and of its rows, number of equal groups, True if they are in blocks, and the `among` of the
+    parameters."""
 
     sizes: tuple[int, ...]
+    rows: tuple[int, ...]
     number: int
     block: bool
     among: int = 1
@@ -158,16 +160,23 @@ class StageParameters:
     def groups(self, bucket_layers: int, shards: int) -> list[GatherGroup]:
         """Return FSDP2's groups: distributed experts of each block, parameters outside blocks, buckets of blocks."""
 
-        def sizes(kinds: Iterable[int], experts: bool) -> tuple[int, ...]:
-            return tuple(chain.from_iterable(shard_sizes(shared(self.kinds[kind], experts), shards) for kind in kinds))
+        def group(held: Sequence[tuple[Parameter, ...]], number: int, block: bool, among: int = 1) -> GatherGroup:
+            sizes, rows = (
+                chain.from_iterable(map(of, held)) for of in (lambda each: shard_sizes(each, shards), row_sizes)
+            )
+            return GatherGroup(tuple(sizes), tuple(rows), number, block, among)
 
         among = max((each.among for kind in self.kinds for each in kind), default=1)
         experts = (
-            [GatherGroup(sizes([kind], True), count, True, among) for kind, count in self.runs] if among > 1 else []
+            [group([shared(self.kinds[kind], True)], count, True, among) for kind, count in self.runs]
+            if among > 1
+            else []
         )
-        others = GatherGroup(shard_sizes(self.others, shards), 1, False)
-        buckets = [GatherGroup(sizes(kinds, False), number, True) for kinds, number in self.buckets(bucket_layers)]
-        return [each for each in [*experts, others, *buckets] if each.sizes]
+        buckets = [
+            group([shared(self.kinds[kind], False) for kind in kinds], number, True)
+            for kinds, number in self.buckets(bucket_layers)
+        ]
+        return [each for each in [*experts, group([self.others], 1, False), *buckets] if each.sizes]
 
     @property
     def scalars(self) -> int:
@@ -354,6 +363,12 @@ def shard_elements(parameters: tuple[Parameter, ...], shards: int) -> int:
 def shard_sizes(parameters: tuple[Parameter, ...], shards: int) -> tuple[int, ...]:
     """Return the elements of the longest shard of each parameter that has dims."""
     return tuple(parameter.shard(shards) for parameter in parameters if parameter.shape)
+
+
+@lru_cache
+def row_sizes(parameters: tuple[Parameter, ...]) -> tuple[int, ...]:
+    """Return the elements of a row of each parameter that has dims."""
+    return tuple(prod(parameter.shape[1:]) for parameter in parameters if parameter.shape)
 
 
 @lru_cache

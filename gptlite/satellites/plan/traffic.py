@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain, product
 from math import prod
 
@@ -62,11 +62,10 @@ def outside_layers(work: Workload, pp_rank: int) -> list[Transfer]:
 def run_bytes(work: Workload, pp_rank: int, tp_rank: int = 0) -> float:
     """Return the mean bytes that a rank sends along the data axes in a step of a run of `work.steps` steps, of which
     with a 1-bit optimizer some sum gradients densely and others exchange momenta."""
-    dense, exchanged, gathered = steps_of_run(work)
-    total = dense * data_bytes(transfers(work, pp_rank, tp_rank))
-    total += exchanged * data_bytes(transfers(replace(work, exchanging=True), pp_rank, tp_rank)) if exchanged else 0
-    total += gathered * data_bytes(prepared(work, stages(work, pp_rank, tp_rank)))
-    return total / (dense + exchanged)
+    steps = steps_of_run(work)
+    total = sum(number * data_bytes(transfers(each, pp_rank, tp_rank)) for number, each in steps.kinds(work))
+    total += steps.gathering * data_bytes(prepared(work, stages(work, pp_rank, tp_rank)))
+    return total / sum(number for number, _ in steps.kinds(work))
 
 
 def data_bytes(sent: Iterable[Transfer]) -> float:

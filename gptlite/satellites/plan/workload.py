@@ -58,7 +58,7 @@ class Workload:
     flat: the parameters of a group are views of one tensor, so that gathers need no copies; in FSDP1, not in gptlite.
     sample: None for a model that reads tokens. imbalance: with expert parallelism, the ratio of the rows of a rank's
     experts to the mean. steps: length of the run, which matters to 1-bit optimizers; exchanging: the step is one in
-    which they exchange momenta. node_ranks: ranks of a machine; 0 for all.
+    which they exchange momenta, or with `alone` one between two exchanges. node_ranks: ranks of a machine; 0 for all.
     """
 
     model: ModelConfig
@@ -80,6 +80,7 @@ class Workload:
     imbalance: float = FULLEST
     steps: int = 1
     exchanging: bool = False
+    alone: bool = False
     node_ranks: int = 0
 
     @cached_property
