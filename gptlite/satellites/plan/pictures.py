@@ -34,8 +34,8 @@ PASSES = {
     "I": ("backward: inputs", GREEN),
     "W": ("backward: weights", YELLOW),
 }
-CURVES = (INK, PURPLE, BLUE, GREEN, RED)
-CURVE_NAMES = {DENSE: "dense fp32", ONEBIT: "1-bit Adam, after its warm-up"}
+CURVES = (INK, PURPLE, BLUE, GREEN, BROWN, RED)
+CURVE_NAMES = {DENSE: "dense fp32", "powersgd": "PowerSGD", ONEBIT: "1-bit Adam, after its warm-up"}
 EQUAL = "#f1ead6"  # background of step times within the planner's error of the fastest
 NAME_WIDTH, TITLE_WIDTH = 44, 110  # characters
 SHOWN_RANKS = 32  # most pipeline ranks in a timeline; bars of more ranks are too thin to see
@@ -122,7 +122,7 @@ def draw_links(links: LinkCurves, title: str, out: Path) -> None:
     with _picture(out, title, 9, 4.2) as figure:
         left, right = figure.subplots(1, 2)
         dense = dict(links.curves[DENSE].measured)
-        for (name, curve), color in zip(links.curves.items(), CURVES, strict=False):
+        for (name, curve), color in zip(links.curves.items(), CURVES[: len(links.curves)], strict=True):
             left.plot(SPEEDS, curve.seconds, color=color, label=CURVE_NAMES.get(name, name))
             right.plot(SPEEDS, links.gains(name), color=color)
             points = [point for point in curve.measured if point[0] in dense]
