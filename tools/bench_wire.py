@@ -1,12 +1,13 @@
 """Benchmark of runs whose ranks are on machines of their own, joined by links of a given speed (Linux, as root).
 
 python tools/bench_wire.py [machines=2] [links=100mbit,1gbit,none] [steps=24] [skip=4] [out=FOLDER]
-    [runs='dense: ; int8: parallelism.compression=int8; ...'] [common='precision=fp32 ...']
+    [runs='dense: ; int8: parallelism.compression=int8; ...'] [common='precision=fp32 ...'] [target=LOSS]
 
 A machine is a network namespace with one rank and one thread. All are joined by a bridge, and both directions of each
 machine's link are shaped by tc's token bucket. `runs` are names and overrides. Each run trains `steps` steps; its step
 time is the median without the first `skip`. Bytes are counted by the kernel on the first machine's link, sent and
-received, between the first and the last of these steps. Prints a table, and writes rows.json and the runs' folders.
+received, between the first and the last of these steps. With `target`, the time to a loss is that of all steps until
+the mean training loss of 10 steps is at most LOSS. Prints a table, and writes rows.json and the runs' folders.
 """
 
 import json
@@ -21,7 +22,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 from gptlite.config.command_line import run_tool
@@ -31,6 +32,7 @@ TRAIN = Path(__file__).parents[1] / "train.py"
 LINK = "wire0"  # device of a machine
 LIMIT_SECONDS = 3600
 BUCKET = ("burst", "128kb", "latency", "200ms")
+OVER = 10  # steps of a mean loss
 CODECS = ("bf16", "int8", "int4")
 RUNS = "; ".join(["dense:", *(f"{codec}: parallelism.compression={codec}" for codec in CODECS)])
 COMMON = "parallelism=ddp precision=fp32 trainer.eval_interval=0 trainer.eval_samples=16"
@@ -46,6 +48,7 @@ class Arguments:
     skip: int = 4
     runs: str = RUNS
     common: str = COMMON
+    target: float | None = None
     out: str = "outputs/wire"
 
 
@@ -54,22 +57,32 @@ def main(arguments: Arguments) -> None:
     links, runs = _check(arguments)
     out = Path(arguments.out).resolve()
     rows = []
-    print(f"{'link':>8} {'run':<14} {'s/step':>8} {'MB/step':>9} {'x dense':>8} {'loss':>8}", flush=True)
+    numbers = ("s/step", "MB/step", "x dense", "loss", "s to loss")
+    print(f"{'link':>8} {'run':<14}" + "".join(f"{name:>10}" for name in numbers), flush=True)
     for link in links:
         with _machines(arguments.machines, link) as names:
             for name, overrides in runs.items():
                 folder = out / f"{link}-{name}"
                 shutil.rmtree(folder, ignore_errors=True)
                 row = _row(arguments, names, [*arguments.common.split(), *overrides], folder)
-                row |= {"link": link, "run": name}
+                reached = seconds_to(arguments.target, row["losses"], row["step_seconds"])
+                row |= {"link": link, "run": name, "seconds_to_target": reached}
                 dense = next((each["seconds"] for each in rows if each["link"] == link), row["seconds"])
                 rows.append(row)
                 print(
-                    f"{link:>8} {name:<14} {row['seconds']:8.3f} {row['bytes'] / 1e6:9.2f} "
-                    f"{dense / row['seconds']:8.2f} {row['loss']:8.4f}",
+                    f"{link:>8} {name:<14}{row['seconds']:10.3f}{row['bytes'] / 1e6:10.2f}"
+                    f"{dense / row['seconds']:10.2f}{row['loss']:10.4f}{round(reached) if reached else '-':>10}",
                     flush=True,
                 )
     (out / "rows.json").write_text(json.dumps(rows, indent=2) + "\n")
+
+
+def seconds_to(target: float | None, losses: list[float], seconds: list[float]) -> float | None:
+    """Return the seconds of all steps until the mean of OVER losses is at most `target`; None if it never is."""
+    for last in range(OVER, len(losses) + 1):
+        if target is not None and mean(losses[last - OVER : last]) <= target:
+            return sum(seconds[:last])
+    return None
 
 
 def _check(arguments: Arguments) -> tuple[list[str], dict[str, list[str]]]:
