@@ -12,7 +12,7 @@ rows. `tokens` adds the time and cost of training on that many tokens. `out` is 
 and plan.json, or for largest.png. simulate=true simulates one rank of the best layout, the one that needs the most
 memory, on fake tensors, and prints its exact memory. links=true predicts the layout's step at link speeds from 10 Mb/s
 to 400 Gb/s, with dense gradients, each parallelism.compression and 1-bit Adam, and draws links.png, with the points of
-`measured`, a rows.json of tools/bench_wire.py.
+`measured`, the rows.json of a benchmark of links.
 Exit codes: 0 planned, 2 refused; if nothing fits, the error gives the missing memory.
 """
 

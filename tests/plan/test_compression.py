@@ -212,7 +212,10 @@ def test_compression_pays_over_slow_links_alone(tmp_path: Path):
     ("words", "message"),
     [
         (["cluster.nodes=1"], "links=true varies the link between nodes, and cluster=cpu has one"),
-        (["cluster.nodes=2", "measured=/nowhere"], "measured=/nowhere is not a rows.json of tools/bench_wire.py"),
+        (
+            ["cluster.nodes=2", "measured=/nowhere"],
+            "measured=/nowhere has no rows of a benchmark",
+        ),
         (["cluster.nodes=3"], "data.global_batch_size=8"),
         (["cluster.nodes=2", "parallelism.zero=2"], ""),
     ],

@@ -140,12 +140,12 @@ class Costs:
         """Predict the step of a layout, or with a 1-bit optimizer the mean of the run's steps. `memory` is the layout's
         fullest rank and that rank's bytes."""
         steps = [(1, work)] if work.exchanging else steps_of_run(work).kinds(work)
-        numbers, each = zip(*((number, self._predict(step, memory)) for number, step in steps), strict=True)
-        first, total = each[0], sum(numbers)
-        if len(each) == 1:
+        predicted = [(number, self._predict(step, memory)) for number, step in steps]
+        (_, first), total = predicted[0], sum(number for number, _ in predicted)
+        if len(predicted) == 1:
             return first
         names = [each.name for each in fields(Prediction) if each.name.endswith("_seconds")]
-        mean = {name: sum(map(mul, numbers, (getattr(one, name) for one in each))) / total for name in names}
+        mean = {name: sum(number * getattr(step, name) for number, step in predicted) / total for name in names}
         faster = first.step_seconds / mean["step_seconds"]
         return replace(first, **mean, tokens_per_second=first.tokens_per_second * faster, mfu=first.mfu * faster)
 

@@ -63,7 +63,7 @@ class LinkCurves:
 def link_curves(config: Config, rows: Path | None = None, log: Log = print) -> LinkCurves:
     """Return the curves of a configuration's layout on all ranks of its cluster, ZeRO 0 if none is given.
 
-    1-bit Adam's curve is that of a step after the warm-up. `rows`: the file that tools/bench_wire.py wrote, for the
+    1-bit Adam's curve is that of a step after the warm-up. `rows`: the rows.json of a benchmark of links, for the
     measured points. Raises ConfigError for a cluster of one node, and for a layout that cannot run.
     """
     config = with_planned_vocabulary(replace(config, parallelism=replace(config.parallelism, auto=False)), log)[0]
@@ -122,5 +122,7 @@ def _measured(file: Path) -> dict[str, tuple[tuple[float, float], ...]]:
                 point = float(match[1]) * UNITS[match[2]], float(row["seconds"])
                 points[row["run"]] = (*points.get(row["run"], ()), point)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"measured={file} is not a rows.json of tools/bench_wire.py: {error}; give one") from None
+        raise ConfigError(
+            f"measured={file} has no rows of a benchmark of links: {error}; give its rows.json, or leave it out"
+        ) from None
     return points
