@@ -130,25 +130,25 @@ def _train(options: Arguments) -> Measured:
         for _ in range(options.steps):
             step(state)
         stop = _moved(stream)
-        found = Measured(
+        values = Measured(
             sum(4 * each.numel() for part in state.parts for each in part.parameters()),
             (time.perf_counter() - begin) / options.steps,
             peak.most - before,
         )
         if stream is not None:
-            found.read, found.written = ((after - at) / options.steps for at, after in zip(start, stop, strict=True))
-            found.buffers = sum(each.nbytes for each in stream.resident())
+            values.read, values.written = ((after - at) / options.steps for at, after in zip(start, stop, strict=True))
+            values.buffers = sum(each.nbytes for each in stream.resident())
             stream.settle()
             _, hard = resource.getrlimit(resource.RLIMIT_DATA)
             resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
             file = _files(stream)[-1]
-            found.rates = disk_rates(file, min(file.size, MEASURED))
+            values.rates = disk_rates(file, min(file.size, MEASURED))
             if isinstance(stream, InfiniteStream):
-                found.block = len(stream.parameters.buffers[0])
-                found.read += found.weights  # the gradient norm, through the memory map
-            found.disk = found.written / found.rates[0] + found.read / found.rates[1]
+                values.block = len(stream.parameters.buffers[0])
+                values.read += values.weights  # the gradient norm, through the memory map
+            values.disk = values.written / values.rates[0] + values.read / values.rates[1]
     mesh.close()
-    return found
+    return values
 
 
 def _files(stream: StateStream) -> list[StateFile]:
@@ -164,20 +164,20 @@ def _moved(stream: StateStream | None) -> tuple[int, int]:
     return sum(file.bytes_read for file in files), sum(file.bytes_written for file in files)
 
 
-def words(options: Arguments, found: Measured) -> str:
+def words(options: Arguments, values: Measured) -> str:
     """Return the measured values in lines."""
     lines = [
-        f"{options.place}: {found.weights / MB:.0f} MB of parameters, accumulation {options.accumulation}, "
+        f"{options.place}: {values.weights / MB:.0f} MB of parameters, accumulation {options.accumulation}, "
         f"{torch.get_num_threads()} threads",
-        f"step           {found.step:.2f} s; reads {found.read / MB:.0f} MB, writes {found.written / MB:.0f} MB",
-        f"memory         {found.memory / MB:.0f} MB above that at the start",
+        f"step           {values.step:.2f} s; reads {values.read / MB:.0f} MB, writes {values.written / MB:.0f} MB",
+        f"memory         {values.memory / MB:.0f} MB above that at the start",
     ]
-    if found.disk:
-        blocks = f", for blocks of {found.block / MB:.0f} MB" if found.block else ""
+    if values.disk:
+        blocks = f", for blocks of {values.block / MB:.0f} MB" if values.block else ""
         lines += [
-            f"buffers        {found.buffers / MB:.0f} MB{blocks}",
-            f"disk           writes {found.rates[0] / MB:.0f} MB/s, reads {found.rates[1] / MB:.0f} MB/s: "
-            f"{found.disk:.2f} s for these bytes; a step takes {found.step / found.disk:.2f} of it",
+            f"buffers        {values.buffers / MB:.0f} MB{blocks}",
+            f"disk           writes {values.rates[0] / MB:.0f} MB/s, reads {values.rates[1] / MB:.0f} MB/s: "
+            f"{values.disk:.2f} s for these bytes; a step takes {values.step / values.disk:.2f} of it",
         ]
     return "\n".join(lines)
 
@@ -200,20 +200,20 @@ def table(options: Arguments) -> None:
     print("| place | parameters | limit | step | reads | writes | disk | step / disk | memory |")
     print("|---|--:|--:|--:|--:|--:|--:|--:|--:|")
     for place in PLACES:
-        found = child(replace(options, place=place))
+        values = child(replace(options, place=place))
         limit = f"{options.limit_mib} MiB" if options.limit_mib else "none"
-        if found is None:
+        if values is None:
             print(f"| `{place}` | | {limit} | does not fit | | | | | |")
-            found, limit = child(replace(options, place=place, limit_mib=0)), "none"
-        assert found is not None
-        print(_row(place, limit, found), flush=True)
+            values, limit = child(replace(options, place=place, limit_mib=0)), "none"
+        assert values is not None
+        print(_row(place, limit, values), flush=True)
 
 
-def _row(place: str, limit: str, found: Measured) -> str:
-    cells: list[Any] = [f"`{place}`", f"{found.weights / MB:.0f} MB", limit, f"{found.step:.2f} s"]
-    moved = [f"{found.read / MB:.0f} MB", f"{found.written / MB:.0f} MB", f"{found.disk:.2f} s"]
-    cells += [*moved, f"{found.step / found.disk:.2f}"] if found.disk else [""] * 4
-    return f"| {' | '.join([*cells, f'{found.memory / MB:.0f} MB'])} |"
+def _row(place: str, limit: str, values: Measured) -> str:
+    cells: list[Any] = [f"`{place}`", f"{values.weights / MB:.0f} MB", limit, f"{values.step:.2f} s"]
+    moved = [f"{values.read / MB:.0f} MB", f"{values.written / MB:.0f} MB", f"{values.disk:.2f} s"]
+    cells += [*moved, f"{values.step / values.disk:.2f}"] if values.disk else [""] * 4
+    return f"| {' | '.join([*cells, f'{values.memory / MB:.0f} MB'])} |"
 
 
 def main(options: Arguments) -> None:
@@ -223,8 +223,8 @@ def main(options: Arguments) -> None:
     if options.place == "all":
         table(options)
         return
-    found = measure(options)
-    print(json.dumps(vars(found)) if options.json else words(options, found))
+    values = measure(options)
+    print(json.dumps(vars(values)) if options.json else words(options, values))
 
 
 if __name__ == "__main__":
