@@ -18,6 +18,7 @@ RUN = ["trainer.max_steps=1000", "schedule.warmup_steps=100"]
     [
         (["optimizer.freeze_step=1000"], "optimizer.freeze_step=1000 must be below trainer.max_steps=1000"),
         (["optimizer.freeze_step=0"], "optimizer.freeze_step=0 must be .* at least 1; set optimizer.freeze_step="),
+        (["optimizer.freeze_step=150", "trainer.max_steps=120"], "=120 and at least 1; set optimizer.freeze_step=100$"),
         (
             ["optimizer.freeze_step=99"],
             "optimizer.freeze_step=99 freezes .*; set optimizer.freeze_step=100, or schedule",
