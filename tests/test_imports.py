@@ -101,7 +101,9 @@ ROOMS = {
     "deepspeed": Room("config precision"),
     "huggingface": Room("models", packages="torch"),
     "images": Room("corpus data samples", packages="numpy torch", lazy="PIL datasets"),
-    "start": Room("compressed config deepspeed launch metrics monitor noise parallelism plan plots pretrain trainer"),
+    "start": Room(
+        "compressed config deepspeed launch metrics monitor noise onebit parallelism plan plots pretrain trainer zeropp"
+    ),
     "engine": Room(
         "checkpoint config data deepspeed launch models ops parallelism precision samples trainer",
         packages="numpy torch",

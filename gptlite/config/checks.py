@@ -172,7 +172,7 @@ def _offload_parameters(config: ParallelismConfig) -> None:
     if config.offload is not Offload.nvme:
         raise ConfigError(f"{key} is only for parallelism.offload=nvme, not {config.offload.value}; leave it out, or "
                           "use parallelism=zero_infinity parallelism.offload_path=/nvme/run1")  # fmt: skip
-    if config.zero != 3:
+    if config.zero != 3 and not config.auto:  # the planner checks each of its layouts
         raise ConfigError(f"{key} gathers parameters block by block, which parallelism.zero={config.zero} does not; "
                           "use parallelism.zero=3")  # fmt: skip
     if config.dp_replicate > 1:

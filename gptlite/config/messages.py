@@ -61,6 +61,10 @@ def explain(error: BaseException) -> str:
 
 def plain(line: str) -> str:
     """Return a plain message for OmegaConf's error about a value's type. Other errors are returned unchanged."""
+    if kind := re.match(r"Invalid value assigned: (\w+) is not a ListConfig", line):
+        return f"{kind[1]} is not a list; give one in brackets, e.g. [4,4]"
+    if section := re.match(r"Invalid type assigned: .*Config. value: (.*)", line):
+        return f"{section[1]} is not a section of keys; set one of its keys instead"
     found = re.match(r"Value '(.*)' (?:of type '\w+' could not be converted to|is not a valid) (\w+)", line)
     kinds = {"Integer": "a whole number", "Float": "a number", "bool": "true or false"}
     return f"{found[1]} is not {kinds[found[2]]}" if found and found[2] in kinds else line

@@ -12,7 +12,9 @@ from gptlite.satellites.monitor.memory_report import MemoryReport
 from gptlite.satellites.monitor.profile import StepProfiler
 from gptlite.satellites.monitor.replicas import ReplicaCheck
 from gptlite.satellites.monitor.watchdog import watch_ranks
-from gptlite.satellites.noise.report import noise_report
+from gptlite.satellites.noise.report import noise_report, noise_words
+from gptlite.satellites.onebit.words import onebit_words
+from gptlite.satellites.zeropp.words import zeropp_words
 from gptlite.trainer.attached import Attached
 from gptlite.trainer.build import Run
 from gptlite.trainer.folder import RunFolder
@@ -44,11 +46,22 @@ def observers(run: Run, folder: RunFolder, throughput: Throughput) -> tuple[Obse
     """Return the observers of a run: the memory of its ranks, the profiler, the comparison of replicas, and the noise
     of gradients if it is measured."""
     trainer, offloads = run.config.trainer, run.config.parallelism.offload is not Offload.none
-    if words := compression_words(run.config.parallelism, run.mesh, run.state.loader.num_micro_batches):
-        folder.log(f"compression: {words}") if run.mesh.is_main else None
+    for line in communication_words(run) if run.mesh.is_main else ():
+        folder.log(line)
     return (
         MemoryReport(run.mesh, trainer.last_step, throughput.excluded, offloads),
         StepProfiler(trainer.profile_steps, folder.path, run.mesh.rank, folder.log),
         ReplicaCheck(trainer.replica_check_interval),
         *noise_report(run.state, folder),
     )
+
+
+def communication_words(run: Run) -> list[str]:
+    """Return the lines that follow the banner, on what ranks send instead of dense gradients and parameters, and on
+    what is measured of gradients; none in other runs."""
+    config, mesh, passes = run.config, run.mesh, run.state.loader.num_micro_batches
+    layout, sizes = config.parallelism, (run.policy.gather_dtype.itemsize, run.policy.reduce_dtype.itemsize)
+    compressed = compression_words(layout, mesh, passes)
+    optimizer = config.optimizer.completed(config.trainer.max_steps, run.state.schedule.warmup_steps)
+    lines = f"compression: {compressed}" if compressed else "", zeropp_words(layout, mesh, passes, sizes)
+    return [line for line in (*lines, onebit_words(optimizer, mesh), noise_words(run.state)) if line]

@@ -1,5 +1,6 @@
 """parallelism.compression: compressed gradients with error feedback, on every layout."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -152,6 +153,38 @@ def test_a_run_says_what_it_sends_and_that_the_codec_has_changed(two: Ranks, tmp
     assert "of fp32; errors take" in sends
     assert "compression: bf16" in later
     assert "parallelism.compression=bf16 (was int8): the loss curve will differ" in log
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        (
+            "parallelism.zero=3 parallelism.zeropp.weights=int8 parallelism.zeropp.node_size=1",
+            r"ZeRO\+\+: weights=int8 on 2 nodes of 1 data rank each: this rank sends 0 B per step inside its node, and "
+            r"[1-9][\d.]* \wiB to other nodes\n",
+        ),
+        (
+            "optimizer=zero_one_adam optimizer.freeze_step=2 optimizer.local_step_clipper=8",
+            r"momenta: signs between 2 data ranks, .* after step 2 \(optimizer.freeze_step\), and from then on in "
+            r"every step to one of 8; this rank then sends [1-9][\d.]* \w*B per step, 0\.0\d+ of the ",
+        ),
+        ("optimizer=sgd optimizer.adascale=true", r"noise: the gradient noise scale is measured .*; AdaScale mult"),
+    ],
+)
+def test_a_run_says_what_it_sends_otherwise(two: Ranks, tmp_path: Path, overrides: str, line: str):
+    tiny = [*BASE, *SHORT, f"run.dir={tmp_path}", "parallelism.data=2", "checkpoint.interval=0"]
+    tiny += ["trainer.max_steps=3", "data.micro_batch_size=24", *overrides.split()]
+    assert two.run("distributed.test_compression:pretrained", tiny) == [0, 0]
+    assert len(re.findall(line, (tmp_path / "train.log").read_text())) == 1
+
+
+def test_a_single_rank_that_exchanges_no_momenta_says_so(tmp_path: Path):
+    tiny = [*BASE, *SHORT, f"run.dir={tmp_path}", "trainer.max_steps=3", "checkpoint.interval=0"]
+    assert pretrained([*tiny, "optimizer=onebit_adam"]) == 0
+    line = (
+        "momenta: not exchanged, although optimizer=onebit_adam: there is a single data rank; second moments are fixed"
+    )
+    assert line in (tmp_path / "train.log").read_text()
 
 
 def test_a_single_rank_says_that_it_sends_nothing(tmp_path: Path):

@@ -239,6 +239,7 @@ REFUSED = {
     f"{ON} data.ramp_steps=0": r"data\.ramp_steps=0 must be at least 1",
     f"{ON} trainer.max_epochs=2": r"trainer\.max_epochs=2 .* use trainer\.max_steps",
     "trainer.noise_scale=true data.ramp_steps=7": r"data\.ramp_steps=7 has no effect without data\.batch_ramp=\[first",
+    "data.ramp_factor=2 data.ramp_steps=7": r"ramp_factor=2\.0 data\.ramp_steps=7 has .*r=1\.0 data\.ramp_steps=100$",
     "data.batch_ramp=[2,2,9] data.ramp_factor=2": r"data\.ramp_factor=2\.0 has no effect .*data\.ramp_factor=1\.0",
     f"{ON} parallelism.data=1 data.micro_batch_size=2": (
         r"first size of data\.batch_ramp=\[2, 2\] .* data\.micro_batch_size=1"

@@ -60,6 +60,7 @@ def steps(config: Config, count: int) -> Seen:
                 result = step(state)
                 seen.results.append((result.loss, result.grad_norm, result.lr))
                 seen.sent.append(reduction.exchange.counted.sent - before)
+                assert seen.sent[-1] in (0, exchange.bytes()[0])
                 seen.after.append(
                     {
                         "x": _parts(reduction, state),

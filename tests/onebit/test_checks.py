@@ -19,6 +19,11 @@ RUN = ["trainer.max_steps=1000", "schedule.warmup_steps=100"]
         (["optimizer.freeze_step=1000"], "optimizer.freeze_step=1000 must be below trainer.max_steps=1000"),
         (["optimizer.freeze_step=0"], "optimizer.freeze_step=0 must be .* at least 1; set optimizer.freeze_step="),
         (
+            ["trainer.max_steps=1", "schedule.warmup_steps=0"],
+            "trainer.max_steps=1 and .*; use trainer.max_steps=2 or more",
+        ),
+        (["optimizer.freeze_step=150", "trainer.max_steps=120"], "=120 and at least 1; set optimizer.freeze_step=100$"),
+        (
             ["optimizer.freeze_step=99"],
             "optimizer.freeze_step=99 freezes .*; set optimizer.freeze_step=100, or schedule",
         ),

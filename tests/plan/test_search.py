@@ -329,3 +329,11 @@ def test_offload_is_looked_for_where_nothing_fits_without():
     files = max(4 * file_bytes(each.work, rank) for each in ranked for rank in range(each.work.layout.size("pp")))
     assert found(between, "cluster.disk_path=/nvme", short, f"cluster.disk_gib={1.01 * files / 2**30}").ranked
     assert found(between, "cluster.disk_path=/nvme", short, "cluster.disk_gib=0.001").ranked == []
+
+
+def test_parameters_in_files_leave_zero_3() -> None:
+    files = ["offload=nvme", "offload_path=/nvme", "offload_parameters=true", "tensor=1", "pipeline=1"]
+    plan = make_plan(config_of(*(f"parallelism.{each}" for each in files)), log=silent)
+    assert {candidate.work.parallelism.zero for candidate in plan.found.ranked} == {3}
+    with pytest.raises(ConfigError, match=r"parallelism\.zero=1 does not; use parallelism\.zero=3"):
+        make_plan(config_of(*(f"parallelism.{each}" for each in [*files, "zero=1"])), log=silent)

@@ -158,19 +158,18 @@ def train(config: Config, steps: int) -> Trained:
     with built(config) as (mesh, state, step):
         reduction = mesh_reduction(state)
         node_size = reduction.nodes.size if reduction else config.parallelism.zeropp.node_size or mesh.size("dp_shard")
-        losses, sent = [], Counter[str]()
+        losses, sent, planned = [], Counter[str](), {}
+        if reduction:  # before the first step, as in the line after the banner
+            itemsize = 4 if config.precision.dtype.value == "fp32" else 2
+            reduced = itemsize if config.precision.reduce.value == "compute" else 4
+            total = reduction.step_bytes(state.loader.num_micro_batches, itemsize, reduced)
+            planned = {"inside": total.inside, "across": total.across}
         for _ in range(steps):
             with counting(mesh, node_size) as counted:
                 result = step(state)
             losses.append((result.loss, result.grad_norm))
             sent = counted
         check_replicas(state.named_parameters(), state.tied_names(), mesh, state.step)
-        planned = {}
-        if reduction:
-            itemsize = 4 if config.precision.dtype.value == "fp32" else 2
-            reduced = itemsize if config.precision.reduce.value == "compute" else 4
-            total = reduction.step_bytes(state.loader.num_micro_batches, itemsize, reduced)
-            planned = {"inside": total.inside, "across": total.across}
         weights = digest(torch.cat([local_tensor(each).flatten() for _, each in state.named_parameters()]))
         return Trained(losses, dict(sent), planned, weights)
 

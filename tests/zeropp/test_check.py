@@ -41,6 +41,11 @@ def test_refusals_name_the_keys(words: str, names: str):
     assert "; use " in message or "; try " in message or "; null" in message
 
 
+def test_a_plan_is_not_made_for_what_no_layout_allows():
+    with pytest.raises(ConfigError, match=r"weights=int8 with parallelism.compression=int8: both replace"):
+        load([*BASE, "parallelism=auto", ON, "parallelism.compression=int8"])
+
+
 def test_experts_are_refused():
     with pytest.raises(ConfigError, match=r"parallelism.zeropp.weights=int8 with parallelism.expert=2"):
         load(["data=synthetic", "model=moe-lite", *ZERO3, ON, "parallelism.expert=2", "run.name=x", "run.dir=x"])

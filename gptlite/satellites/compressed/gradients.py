@@ -100,7 +100,8 @@ class CompressedReduction(BucketReduction):
         """Return e.g. `int8 between 2 data ranks, with error feedback: ...`, with the bytes that this rank sends in a
         step with `passes` reduce-scatters, and those of its errors."""
         sent, dense = map(float, self.step_bytes(passes))
-        kind, count = ("replicas", self._replicas) if self._replicas > 1 else ("data ranks", self.mesh.size("dp_shard"))
+        shards, replicas = self.mesh.size("dp_shard"), self._replicas
+        kind, count = ("replicas", replicas) if min(shards, replicas) > 1 else ("data ranks", max(shards, replicas))
         errors = format_bytes(sum(held.values.nbytes for held in self._errors.values()))
         return (
             f"{self.codec.name} between {count} {kind}, with error feedback: this rank sends {format_bytes(sent)} of "

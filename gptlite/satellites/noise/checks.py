@@ -98,10 +98,12 @@ def _check_ramp(config: Config) -> None:
     that are out of range or have no effect."""
     data = config.data
     if not batch_schedule(data.global_batch_size, data.batch_ramp).measured:
-        for key in ("ramp_factor", "ramp_steps"):
-            if (value := getattr(data, key)) != (default := getattr(DataConfig, key)):
-                raise ConfigError(f"data.{key}={value} has no effect without data.batch_ramp=[first size, increment]; "
-                                  f"set that, or data.{key}={default}")  # fmt: skip
+        rule = {key: getattr(data, key) for key in ("ramp_factor", "ramp_steps")}
+        if unused := {key: value for key, value in rule.items() if value != getattr(DataConfig, key)}:
+            values = " ".join(f"data.{key}={value}" for key, value in unused.items())
+            defaults = " ".join(f"data.{key}={getattr(DataConfig, key)}" for key in unused)
+            raise ConfigError(f"{values} has no effect without data.batch_ramp=[first size, increment]; set that, or "
+                              f"{defaults}")  # fmt: skip
         return
     ramp = f"data.batch_ramp={data.batch_ramp}"
     if wanted_by(config) is None:

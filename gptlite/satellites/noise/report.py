@@ -44,6 +44,20 @@ class NoiseReport(Observer):
         return self.entries()
 
 
+def noise_words(state: TrainState) -> str:
+    """Return the line that follows the banner of a run that measures the noise; an empty string for another run."""
+    if state.noise is None:
+        return ""
+    from gptlite.satellites.noise.build import Noise  # only in a run that has imported it already
+
+    if not isinstance(state.noise, Noise):
+        return ""
+    words = "noise: the gradient noise scale is measured in every step"
+    if state.noise.adascale:
+        words += "; AdaScale multiplies the learning rate by the gain, by which the schedule's clock advances"
+    return words
+
+
 def noise_report(state: TrainState, folder: RunFolder) -> tuple[Observer, ...]:
     """Return the observer of a run that measures the noise; none for another run."""
     if state.noise is None:

@@ -150,7 +150,8 @@ def _with_freeze(config: Kind, max_steps: int, warmup: int) -> Kind:
     """Return the configuration with a `freeze_step` that ends between the learning rate's warm-up and the last step."""
     key, step = "optimizer.freeze_step", config.freeze_step
     step = max(1, round(SHARE * max_steps), warmup) if step is None else step
-    fix = f"must be below trainer.max_steps={max_steps} and at least 1; set {key}={max(1, max_steps // 6)}"
+    advice = f"set {key}={max(1, max_steps // 6, warmup)}" if max_steps > 1 else "use trainer.max_steps=2 or more"
+    fix = f"must be below trainer.max_steps={max_steps} and at least 1; {advice}"
     require(1 <= step < max_steps, key, step, fix)
     fix = f"freezes second moments while the learning rate rises; set {key}={warmup}, or schedule.warmup_steps={step}"
     require(step >= warmup, key, step, fix)

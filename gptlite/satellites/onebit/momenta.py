@@ -30,7 +30,7 @@ from gptlite.parallelism.tensor import is_cut
 from gptlite.satellites.compressed.blocks import BlockLayout
 from gptlite.satellites.compressed.codecs import CODECS
 from gptlite.satellites.compressed.errors import shape_over
-from gptlite.satellites.compressed.sums import Counted, all_reduce
+from gptlite.satellites.compressed.sums import Counted, all_reduce, all_reduce_bytes
 from gptlite.torch_private.distributed import all_gather_single
 
 CODEC = CODECS["sign"]
@@ -200,6 +200,12 @@ class Exchange(Momenta):
         blocks.mul_(vector.mask)
         chunks = partial(torch.Tensor.view, size=(self.size, -1, CODEC.width))
         all_reduce(chunks(blocks), chunks(vector.errors), CODEC, self.group, chunks(vector.mask), self.counted)
+
+    def bytes(self) -> tuple[int, int]:
+        """Return the bytes that this rank sends for an exchange, and those of a ring's sum of fp32 gradients."""
+        sent = sum(all_reduce_bytes(CODEC, each.layout.blocks // self.size, self.size) for each in self.vectors)
+        elements = sum(sum(each.layout.sizes) for each in self.vectors)
+        return sent, 2 * (self.size - 1) * torch.float32.itemsize * elements // self.size
 
     def roots(self, parameters: Sequence[nn.Parameter], state: State) -> list[Tensor]:
         """Return this rank's part of each r, after a call of `advance`."""

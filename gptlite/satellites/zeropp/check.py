@@ -35,17 +35,17 @@ def check_zeropp(config: Config) -> None:
         return
     if Compression.powersgd in (layout.zeropp.weights, layout.zeropp.gradients):
         raise ConfigError(f"{on}: powersgd is no codec of single values; use int8 or int4")
+    if layout.compression is not Compression.none:
+        raise ConfigError(
+            f"{on} with parallelism.compression={layout.compression.value}: both replace the sums of gradients; use "
+            f"parallelism.compression=none, or {OFF}"
+        )
     if layout.auto:  # the planner checks each of its layouts
         return
     if layout.zero != 3:
         raise ConfigError(
             f"{on} with parallelism.zero={layout.zero}, which gathers parameters once a step and keeps them for the "
             f"backward pass; use parallelism.zero=3, or {OFF}"
-        )
-    if layout.compression is not Compression.none:
-        raise ConfigError(
-            f"{on} with parallelism.compression={layout.compression.value}: both replace the sums of gradients; use "
-            f"parallelism.compression=none, or {OFF}"
         )
     if layout.zeropp.secondary and splits_backward(layout):
         raise ConfigError(
