@@ -1,12 +1,12 @@
 """Benchmark of model state in files: step time, bytes moved and memory, beside the speed of the disk.
 
     python tools/bench_infinite.py path=/nvme [place=infinite|nvme|cpu|none|all] [limit_mib=600] [buffer_mib=64]
-        [layers=12] [width=768] [steps=3] [accumulation=1]
+        [layers=12] [width=768] [steps=3] [accumulation=1] [out=rows.json]
 
 Trains a GPT on one rank. `place` is infinite (all model state in files), or a value of parallelism.offload; `all` runs
-each in a process of its own and prints a table. `limit_mib` limits the memory that the process may allocate once a tiny
-model has been trained, RLIMIT_DATA of the kernel, which does not count the page cache. In a table, places that fail
-under the limit are run once more without it.
+each in a process of its own, prints a table, and writes its rows to `out` for tools/plot_infinite.py. `limit_mib`
+limits the memory that the process may allocate once a tiny model has been trained, RLIMIT_DATA of the kernel, which
+does not count the page cache. In a table, places that fail under the limit are run once more without it.
 
 The speed of the disk is measured with O_DIRECT, in requests of 1 MiB, 8 at a time, on the files of the run, after the
 steps. `disk` is the time in which it moves the bytes of a step, reads and writes one after the other. glibc keeps freed
@@ -56,6 +56,7 @@ class Arguments:
     width: int = 768
     steps: int = 3
     accumulation: int = 1
+    out: str = ""  # file for the rows of a table
     json: bool = False  # print the measured values as one line of JSON
 
 
@@ -187,7 +188,9 @@ def words(options: Arguments, measured: Measured) -> str:
 
 def child(options: Arguments) -> Measured | None:
     """Return what a process of its own measures, or None if it fails for lack of memory. Raises RuntimeError."""
-    values = [f"{each.name}={getattr(options, each.name)}" for each in fields(options) if each.name != "json"]
+    values = [
+        f"{each.name}={getattr(options, each.name)}" for each in fields(options) if each.name not in ("json", "out")
+    ]
     command = [sys.executable, __file__, *values, "json=true"]
     done = subprocess.run(command, env=os.environ | MALLOC, capture_output=True, text=True)
     if done.returncode == 0:
@@ -199,7 +202,8 @@ def child(options: Arguments) -> Measured | None:
 
 
 def table(options: Arguments) -> None:
-    """Print a row per place."""
+    """Print a row per place, and write them to `out`."""
+    rows = []
     print("| place | parameters | limit | step | reads | writes | disk | step / disk | memory |")
     print("|---|--:|--:|--:|--:|--:|--:|--:|--:|")
     for place in PLACES:
@@ -210,6 +214,9 @@ def table(options: Arguments) -> None:
             measured, limit = child(replace(options, place=place, limit_mib=0)), "none"
         assert measured is not None
         print(_row(place, limit, measured), flush=True)
+        rows.append({"place": place, "limit_mib": options.limit_mib if limit != "none" else 0, **vars(measured)})
+    if options.out:
+        Path(options.out).write_text(json.dumps(rows, indent=2) + "\n")
 
 
 def _row(place: str, limit: str, measured: Measured) -> str:
