@@ -4,15 +4,14 @@ beside those of fixed batches, from the run folders.
 python tools/plot_noise_ramp.py runs=outputs/noise_ramp [picture=docs/pictures/noise_ramp.png]
 """
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from matplotlib.figure import Figure
 
 from gptlite.config.command_line import run_tool
 from gptlite.files import replacing
+from gptlite.metrics.jsonl import read_rows
 
 RUNS = {
     "small": ("batch 4", "#6b6b6b"),
@@ -30,17 +29,12 @@ class Arguments:
     picture: str = "docs/pictures/noise_ramp.png"
 
 
-def rows_of(folder: Path) -> list[dict[str, Any]]:
-    """Return the rows of a run's metrics."""
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
 def main(arguments: Arguments) -> None:
     """Draw the picture, and print the table of docs/adascale.md."""
     figure = Figure(figsize=(9, 3.4), layout="constrained")
     batches, losses = figure.subplots(1, 2)
     for name, (label, color) in RUNS.items():
-        rows = rows_of(Path(arguments.runs) / name)
+        rows = read_rows(Path(arguments.runs) / name / "metrics.jsonl")
         values = [(row["tokens"] / LENGTH, row["val_loss"]) for row in rows if "val_loss" in row]
         losses.plot(*zip(*values, strict=True), label=label, color=color)
         print(f"| {label} | {rows[-1]['step']:,} | {round(values[-1][0]):,} | {values[-1][1]:.3f} |")

@@ -61,7 +61,7 @@ class Group:
 
     @property
     def registered(self) -> list[nn.Parameter]:
-        """What the modules have in the places of `trained`. Before the first forward pass, these are the parameters
+        """Parameters that the modules have in the places of `trained`. Before the first forward pass, these are those
         that `nn.Module.to_empty` has created; in a step, FSDP2 has gathered ones there."""
         places = [param._module_info for param in self._params if param.sharded_param.requires_grad]
         return [getattr(place.module, place.param_name) for place in places]

@@ -16,9 +16,11 @@ from gptlite.config import Config, load
 from gptlite.errors import ConfigError
 from gptlite.models.model import Model
 from gptlite.parallelism.stage_runner import StageRunner
+from gptlite.satellites.compressed.sums import all_reduce_bytes
 from gptlite.satellites.monitor.replicas import ReplicaCheck, ReplicasDiffer, check_replicas
 from gptlite.satellites.onebit.configs import ZeroOneAdamConfig
-from gptlite.satellites.onebit.zero_one import Intervals, step_bytes
+from gptlite.satellites.onebit.momenta import CODEC, vector_layout
+from gptlite.satellites.onebit.zero_one import Intervals
 from gptlite.start.pretrain import pretrain
 from gptlite.trainer import trainer
 from gptlite.trainer.eval import Evaluation, evaluate_sets
@@ -128,8 +130,8 @@ def test_two_ranks_take_the_steps_of_the_simulation(two: Ranks):
     sent = [bool(each) for each in ranks[0].sent]
     assert sent == [step in ENDS and step not in rule(run).dense for step in range(1, STEPS + 1)]
     sizes = [[ranks[0].first[name].size for name in names] for names in ranks[0].vectors]
-    dense = len(rule(run).dense) * 4 * sum(map(sum, sizes))  # a ring's, of two ranks
-    assert step_bytes(run.optimizer, sizes, 2, STEPS) == pytest.approx((sum(ranks[0].sent) + dense) / STEPS, rel=1e-12)
+    blocks = [vector_layout(tuple(each), 2).blocks for each in sizes]
+    assert sum(ranks[0].sent) == sum(sent) * sum(all_reduce_bytes(CODEC, count // 2, 2) for count in blocks)
 
 
 @pytest.mark.slow

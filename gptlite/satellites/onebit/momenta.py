@@ -97,7 +97,7 @@ class Vector:
 
 @dataclass
 class Pending:
-    """What a rank has done alone since the last exchange (0/1 Adam), in so many `steps`.
+    """Steps that a rank has taken alone since the last exchange (0/1 Adam), `steps` in number.
 
     `anchors`: the parameters of all ranks then, with weight decay since. `moved`: the rank's sums of rate · momentum.
     `rates`: the sum of rates of each parameter group.

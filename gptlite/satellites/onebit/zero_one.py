@@ -13,7 +13,6 @@ units of those in 1-bit Adam, and an interval may have any length. (DeepSpeed se
 # pyright: reportPrivateImportUsage=false
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,10 +22,9 @@ from torch.optim import Optimizer
 
 from gptlite.optimizer import torch_rules
 from gptlite.optimizer.base import BuildContext, local_parameters
-from gptlite.satellites.compressed.sums import all_reduce_bytes
 from gptlite.satellites.onebit.adam import OneBitAdam, refreshes
 from gptlite.satellites.onebit.configs import ZeroOneAdamConfig
-from gptlite.satellites.onebit.momenta import CODEC, Exchange, Pending
+from gptlite.satellites.onebit.momenta import Exchange, Pending
 from gptlite.torch_private.ops import foreach_add_, foreach_mul_
 
 LEAST = 1e-20  # weight of a step whose learning rate is 0, so that a mean of momenta exists
@@ -61,22 +59,6 @@ class Intervals:
     def ends(self, step: int) -> bool:
         """Return True if ranks exchange their steps at the end of this one: if it is a multiple of the interval."""
         return step % self.at(step) == 0
-
-
-def step_bytes(config: ZeroOneAdamConfig, vectors: Sequence[Sequence[int]], ranks: int, steps: int) -> float:
-    """Return the mean number of bytes that a rank sends per step, in the first `steps` steps: a ring's in steps with
-    dense sums of fp32 gradients, messages of signs in those that end with an exchange, and none in the others.
-
-    `vectors`: the numbers of elements of the parameters that are exchanged together, as in `Exchange.vectors`. An
-    evaluation or a checkpoint between two exchanges adds one.
-    """
-    dense, intervals = schedule(config)
-    sums = sum(step <= steps for step in dense)
-    exchanges = sum(intervals.ends(step) for step in range(1, steps + 1)) - sums
-    blocks = [sum(-(-size // CODEC.width) for size in sizes) for sizes in vectors]
-    signs = sum(all_reduce_bytes(CODEC, -(-count // ranks), ranks) for count in blocks)
-    ring = 2 * (ranks - 1) * 4 * sum(map(sum, vectors)) / ranks
-    return (sums * ring + exchanges * signs) / steps
 
 
 class ZeroOneAdam(OneBitAdam):
