@@ -140,6 +140,15 @@ def test_a_calibration_ends_in_time_and_is_read_back(tmp_path):
     assert asdict(found) == asdict(cluster)
 
 
+@pytest.mark.parametrize("line", ["n\tame: x", "? [a]\n: 1", "name: 2026-99-99", "name: [1", "- 1"])
+def test_a_damaged_calibration_is_refused_in_a_line(tmp_path, line):
+    path = tmp_path / "cluster.yaml"
+    path.write_text(line + "\nmachine: one\n")
+    with pytest.raises(ConfigError, match=r"cluster.yaml: .*; delete the file, or run") as refused:
+        read_calibration(path)
+    assert "\n" not in str(refused.value)
+
+
 def test_what_is_given_of_this_machine_counts_beside_what_was_measured(tmp_path):
     links = (LinkConfig(gb_per_second=3.0, latency=1e-3), LinkConfig(gb_per_second=4.0))
     measured = ClusterConfig(name="local", device="cpu", nodes=1, devices_per_node=2, memory_gib=24.0,

@@ -11,7 +11,7 @@ from typing import Any
 from gptlite import limits
 from gptlite.config.cluster import ClusterConfig, LinkConfig
 from gptlite.cpu import cpu_cores, cpu_flags, cpu_name, memory_bytes
-from gptlite.documents import checked, read_text, refuse_yaml
+from gptlite.documents import checked, load_yaml, read_text
 from gptlite.errors import ConfigError
 from gptlite.invocation import command
 
@@ -108,13 +108,10 @@ def read_calibration(file: Path) -> ClusterConfig | None:
 
     Raises ConfigError if the file cannot be read.
     """
-    from yaml import safe_load
-
     if not file.exists():
         return None
     try:
-        refuse_yaml(text := read_text(file, limits.YAML_BYTES))
-        raw: Any = safe_load(text)
+        raw = load_yaml(read_text(file, limits.YAML_BYTES))
         machine = raw.pop("machine")
         found = checked(raw, ClusterConfig)
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
