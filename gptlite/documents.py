@@ -12,8 +12,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache
 from pathlib import Path
@@ -125,29 +124,16 @@ def parse_json(content: bytes | str, kind: Any = Any) -> Any:
     return checked(value, kind)
 
 
-def load_yaml(text: str) -> Any:
-    """Return the value of a YAML text. Raises DocumentError as `refuse_yaml` does."""
-    import yaml
-
-    refuse_yaml(text)
-    with _yaml_errors():
-        return yaml.load(text, _yaml_loader())
-
-
 def refuse_yaml(text: str) -> None:
     """Raise DocumentError for a YAML text that is not YAML, nests too deeply, is too long, or has tags, anchors or
-    aliases, by which a few lines can stand for gigabytes.
-
-    The pure Python loader, which OmegaConf uses, refuses more than libyaml, for example tabs: `load_yaml` loads what
-    passes.
-    """
+    aliases, by which a few lines can stand for gigabytes."""
     import yaml
 
     if len(text) > limits.YAML_BYTES:
         raise DocumentError(f"it has more than {limits.YAML_BYTES:,} characters")
     depth = 0
-    with _yaml_errors():
-        for event in yaml.parse(text, _yaml_loader()):
+    try:
+        for event in yaml.parse(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
             if getattr(event, "anchor", None):
                 raise DocumentError(f"line {event.start_mark.line + 1} has an anchor or an alias; write the value out")
             if getattr(event, "tag", None):
@@ -155,22 +141,6 @@ def refuse_yaml(text: str) -> None:
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
             if depth > limits.DEPTH:
                 raise DocumentError(f"it is nested more than {limits.DEPTH} deep")
-
-
-def _yaml_loader() -> Any:
-    """Return libyaml's safe loader, or the one in Python where PyYAML was built without it."""
-    import yaml
-
-    return getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-
-
-@contextmanager
-def _yaml_errors() -> Iterator[None]:
-    """Raise DocumentError, with the line, for what YAML's parser or loader refuses."""
-    import yaml
-
-    try:
-        yield
     except yaml.MarkedYAMLError as error:
         line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
         raise DocumentError(f"it is not YAML: {line}{error.problem}") from None

@@ -63,6 +63,6 @@ def pretrain(
             conclude(config, folder, state, reporter, started, watch) as conclusion,
             stop_signal or nullcontext(StopSignal()) as stop,
         ):
-            around = Surroundings(reporter, folder, stop, watch, started)
+            around = Surroundings(reporter, folder, stop, watch, started, attached.execute(run, folder.log))
             conclusion.outcome = Trainer(state, run.passes, settings, around).run()
         return Result.of(folder.path, conclusion.exit_code, conclusion.result)

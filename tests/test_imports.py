@@ -89,6 +89,7 @@ ROOMS = {
     "optimizers": Room("ops optimizer parallelism", packages="torch", lazy="torchao"),
     "zeropp": Room("compressed config parallelism", packages="torch"),
     "nvme": Room("metrics optimizer parallelism", packages="torch"),
+    "graph": Room("data ops optimizer parallelism trainer", packages="torch"),
     "onebit": Room("compressed config optimizer optimizers parallelism", packages="torch"),
     "plots": Room("metrics trainer", lazy="matplotlib numpy"),
     "plan": Room(
@@ -102,7 +103,8 @@ ROOMS = {
     "huggingface": Room("models", packages="torch"),
     "images": Room("corpus data samples", packages="numpy torch", lazy="PIL datasets"),
     "start": Room(
-        "compressed config deepspeed launch metrics monitor noise onebit parallelism plan plots pretrain trainer zeropp"
+        "compressed config deepspeed graph launch metrics monitor noise onebit parallelism plan plots pretrain trainer "
+        "zeropp"
     ),
     "engine": Room(
         "checkpoint config data deepspeed launch models ops parallelism precision samples trainer",

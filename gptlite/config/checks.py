@@ -318,6 +318,7 @@ def torch_splits() -> bool:
 
 def _trainer(config: Config) -> None:
     trainer = config.trainer
+    _one_of("trainer.cuda_graph", trainer.cuda_graph.lower(), ("auto", "false"))
     if trainer.host_memory_limit is not None and sys.platform != "linux":
         raise ConfigError(
             f"trainer.host_memory_limit={trainer.host_memory_limit:g}: this limit needs Linux; leave it out"

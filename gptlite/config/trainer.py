@@ -38,6 +38,7 @@ class TrainerConfig:
     log_interval: int = 10  # steps between two rows of metrics.jsonl; slow steps have further lines on the terminal
     noise_scale: bool = False  # estimate the gradient noise scale for the metrics: docs/adascale.md
     compile: bool = False  # compile the model's blocks with torch.compile
+    cuda_graph: str = "auto"  # replay steps on one GPU from a CUDA graph if possible; false: never
     host_memory_limit: float | None = None  # GiB of host memory per rank; allocations beyond it fail
     max_restarts: int = 0  # maximum number of restarts from the last checkpoint after a rank fails
     replica_check_interval: int = 0  # steps between checks that parameter copies are equal on all ranks; 0: never

@@ -30,13 +30,13 @@ class Batch:
 
     def pin_memory(self) -> "Batch":
         """Return a copy in page-locked memory, so that its transfer to a GPU can overlap computation."""
-        return self._each(torch.Tensor.pin_memory)
+        return self.each(torch.Tensor.pin_memory)
 
     def to(self, device: torch.device) -> "Batch":
         """Return the batch on `device`. The copy is asynchronous from pinned memory."""
-        return self._each(lambda tensor: tensor.to(device, non_blocking=True))
+        return self.each(lambda tensor: tensor.to(device, non_blocking=True))
 
-    def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
+    def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
         documents = None if self.documents is None else self.documents.each(change)
         tensors = {name: change(getattr(self, name)) for name in ("tokens", "targets", "sample_ids")}
         return replace(self, **tensors, documents=documents)

@@ -137,7 +137,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             dweight = dtable[: len(weight)].to(weight.dtype)
         else:
             dweight = torch.empty_like(weight)
-            dweight[:rows], dweight[rows:] = dtable, 0
+            dweight[:rows] = dtable
+            dweight[rows:].zero_()  # assigning 0 would make a tensor on the host
         ctx.save_for_backward(torch.cat(dhidden) if len(dhidden) > 1 else dhidden[0], dweight)
         ctx.upstream, ctx.scaled_by, ctx.shared = loss.upstream, None, shared
         return torch.stack(losses).sum()
@@ -202,7 +203,8 @@ class _Loss:
         if rows == whole:
             return weight
         table = weight.new_empty(whole, weight.shape[1], dtype=dtype)
-        table[:rows], table[rows:] = weight[:rows], 0
+        table[:rows] = weight[:rows]
+        table[rows:].zero_()
         return table
 
     def table_gradient(

@@ -22,7 +22,7 @@ class FusedStep:
     The same pass writes the 16-bit copies of weights that have them (ops/weight_copies.py).
 
     The gradients are multiplied by the scalar tensor `scale`. If the scalar tensor `found_inf` is not 0, the step
-    changes nothing. The host does not wait for the device.
+    changes nothing. The learning rate may be an fp64 tensor. The host does not wait for the device.
     """
 
     param_groups: list[dict[str, Any]]
@@ -43,7 +43,7 @@ class FusedStep:
                 [local_tensor(parameter) for parameter in parameters],
                 local_gradients(parameters),
                 *([local_tensor(state[key]) for state in states] for key in ("exp_avg", "exp_avg_sq", "step")),
-                float(group["lr"]),
+                0.0 if isinstance(group["lr"], Tensor) else float(group["lr"]),
                 *group["betas"],
                 group["eps"],
                 group["weight_decay"],
@@ -52,6 +52,7 @@ class FusedStep:
                 found_inf,
                 # The op's list cannot contain None.
                 [parameters[0].new_empty(0) if copy is None else copy for copy in copies] if copied else None,
+                group["lr"] if isinstance(group["lr"], Tensor) else None,
             )
             torch.autograd.graph.increment_version(parameters)  # autograd detects stale saved tensors by the version
             mark_written(copied)

@@ -81,9 +81,12 @@ def resolve_warmup_steps(config: ScheduleConfig, max_steps: int) -> int:
 
 
 def set_lr(optimizer: Optimizer, lr: float) -> None:
-    """Set the learning rate of every parameter group."""
+    """Set the learning rate of every parameter group. If it is a tensor, which a CUDA graph reads, fill it."""
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        if isinstance(group["lr"], int | float):
+            group["lr"] = lr
+        else:
+            group["lr"].fill_(lr)
 
 
 def _progress(step: int, start: int, end: int) -> float:

@@ -8,6 +8,7 @@ from gptlite.metrics.meter import Throughput
 from gptlite.parallelism.config import Offload
 from gptlite.pretrain import pretrain as train
 from gptlite.satellites.compressed.words import compression_words
+from gptlite.satellites.graph.attach import graph_steps, graph_words
 from gptlite.satellites.monitor.memory_report import MemoryReport
 from gptlite.satellites.monitor.profile import StepProfiler
 from gptlite.satellites.monitor.replicas import ReplicaCheck
@@ -39,14 +40,14 @@ def pretrain(
     configuration that cannot run here, before writing to the run folder (the server of an experiment tracker may still
     refuse the run later).
     """
-    return train(config, started, stop_signal, opened, Attached(memory, watch_ranks, observers))
+    return train(config, started, stop_signal, opened, Attached(memory, watch_ranks, observers, graph_steps))
 
 
 def observers(run: Run, folder: RunFolder, throughput: Throughput) -> tuple[Observer, ...]:
     """Return the observers of a run: the memory of its ranks, the profiler, the comparison of replicas, and the noise
     of gradients if it is measured."""
     trainer, offloads = run.config.trainer, run.config.parallelism.offload is not Offload.none
-    for line in communication_words(run) if run.mesh.is_main else ():
+    for line in [*communication_words(run), *filter(None, [graph_words(run)])] if run.mesh.is_main else ():
         folder.log(line)
     return (
         MemoryReport(run.mesh, trainer.last_step, throughput.excluded, offloads),

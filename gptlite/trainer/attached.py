@@ -5,9 +5,11 @@ from dataclasses import dataclass
 
 from gptlite.metrics.meter import Throughput
 from gptlite.parallelism.mesh import Mesh
+from gptlite.progress import Log
 from gptlite.trainer.build import Run
 from gptlite.trainer.folder import RunFolder
 from gptlite.trainer.observers import Observer, Unwatched, Watch
+from gptlite.trainer.step import Execute
 
 
 @dataclass(frozen=True)
@@ -16,12 +18,14 @@ class Attached:
 
     `memory` is the banner's line on the memory that a planner has predicted. `watch(mesh, limit)` returns a watch over
     the ranks, where `limit` is the time limit of a collective in seconds. `observers(run, folder, throughput)` returns
-    the run's observers. All ranks call both functions, so these may call a collective.
+    the run's observers. `execute(run, log)` returns the `execute` of its Step. All ranks call
+    these functions, so they may call a collective.
     """
 
     memory: str = ""
     watch: Callable[[Mesh, float], Watch] = lambda mesh, limit: Unwatched()
     observers: Callable[[Run, RunFolder, Throughput], tuple[Observer, ...]] = lambda run, folder, throughput: ()
+    execute: Callable[[Run, Log], Execute | None] = lambda run, log: None
 
 
 NOTHING = Attached()

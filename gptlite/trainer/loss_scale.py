@@ -113,12 +113,19 @@ class Decisions:
     """Device tensors that decide whether to apply an optimizer step, and set the loss scale of the next step.
 
     A step with a non-finite loss or gradient norm is not applied. If the loss scale cannot be reduced, or the run has
-    none, later steps are not applied either, since the host enqueues more steps before it reads the result.
+    none, later steps are not applied either, since the host enqueues more steps before it reads the result. The tensors
+    stay the same ones, so a CUDA graph may hold them.
     """
 
     def __init__(self, scaler: LossScaler | None, device: torch.device) -> None:
         self._scaler, self._halted = scaler, torch.zeros((), dtype=torch.bool, device=device)
         self._values = scaler.on_device(device) if scaler else None
+
+    def restart(self) -> None:
+        """Continue from the host's loss scale, which must be current."""
+        self._halted.zero_()
+        if self._scaler is not None and self._values is not None:
+            self._values.copy_(self._scaler.on_device(self._values.device))
 
     @property
     def scale(self) -> Tensor | float:
@@ -131,7 +138,8 @@ class Decisions:
         # Tensor operations instead of branches: reading a value on the host would synchronise with the device.
         skips, ends = overflow | self._halted, overflow
         if self._scaler is not None and self._values is not None:
-            self._values, exhausted = self._scaler.advanced(self._values, overflow)
+            after, exhausted = self._scaler.advanced(self._values, overflow)
+            self._values.copy_(after)
             ends = overflow & exhausted
-        self._halted = self._halted | ends  # stays set until the host reads the result and raises
+        self._halted.logical_or_(ends)  # stays set until the host reads the result and raises
         return skips.float(), replace(totals, scale=self._values)

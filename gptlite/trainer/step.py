@@ -29,6 +29,9 @@ from gptlite.trainer.signals import Stopping
 from gptlite.trainer.state import TrainingProgress, TrainState
 from gptlite.trainer.totals import Loads, StepTotals
 
+Execute = Callable[..., tuple[StepTotals, Tensor]]
+Inspect = Callable[[TrainState], None]
+
 
 class Diverged(RunEnded):
     """Raised for a non-finite loss or gradient if no smaller loss scale is available.
@@ -76,7 +79,8 @@ class Step:
     """Callable that runs one optimizer step.
 
     The fields do not change between steps: the mesh, the object that runs the forward and backward passes, the peak
-    learning rate, the gradient clipping norm, and the stop flags, which each step exchanges.
+    learning rate, the gradient clipping norm, the stop flags, which each step exchanges, and what calls `_on_device`,
+    if it is not called directly.
     """
 
     mesh: Mesh
@@ -84,16 +88,14 @@ class Step:
     peak_lr: float
     clip_norm: float
     stopping: Stopping
+    execute: Execute | None = None
 
-    def __call__(self, state: TrainState, inspect: Callable[[TrainState], None] | None = None) -> StepResult:
+    def __call__(self, state: TrainState, inspect: Inspect | None = None) -> StepResult:
         """Run one step and wait for its result; see `begin`."""
         return self.begin(state, inspect)()
 
     def begin(
-        self,
-        state: TrainState,
-        inspect: Callable[[TrainState], None] | None = None,
-        decisions: Decisions | None = None,
+        self, state: TrainState, inspect: Inspect | None = None, decisions: Decisions | None = None
     ) -> Callable[[], StepResult]:
         """Run an optimizer step, advance the state, and return a function that waits for the result.
 
@@ -108,42 +110,49 @@ class Step:
         """
         before, loader = state.progress, state.loader
         batches = [loader.batch(before.consumed, index) for index in range(loader.micro_batches(before.consumed))]
+        counters = self._counters(state, batches[0].length)
+        if not state.model.spec.keyed_dropout:
+            self._seed(loader.stream.seed, state.step)
+        if decisions is None:
+            scale = state.scaler.scale if state.scaler else 1.0
+            totals = self._gradients(state, batches, scale, inspect)
+            result = self._result(state, counters, totals.unpack(totals.pack().cpu()))
+            if not result.skipped:
+                set_lr(state.optimizer, result.lr)
+                self._update(state, totals.norm, scale)
+            if state.scaler is not None:
+                state.scaler.update(overflow=result.skipped)
+            state.optimizer.zero_grad(set_to_none=True)
+            result_of = partial(_known, result)
+        else:
+            set_lr(state.optimizer, counters.lr)
+            enqueue = partial(self.execute, self._on_device) if self.execute else self._on_device
+            totals, packed = enqueue(state, batches, decisions)
+            result_of = partial(self._arrived, state, counters, totals, HostCopy(packed))
+        state.progress = counters.after
+        return result_of
+
+    def _on_device(
+        self, state: TrainState, batches: Sequence[Batch], decisions: Decisions
+    ) -> tuple[StepTotals, Tensor]:
+        """Enqueue a whole step on the device, from its batches to the update. Return its totals, and these in one
+        vector. Nothing here depends on the host's counters, so a CUDA graph can replay it."""
+        scale = decisions.scale  # the host's loss scale is one step behind the device's
+        skips, totals = decisions.decide(self._gradients(state, batches, scale))
+        self._update(state, totals.norm, scale, skips)
+        state.optimizer.zero_grad(set_to_none=True)
+        return totals, totals.pack()
+
+    def _gradients(
+        self, state: TrainState, batches: Sequence[Batch], scale: float | Tensor, inspect: Inspect | None = None
+    ) -> StepTotals:
+        """Compute the gradients of the global batch, and return the totals of all ranks, on the device."""
         # Counted before the passes, in which each micro-batch's loss is divided by the count.
         counts = torch.stack([state.model.count(batch.targets) for batch in batches])
         targets = counts.sum()
         all_reduce(targets, self.mesh, DATA_AXES)
-        # With decisions, the host's loss scale is one step behind the device's.
-        scale = decisions.scale if decisions else state.scaler.scale if state.scaler else 1.0
-        loss = self._run_passes(state, batches, targets / scale if state.scaler else targets)
-        finish_backward(state.optimizer)
-        loads = finish_gradients(state.model, state.parts, self.mesh)
-        if inspect is not None:
-            inspect(state)
-        noise = None if state.noise is None else state.noise.share(counts)
-        totals = replace(self._total(state, loss, noise), targets=targets, loads=loads)
-        counters = self._counters(state, batches[0].length)
-        if decisions is None:
-            result = self._result(state, counters, totals.unpack(totals.pack().cpu()))
-            if not result.skipped:
-                self._update(state, result.lr, totals.norm, scale)
-            if state.scaler is not None:
-                state.scaler.update(overflow=result.skipped)
-            result_of = partial(_known, result)
-        else:
-            skips, totals = decisions.decide(totals)
-            self._update(state, counters.lr, totals.norm, scale, skips)
-            result_of = partial(self._arrived, state, counters, totals, HostCopy(totals.pack()))
-        state.optimizer.zero_grad(set_to_none=True)
-        state.progress = counters.after
-        return result_of
-
-    def _run_passes(self, state: TrainState, batches: Sequence[Batch], divisor: Tensor) -> Tensor:
-        """Run the forward and backward passes of this rank's micro-batches. Return its share of the loss.
-
-        Each loss is divided by `divisor`, the number of targets of the global batch over the loss scale.
-        """
-        if not state.model.spec.keyed_dropout:
-            self._seed(state.loader.stream.seed, state.step)
+        # Each loss is divided by the number of targets of the global batch over the loss scale.
+        divisor = targets / scale if state.scaler else targets
         state.model.spec.begin_step(state.model.config, state.parts, 1 / divisor)
         micro_batches = MicroBatches(
             [batch.tokens for batch in batches],
@@ -151,7 +160,13 @@ class Step:
             [batch.sample_ids for batch in batches],
             [batch.documents for batch in batches if batch.documents is not None] or None,
         )
-        return self.passes.run(micro_batches, divisor)
+        loss = self.passes.run(micro_batches, divisor)
+        finish_backward(state.optimizer)
+        loads = finish_gradients(state.model, state.parts, self.mesh)
+        if inspect is not None:
+            inspect(state)
+        noise = None if state.noise is None else state.noise.share(counts)
+        return replace(self._total(state, loss, noise), targets=targets, loads=loads)
 
     def _seed(self, seed: int, step: int) -> None:
         """Seed torch's generators for a step, so that a resumed run draws the same dropout masks as without a stop."""
@@ -198,10 +213,7 @@ class Step:
         after = TrainingProgress(before.step + 1, schedule.after(before.consumed), before.tokens + tokens)
         return _Counters(before, after, samples, self.peak_lr * state.schedule.factor(state.schedule_step))
 
-    def _update(
-        self, state: TrainState, lr: float, norm: Tensor, scale: float | Tensor, skips: Tensor | None = None
-    ) -> None:
-        set_lr(state.optimizer, lr)
+    def _update(self, state: TrainState, norm: Tensor, scale: float | Tensor, skips: Tensor | None = None) -> None:
         set_step(state.optimizer, state.step)
         parameters = (p for part in state.parts for p in part.parameters())
         clip_and_step(state.optimizer, parameters, self.clip_norm, norm.float(), scale, skips)

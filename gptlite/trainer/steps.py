@@ -42,8 +42,10 @@ class Steps:
 
     def begin(self, state: TrainState) -> None:
         """Begin a step, see Step.begin, and add it to the queue."""
-        if self.lag and not self._begun:  # the host's loss scale is current, so the device continues from it
+        if self.lag and self._decisions is None:
             self._decisions = Decisions(state.scaler, self._step.mesh.device)
+        elif self._decisions is not None and not self._begun:
+            self._decisions.restart()
         self._begun.append(self._step.begin(state, decisions=self._decisions))
 
     def ready(self, everything: bool) -> bool:

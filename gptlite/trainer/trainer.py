@@ -18,7 +18,7 @@ from gptlite.trainer.report import Reporter
 from gptlite.trainer.signals import Clock, Stopping, StopSignal
 from gptlite.trainer.spike import Spike, Spiked
 from gptlite.trainer.state import TrainState
-from gptlite.trainer.step import Diverged, Step
+from gptlite.trainer.step import Diverged, Execute, Step
 from gptlite.trainer.steps import Steps, lag_of
 
 SLOW_DISK = 200e6  # bytes per second, for an estimate of the duration of the first save
@@ -85,7 +85,7 @@ class Saves(Protocol):
 class Surroundings:
     """Parts of a run around its training: reporter, folder, stop signals, and the watch over its ranks.
 
-    `started` is the start of the process, in time.monotonic() seconds.
+    `started` is the start of the process, in time.monotonic() seconds. `execute` is the Step's.
     """
 
     reporter: Reporter
@@ -93,6 +93,7 @@ class Surroundings:
     stop: StopSignal
     watch: Watch
     started: float
+    execute: Execute | None = None
 
 
 class Trainer:
@@ -116,7 +117,8 @@ class Trainer:
         lag = lag_of(state.optimizer, mesh.device, lag, state.scaler)
         self._clock = Clock(config.max_time, around.started, state.num_bytes() / SLOW_DISK, lag)
         self._stopping = Stopping(mesh, around.stop, self._clock.over, lambda: self._folder.save_failed)
-        self._steps = Steps(Step(mesh, passes, optimizer.lr, optimizer.clip_norm, self._stopping), lag)
+        step = Step(mesh, passes, optimizer.lr, optimizer.clip_norm, self._stopping, around.execute)
+        self._steps = Steps(step, lag)
         self._observers = self._reporter.observers
         self._evaluation: Evaluation | None = None
         self._checkpoint: Path | None = None

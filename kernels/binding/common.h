@@ -48,6 +48,12 @@ inline void check_fp32(const Tensor& tensor, const char* name) {
   STD_TORCH_CHECK(dtype_of(tensor) == GPTLITE_FP32, name, " must be of float32");
 }
 
+inline void check_fp64(const Tensor& tensor, const char* name) {
+  int32_t dtype;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &dtype));
+  STD_TORCH_CHECK(dtype == aoti_torch_dtype_float64(), name, " must be of float64");
+}
+
 inline void check_int64(const Tensor& tensor, const char* name) {
   int32_t dtype;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &dtype));

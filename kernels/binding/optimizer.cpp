@@ -68,7 +68,7 @@ void adamw_(const std::vector<Tensor>& parameters, const std::vector<Tensor>& gr
             const std::vector<Tensor>& exp_avg, const std::vector<Tensor>& exp_avg_sq, const std::vector<Tensor>& steps,
             double lr, double beta1, double beta2, double eps, double weight_decay, bool adam,
             const OptionalTensor& scale, const OptionalTensor& found_inf,
-            const std::optional<std::vector<Tensor>>& copies) {
+            const std::optional<std::vector<Tensor>>& copies, const OptionalTensor& rate) {
   const size_t count = parameters.size();
   STD_TORCH_CHECK(!copies || copies->size() == count, "copies must be as many as parameters, or none");
   STD_TORCH_CHECK(gradients.size() == count && exp_avg.size() == count && exp_avg_sq.size() == count &&
@@ -78,6 +78,11 @@ void adamw_(const std::vector<Tensor>& parameters, const std::vector<Tensor>& gr
   const Tensor& first = parameters.front();
   check_flag(scale, "scale", first);
   check_flag(found_inf, "found_inf", first);
+  if (rate) {
+    check_device(*rate, "rate", first);
+    check_fp64(*rate, "rate");
+    STD_TORCH_CHECK(rate->numel() == 1, "rate must be one number, not ", text(sizes_of(*rate)));
+  }
   std::vector<std::vector<GptliteAdam>> groups(3);
   std::vector<Tensor> whole;  // copies of gradients, alive until the kernel has read them
   for (size_t i = 0; i < count; ++i) {
@@ -107,7 +112,8 @@ void adamw_(const std::vector<Tensor>& parameters, const std::vector<Tensor>& gr
   for (const int dtype : kDtypes)
     if (!groups[dtype].empty())
       GPTLITE_CALL(first, adamw, groups[dtype].data(), int64_t(groups[dtype].size()), lr, beta1, beta2, eps,
-                   weight_decay, int(adam), floats(scale), floats(found_inf), dtype);
+                   weight_decay, int(adam), floats(scale), floats(found_inf),
+                   rate ? static_cast<const double*>(rate->const_data_ptr()) : nullptr, dtype);
 }
 
 GPTLITE_OPS(m) {

@@ -59,7 +59,7 @@ STABLE_TORCH_LIBRARY(gptlite, m) {
   m.def(
       "adamw_(Tensor(a!)[] parameters, Tensor[] gradients, Tensor(b!)[] exp_avg, Tensor(c!)[] exp_avg_sq, "
       "Tensor(d!)[] steps, float lr, float beta1, float beta2, float eps, float weight_decay, bool adam, Tensor? scale, "
-      "Tensor? found_inf, Tensor(e!)[]? copies=None) -> ()");
+      "Tensor? found_inf, Tensor(e!)[]? copies=None, Tensor? rate=None) -> ()");
 
   m.def("weight_gradient(Tensor dy, Tensor x, bool bias, bool fp32) -> (Tensor dw, Tensor dbias)");
   m.def("attention(Tensor q, Tensor k, Tensor v, float scale) -> (Tensor out, Tensor lse)");

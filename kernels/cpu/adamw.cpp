@@ -108,9 +108,11 @@ int run(const Job& job, int dtype, void* context) {
 }  // namespace
 
 int adamw(const GptliteAdam* tensors, int64_t num_tensors, double lr, double beta1, double beta2, double eps,
-          double weight_decay, int adam, const float* scale, const float* found_inf, int dtype, void* context) {
+          double weight_decay, int adam, const float* scale, const float* found_inf, const double* rate, int dtype,
+          void* context) {
   if (found_inf != nullptr && *found_inf != 0) return 0;
-  const Job job{tensors, num_tensors, lr, beta1, beta2, eps, weight_decay, scale == nullptr ? 1.0f : *scale};
+  const Job job{tensors, num_tensors, rate == nullptr ? lr : *rate, beta1, beta2, eps, weight_decay,
+                scale == nullptr ? 1.0f : *scale};
   const int error = adam ? run<true>(job, dtype, context) : run<false>(job, dtype, context);
   // The step counts change only now, because every task reads them.
   for (int64_t i = 0; error == 0 && i < num_tensors; ++i) *tensors[i].step += 1;

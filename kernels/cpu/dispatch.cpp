@@ -292,8 +292,8 @@ int gptlite_cpu_norm(float* out, float* workspace, const void* const* tensors, c
 
 int gptlite_cpu_adamw(const GptliteAdam* tensors, int64_t num_tensors, double lr, double beta1, double beta2,
                       double eps, double weight_decay, int adam, const float* scale, const float* found_inf,
-                      int dtype, void* context) {
-  return GPTLITE_RUN(adamw, tensors, num_tensors, lr, beta1, beta2, eps, weight_decay, adam, scale, found_inf, dtype,
+                      const double* rate, int dtype, void* context) {
+  return GPTLITE_RUN(adamw, tensors, num_tensors, lr, beta1, beta2, eps, weight_decay, adam, scale, found_inf, rate, dtype,
                      context);
 }
 

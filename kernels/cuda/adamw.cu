@@ -2,7 +2,7 @@
 //
 // Traffic: each element's parameter and two moments are read and written once, and its gradient is read once. That is
 // the minimum: 24 bytes plus the gradient. A 16-bit copy of the parameter adds 2 bytes. Tensors are passed in lists of
-// 56, as kernel arguments. The step counts, the gradient scale and found_inf stay on the device, so nothing waits for
+// 56, as kernel arguments. The step counts, the gradient scale, found_inf and rate stay on the device, so nothing waits for
 // the host. A second kernel increments the step counts, because all blocks of a tensor read them.
 #include "flat.cuh"
 
@@ -28,6 +28,7 @@ struct Options {
   bool adam;
   const float* scale;
   const float* found_inf;
+  const double* rate;
 };
 
 // Factors of the update that are the same for all elements of a tensor.
@@ -41,9 +42,10 @@ struct Step {
 __device__ Step step_of(const Options& options, float steps) {
   const double bias1 = 1.0 - pow(options.beta1, static_cast<double>(steps) + 1.0);
   const double bias2 = 1.0 - pow(options.beta2, static_cast<double>(steps) + 1.0);
+  const double lr = options.rate != nullptr ? options.rate[0] : options.lr;
   return Step{options.scale != nullptr ? options.scale[0] : 1.0f,
-              static_cast<float>(options.adam ? 0.0 : options.lr * options.weight_decay),
-              static_cast<float>(options.lr / bias1), static_cast<float>(1.0 / sqrt(bias2))};
+              static_cast<float>(options.adam ? 0.0 : lr * options.weight_decay),
+              static_cast<float>(lr / bias1), static_cast<float>(1.0 / sqrt(bias2))};
 }
 
 // Number of elements that one load or store moves of V elements: V, or 16 bytes of them if that is less.
@@ -140,11 +142,11 @@ __global__ void __launch_bounds__(kListed) advance_steps(Tensors tensors, const 
 }  // namespace gptlite
 
 int gptlite_cuda_adamw(const GptliteAdam* tensors, int64_t num_tensors, double lr, double beta1, double beta2,
-                       double eps, double weight_decay, int adam, const float* scale, const float* found_inf, int dtype,
-                       void* stream) {
+                       double eps, double weight_decay, int adam, const float* scale, const float* found_inf,
+                       const double* rate, int dtype, void* stream) {
   using namespace gptlite;
   const Options options = {lr, beta1, beta2, static_cast<float>(eps), static_cast<float>(weight_decay), adam != 0,
-                           scale, found_inf};
+                           scale, found_inf, rate};
   for (int64_t begin = 0; begin < num_tensors; begin += kListed) {
     Tensors list = {};
     int64_t blocks = 0;

@@ -200,9 +200,10 @@ GPTLITE_KERNEL(norm, float* out, float* workspace, const void* const* tensors, c
 // AdamW (arXiv:1711.05101) on many tensors: g = gradient * scale[0] (NULL: 1), m and v are updated with g,
 // p -= lr * (weight_decay * p + m / bias1 / (sqrt(v / bias2) + eps)) with bias_i = 1 - beta_i^(step + 1), step += 1.
 // Nothing changes if found_inf[0] is not 0 (NULL: never skip). adam: 1 for Adam, which has g += weight_decay * p instead.
-// `dtype` is the dtype of the gradients. scale and found_inf are in device memory, `tensors` is in host memory.
+// rate: rate[0] replaces lr (NULL: lr), for a step that a CUDA graph replays with another learning rate.
+// `dtype` is the dtype of the gradients. scale, found_inf and rate are in device memory, `tensors` is in host memory.
 GPTLITE_KERNEL(adamw, const GptliteAdam* tensors, int64_t num_tensors, double lr, double beta1, double beta2, double eps,
-               double weight_decay, int adam, const float* scale, const float* found_inf, int dtype)
+               double weight_decay, int adam, const float* scale, const float* found_inf, const double* rate, int dtype)
 
 // Number of floats of a workspace: the same for CUDA, the CPU and the emulator, each of which may use only a part.
 int64_t gptlite_rows_workspace(int64_t rows, int64_t width);  // layer_norm, residual_norm, bias_activation, rope

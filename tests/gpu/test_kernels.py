@@ -137,7 +137,9 @@ class TorchOps:
             pytest.skip("torch finds the op by its tensors' device")
         return OPS.norm(self._there(*tensors)).cpu().view(())
 
-    def adamw(self, states, gradients, options: Adam, scale=None, found_inf=None, dtype=torch.float32) -> list[State]:
+    def adamw(
+        self, states, gradients, options: Adam, scale=None, found_inf=None, dtype=torch.float32, rate=None
+    ) -> list[State]:
         if not states:
             return []
         names = "parameter", "exp_avg", "exp_avg_sq", "step"
@@ -146,7 +148,8 @@ class TorchOps:
         rates = o.lr, o.beta1, o.beta2, o.eps, o.weight_decay, o.adam
         copies = self._there(*(torch.empty(0) if state.copy is None else state.copy for state in states))
         given = copies if any(state.copy is not None for state in states) else None
-        OPS.adamw_(parameters, self._there(*gradients), means, squares, steps, *rates, *numbers, given)
+        lr = None if rate is None else torch.tensor([rate], dtype=torch.float64).to(DEVICE)
+        OPS.adamw_(parameters, self._there(*gradients), means, squares, steps, *rates, *numbers, given, lr)
         found = [State(*_here(each)) for each in zip(parameters, means, squares, steps, copies, strict=True)]
         return [
             replace(each, copy=each.copy if state.copy is not None else None)

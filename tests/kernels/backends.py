@@ -226,8 +226,9 @@ class Backend:
         scale: float | None = None,
         found_inf: float | None = None,
         dtype: torch.dtype = torch.float32,
+        rate: float | None = None,
     ) -> list[State]:
-        """The states after one step."""
+        """The states after one step. `rate` replaces the learning rate of the options."""
         memory, structs, after = self._memory(), (GptliteAdam * len(states))(), []
         for i, (state, gradient) in enumerate(zip(states, gradients, strict=True)):
             parts = state.parameter, state.exp_avg, state.exp_avg_sq, state.step
@@ -240,6 +241,7 @@ class Backend:
             after.append(State(parameter.tensor, exp_avg.tensor, exp_avg_sq.tensor, step.tensor, copied))
         o = options
         numbers = [None if each is None else memory.copy(torch.tensor([each])) for each in (scale, found_inf)]
+        numbers.append(None if rate is None else memory.copy(torch.tensor([rate], dtype=torch.float64)))
         rates = o.lr, o.beta1, o.beta2, o.eps, o.weight_decay, o.adam
         self._call(memory, "adamw", structs, len(states), *rates, *numbers, CODES[dtype])
         return after

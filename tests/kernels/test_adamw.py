@@ -145,6 +145,17 @@ def joined(states: list[State], of: list[int]) -> State:
     return State(*(torch.cat(each_) for each_ in parts), states[of[0]].step)
 
 
+@each("dtype", DTYPES, (BF16,))
+@loop_over("adam", [False, True])
+def test_a_rate_in_memory_has_the_bits_of_one_that_is_passed(backend: Backend, dtype, adam) -> None:
+    for lr in (1e-3 / 3, 0.7, 0.0):
+        before, gradient = state_of(300, 7), normal([300], dtype, "g")
+        (passed,) = backend.adamw([before], [gradient], Adam(lr=lr, adam=adam), 0.5, dtype=dtype)
+        (read,) = backend.adamw([before], [gradient], Adam(lr=9.0, adam=adam), 0.5, dtype=dtype, rate=lr)
+        for name in ("parameter", "exp_avg", "exp_avg_sq", "step"):
+            assert same_bits(getattr(read, name), getattr(passed, name))
+
+
 @on()
 def test_no_tensors(backend: Backend) -> None:
     assert backend.adamw([], [], Adam()) == []

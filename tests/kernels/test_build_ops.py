@@ -87,7 +87,8 @@ def arguments(name: str, dtype: torch.dtype = torch.float32) -> tuple[Any, ...]:
         case "adamw":
             lists = [[t.clone() for t in floats] for _ in range(4)]
             numbers = [torch.tensor(2.0) for _ in floats], *ADAM, False, torch.tensor(0.5), torch.tensor([0.0])
-            return *lists, *numbers, [t.bfloat16() if t.ndim else t.new_empty(0) for t in floats]
+            copies, rate = [t.bfloat16() if t.ndim else t.new_empty(0) for t in floats], torch.tensor(1e-3).double()
+            return *lists, *numbers, copies, rate
         case "weight_gradient":
             if "avx512_bf16" not in getattr(load("cpu"), "isa", ""):
                 pytest.skip("no AVX512-BF16 here")
@@ -204,6 +205,7 @@ REFUSED = {
     "adamw's lists": ("adamw_", {1: []}, "must be as many"),
     "adamw's copies": ("adamw_", {13: [torch.zeros(3, 4).bfloat16()]}, "as many as parameters, or none"),
     "adamw's copy": ("adamw_", {13: [torch.zeros(3, 4)] * 3}, "must be bf16 or fp16"),
+    "adamw's rate": ("adamw_", {14: torch.zeros(())}, "rate must be of float64"),
     "adamw's gradient": ("adamw_", {1: [torch.zeros(4, 3), torch.zeros(5), torch.zeros(())]}, "gradient must be"),
     "adamw's parameter": ("adamw_", {0: [torch.zeros(3, 4).half()] * 3}, "must be of float32"),
     "quantize_blocks of bf16": ("quantize_blocks", {0: torch.zeros(3, 1024).bfloat16()}, "x must be of float32"),

@@ -11,8 +11,8 @@ from typing import Any
 from gptlite import limits
 from gptlite.config.cluster import ClusterConfig, LinkConfig
 from gptlite.cpu import cpu_cores, cpu_flags, cpu_name, memory_bytes
-from gptlite.documents import checked, load_yaml, read_text
-from gptlite.errors import ConfigError
+from gptlite.documents import checked, read_text, refuse_yaml
+from gptlite.errors import ConfigError, first_line
 from gptlite.invocation import command
 
 CALIBRATION = Path("~/.cache/gptlite/cluster.yaml")  # written by `gptlite plan calibrate`, read by cluster=local
@@ -108,15 +108,20 @@ def read_calibration(file: Path) -> ClusterConfig | None:
 
     Raises ConfigError if the file cannot be read.
     """
+    import yaml
+
     if not file.exists():
         return None
     try:
-        raw = load_yaml(read_text(file, limits.YAML_BYTES))
+        refuse_yaml(text := read_text(file, limits.YAML_BYTES))
+        # By libyaml, as in refuse_yaml: PyYAML's own parser refuses more, such as tabs in a key.
+        raw = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
         machine = raw.pop("machine")
-        found = checked(raw, ClusterConfig)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ConfigError(f"{file}: {error}; delete the file, or run {command('plan')} calibrate again") from error
-    return found if machine == fingerprint() else None
+        cluster = checked(raw, ClusterConfig)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, yaml.YAMLError) as error:
+        reason = first_line(error)
+        raise ConfigError(f"{file}: {reason}; delete the file, or run {command('plan')} calibrate again") from error
+    return cluster if machine == fingerprint() else None
 
 
 def write_calibration(file: Path, cluster: ClusterConfig) -> None:

@@ -22,7 +22,7 @@ class SampleBatch(Batch):
     def length(self) -> int:
         return 1  # a sample counts as one position
 
-    def _each(self, change: Callable[[Tensor], Tensor]) -> SampleBatch:
+    def each(self, change: Callable[[Tensor], Tensor]) -> SampleBatch:
         x, targets = tree_map(change, (self.tokens, self.targets))
         return SampleBatch(x, targets, change(self.sample_ids), counted=self.counted)
 
