@@ -38,6 +38,7 @@ class OwnOptimizer(Optimizer):
 
     param_groups: list[dict[str, Any]]
     scales_gradients = False  # True if `step` takes a factor for the gradients, as FusedStep's does
+    skips_on_device = False  # True if `step` changes nothing if the tensor in the attribute `found_inf` is not 0
 
     def new_state(self, parameter: Tensor) -> dict[str, Tensor]:
         """Return one parameter's state before its first step. Moments are sharded like the parameter."""

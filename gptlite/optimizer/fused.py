@@ -81,14 +81,16 @@ def writes_copies(optimizer: Optimizer) -> bool:
 def decides_on_device(optimizer: Optimizer, device: torch.device) -> bool:
     """Return True if `clip_and_step` can skip a step because of `found_inf`, a tensor that the host does not read.
 
-    This holds for Adam and AdamW, with our kernel or torch's fused one, and parameters on `device`. Piecewise steps
-    (rounding to bf16, state in files) and all other rules need the value on the host. torch's fused kernel does not
-    accept found_inf for DTensors.
+    This holds for Adam and AdamW, with our kernel or torch's fused one, and for Muon with our kernel, if parameters are
+    on `device`. Piecewise steps (rounding to bf16, state in files) and all other rules need the value on the host.
+    torch's fused kernel does not accept found_inf for DTensors.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if any(parameter.device.type != device.type for parameter in parameters):
         return False
-    if type(optimizer) in (FusedAdam, FusedAdamW):
+    if type(optimizer) in (FusedAdam, FusedAdamW) or (
+        isinstance(optimizer, OwnOptimizer) and optimizer.skips_on_device
+    ):
         return True
     cut = any(isinstance(parameter, DTensor) for parameter in parameters)
     return type(optimizer) in (Adam, AdamW) and bool(optimizer.defaults["fused"]) and not cut

@@ -103,6 +103,7 @@ class Muon(OwnOptimizer):
         self.adamw = adamw(others) if others else None
         if self.adamw is not None:
             self.adamw.state = self.state  # shared, so that checkpoints contain both states
+        self.skips_on_device = self.adamw is None or isinstance(self.adamw, FusedAdamW)
 
     def new_state(self, parameter: Tensor) -> dict[str, Tensor]:
         """Return a momentum for a matrix, AdamW's state for other parameters."""
@@ -112,34 +113,47 @@ class Muon(OwnOptimizer):
         return materialized(self.adamw, parameter)
 
     def update(self) -> None:
-        """Take a step."""
+        """Take a step, unless the scalar tensor in the attribute `found_inf` is not 0."""
+        found_inf: Tensor | None = getattr(self, "found_inf", None)
         for group in self.param_groups:
             if group["muon"]:
-                self._step_matrices(group)
+                self._step_matrices(group, found_inf)
         if self.adamw is not None:
             for mine, its in zip(self._others(), self.adamw.param_groups, strict=True):
                 its["lr"] = mine["lr"] * self.config.adamw_lr_ratio
-            self.adamw.step()
+            self.adamw.step(**({} if found_inf is None else {"found_inf": found_inf}))
 
     def _others(self) -> list[dict[str, Any]]:
         return [group for group in self.param_groups if not group["muon"]]
 
-    def _step_matrices(self, group: dict[str, Any]) -> None:
+    def _step_matrices(self, group: dict[str, Any], found_inf: Tensor | None) -> None:
         named = zip(group["names"], group["params"], strict=True)
         ready = [(name, parameter) for name, parameter in named if parameter.grad is not None]
         if not ready:
             return
-        updates = self._momenta(group, [parameter for _, parameter in ready])
+        updates = self._momenta(group, [parameter for _, parameter in ready], found_inf)
         stacks = [self.stacks.get(name, Stack()) for name, _ in ready]
         # A collective call, even if this rank has no matrix to orthogonalize.
         change_whole(updates, partial(self._orthogonal, stacks))
         weights = local_parameters(parameter for _, parameter in ready)
-        foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
-        foreach_add_(weights, [local_tensor(update) for update in updates], alpha=-group["lr"])
+        changes, rate = [local_tensor(update) for update in updates], group["lr"]
+        if found_inf is None:
+            foreach_mul_(weights, 1 - rate * group["weight_decay"])
+            foreach_add_(weights, changes, alpha=-rate)
+            return
+        rate = rate * (1 - found_inf.double())  # 0 in a step that is skipped
+        foreach_mul_(weights, (1 - rate * group["weight_decay"]).float())
+        foreach_mul_(changes, -rate.float())
+        foreach_add_(weights, changes)
 
-    def _momenta(self, group: dict[str, Any], parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+    def _momenta(
+        self, group: dict[str, Any], parameters: Sequence[nn.Parameter], found_inf: Tensor | None
+    ) -> list[Tensor]:
         """Update the momenta and return the matrices to orthogonalize, sharded like the parameters."""
         buffers, gradients = self.local_states(parameters, "momentum_buffer"), local_gradients(parameters)
+        if found_inf is not None:  # moving momenta towards themselves changes nothing
+            for buffer, gradient in zip(buffers, gradients, strict=True):
+                torch.where(found_inf != 0, buffer, gradient, out=gradient)
         foreach_lerp_(buffers, gradients, 1 - group["momentum"])
         weight = 1 - group["momentum"] if group["nesterov"] else 0.0
         updates = foreach_lerp(buffers, gradients, weight)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from run_files import read_metrics, without_plots
+from run_files import differing, read_metrics, without_plots
 
 from gptlite.models.init import draw_normal_
 from gpu.device import DEVICE, ON_A_CPU_SLOW
@@ -15,6 +15,18 @@ def test_initial_weights_are_the_cpus() -> None:
     for tensor in drawn:
         draw_normal_(tensor, 0.02, 7, "layers.0.mlp.up.weight")
     torch.testing.assert_close(drawn[1].cpu(), drawn[0], rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("overrides", [["optimizer=adamw"], ["optimizer=muon"], ["precision=fp16", "optimizer=adamw"]])
+def test_a_run_from_a_graph_is_the_run_without(run, tmp_path: Path, overrides: list[str]) -> None:
+    if DEVICE.type == "cpu":
+        pytest.skip("a CPU has no CUDA graph; tests/graph replays tapes")
+    for name in ("auto", "false"):
+        assert run(name, *overrides, f"trainer.cuda_graph={name}", "trainer.max_steps=20")[0] == 0
+    assert "steps: one CUDA graph" in (tmp_path / "auto" / "train.log").read_text()
+    losses = [[row["loss"] for row in read_metrics(tmp_path / name) if "loss" in row] for name in ("auto", "false")]
+    assert losses[0] == losses[1]
+    assert differing(tmp_path / "auto", tmp_path / "false", 20) == []
 
 
 FP32 = pytest.param(["precision=fp32"], marks=ON_A_CPU_SLOW)

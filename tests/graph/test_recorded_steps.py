@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from dispatched import Dispatched
 from graph.tape import Tape, TapeRecorder, Uncaptured
 from graph.tape import differing as differing_tapes
 from marking import marked
@@ -71,6 +72,7 @@ def losses(folder: Path) -> list[tuple[Any, ...]]:
 
 RUNS = {
     "bf16": ["precision=bf16"],
+    "muon": [*MODERN, "optimizer=muon"],
     "dropout": ["model.dropout=0.1", "data.micro_batch_size=4"],
     "fp16": FP16,
     "modern": [*MODERN, "precision=bf16", "parallelism.activation_checkpointing=full"],
@@ -80,7 +82,7 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("options", marked([*RUNS.values()], quick=3, slow=4), ids=RUNS)
+@pytest.mark.parametrize("options", marked([*RUNS.values()], quick=3, slow=5), ids=RUNS)
 def test_replayed_steps_are_the_same_steps(
     recorded: Callable[..., TapeRecorder], tmp_path: Path, options: list[str]
 ) -> None:
@@ -137,7 +139,7 @@ def two_tapes(state: TrainState, step: Step, change: Callable[[], None] = lambda
 SAME_EACH_STEP = {**RUNS, "experts": EXPERTS, "modern in fp8": [*MODERN, "precision=fp8"]}
 
 
-@pytest.mark.parametrize("options", marked([*SAME_EACH_STEP.values()], quick=4, slow=5), ids=SAME_EACH_STEP)
+@pytest.mark.parametrize("options", marked([*SAME_EACH_STEP.values()], quick=4, slow=6), ids=SAME_EACH_STEP)
 def test_no_value_of_the_host_enters_a_step(built: Callable[..., tuple[TrainState, Step]], options: list[str]) -> None:
     """Two steps run the same ops on the same memory, with the same arguments."""
     first, second = two_tapes(*built(*(each for each in options if "ramp" not in each)))
@@ -226,6 +228,22 @@ def test_the_oldest_of_many_shapes_is_dropped(built: Callable[..., tuple[TrainSt
             steps.take()
     assert len(recorder.tapes) == RECORDS + 1
     assert len(execute._records) == RECORDS
+
+
+def test_the_host_enqueues_seven_operations(
+    built: Callable[..., tuple[TrainState, Step]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Besides the replay: copies of a batch's three tensors, the rates of two groups, a copy to the host."""
+    state, step = built("data.micro_batch_size=4")
+    steps = Steps(replace(step, execute=RecordedSteps(TapeRecorder(), print)), 1)
+    for _ in range(WARM_STEPS + 2):
+        steps.begin(state)
+        steps.take()
+    monkeypatch.setattr(Tape, "replay", lambda self: None)
+    steps.begin(state)
+    with Dispatched() as seen:
+        steps.begin(state)
+    assert dict(seen.ops) == {"copy_": 3, "fill_": 2, "clone": 1}
 
 
 def test_the_rate_is_filled_where_it_is_a_tensor() -> None:

@@ -282,12 +282,12 @@ def test_the_end_of_the_time_and_a_failing_save_end_the_run(
 
 
 KINDS = AdamWConfig, AdamConfig, SGDConfig, LionConfig, LambConfig, MuonConfig
-DECIDES = {kind: kind in KINDS[:2] for kind in KINDS}
+DECIDES = {kind: kind in KINDS[:2] for kind in KINDS[:-1]}
 
 
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("config", DECIDES)
-def test_which_optimizers_decide_on_the_device(config: type, fused: bool) -> None:
+def test_which_optimizers_decide_on_the_device(kernels: None, config: type, fused: bool) -> None:
     named = [("a.weight", nn.Parameter(torch.ones(4, 4))), ("a.bias", nn.Parameter(torch.ones(4)))]
     optimizer = build_optimizer(config(), named, Matrices(fused={"attn.qkv.weight": (1, (1, 1, 1))}), fused)
     assert decides_on_device(optimizer, CPU) is DECIDES[config]
@@ -309,6 +309,39 @@ def test_which_optimizers_decide_on_the_device(config: type, fused: bool) -> Non
         for _, parameter in named:
             parameter.grad = torch.ones_like(parameter)
     assert {float(state["step"]) for state in optimizer.state.values()} == {1.0}
+
+
+def test_muon_skips_a_step_on_the_device(kernels: None) -> None:
+    """Momenta too, to the bit. A step that is not skipped differs from the host's by the rounding of the rate."""
+    generator, results = torch.Generator().manual_seed(0), []
+    start = [torch.randn(8, 6, generator=generator), torch.randn(6, generator=generator)]
+    gradients = [[torch.randn(each.shape, generator=generator) for each in start] for _ in range(3)]
+    for on_device in (False, True):
+        named = [(name, nn.Parameter(each.clone())) for name, each in zip(("a.weight", "a.bias"), start, strict=True)]
+        optimizer = build_optimizer(MuonConfig(weight_decay=0.1), named, Matrices(), True)
+        assert decides_on_device(optimizer, CPU)
+        assert not decides_on_device(build_optimizer(MuonConfig(), named, Matrices(), False), CPU)
+        parameters = [parameter for _, parameter in named]
+        for step, values in enumerate(gradients):
+            for found in (0.0, 1.0) if on_device and step == 2 else (0.0,):
+                for parameter, value in zip(parameters, values, strict=True):
+                    parameter.grad = torch.full_like(value, math.nan) if found else value.clone()
+                before = [each.clone() for each in tensors_of(optimizer)]
+                clip_and_step(optimizer, parameters, 1.0, torch.tensor(math.nan if found else 2.0), 1.0,
+                              torch.tensor(found) if on_device else None)  # fmt: skip
+                after = tensors_of(optimizer)
+                same = [torch.equal(a, b) for a, b in zip(before, after[: len(before)], strict=True)]
+                assert all(same) if found else not any(same[:2])
+        results.append([each.clone() for each in tensors_of(optimizer)])
+    for host, device in zip(*results, strict=True):
+        torch.testing.assert_close(device, host, rtol=1e-6, atol=1e-7)
+
+
+def tensors_of(optimizer: Any) -> list[torch.Tensor]:
+    """Parameters, then the state of each."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    states = [state[key] for parameter in parameters if (state := optimizer.state.get(parameter)) for key in state]
+    return [*(parameter.detach() for parameter in parameters), *states]
 
 
 @pytest.mark.parametrize("scaled", [False, True], ids=["plain", "scaled"])

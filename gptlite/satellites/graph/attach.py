@@ -1,5 +1,6 @@
 """Choice of whether a run's steps are replayed from a CUDA graph, and the line of its log on it."""
 
+from gptlite.optimizer.base import OwnOptimizer
 from gptlite.optimizer.fused import decides_on_device, is_fused
 from gptlite.optimizer.registry import optimizer_name
 from gptlite.parallelism.config import Offload
@@ -41,7 +42,7 @@ def why_not(run: Run) -> str | None:
         return "since with precision.loss_scale_rule=deepspeed the host sets the learning rate after each loss"
     if not decides_on_device(state.optimizer, run.mesh.device):
         return f"since the host decides on each update of {name}"
-    if not is_fused(state.optimizer):
+    if not is_fused(state.optimizer) and not isinstance(state.optimizer, OwnOptimizer):
         return f"since torch's kernel of {name} has the learning rate from the host; set ops.adamw=fused"
     if state.spikes is not None:
         return "since trainer.spike.policy=skip may restore a checkpoint between any two steps"
