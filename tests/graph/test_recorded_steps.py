@@ -82,7 +82,7 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("options", marked([*RUNS.values()], quick=3, slow=5), ids=RUNS)
+@pytest.mark.parametrize("options", marked([*RUNS.values()], quick=1, slow=7), ids=RUNS)
 def test_replayed_steps_are_the_same_steps(
     recorded: Callable[..., TapeRecorder], tmp_path: Path, options: list[str]
 ) -> None:
@@ -139,7 +139,7 @@ def two_tapes(state: TrainState, step: Step, change: Callable[[], None] = lambda
 SAME_EACH_STEP = {**RUNS, "experts": EXPERTS, "modern in fp8": [*MODERN, "precision=fp8"]}
 
 
-@pytest.mark.parametrize("options", marked([*SAME_EACH_STEP.values()], quick=4, slow=6), ids=SAME_EACH_STEP)
+@pytest.mark.parametrize("options", marked([*SAME_EACH_STEP.values()], quick=3, slow=7), ids=SAME_EACH_STEP)
 def test_no_value_of_the_host_enters_a_step(built: Callable[..., tuple[TrainState, Step]], options: list[str]) -> None:
     """Two steps run the same ops on the same memory, with the same arguments."""
     first, second = two_tapes(*built(*(each for each in options if "ramp" not in each)))
