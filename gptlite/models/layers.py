@@ -35,6 +35,11 @@ class Linear(nn.Linear):
         """Return the output without the bias, which a later op adds."""
         return self._product(x, None)
 
+    def without_bias_gradient(self, x: Tensor) -> Tensor:
+        """Return the output. A later op computes the bias's gradient."""
+        bias = self.local_bias(x.dtype)
+        return self._product(x, None if bias is None else bias.detach())
+
     def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         x = x.to(self.matmul_dtype or x.dtype)
         if self.fp8:
@@ -72,14 +77,13 @@ class Head(nn.Linear):
         hidden [B, S, d]; targets [B, S]. The weight's rows from `vocab_size` on are padding.
         """
         hidden = hidden.to(self.matmul_dtype or hidden.dtype)
-        weight = self.weight if known.table is None else self.weight.detach()  # its gradient goes to `known.table`
         if targets is None:
-            logits = (hidden[:, 0] @ as_dtype(weight, hidden.dtype)[:vocab_size].t()).float()
+            logits = (hidden[:, 0] @ as_dtype(self.weight, hidden.dtype)[:vocab_size].t()).float()
             return soft_capped(logits, self.terms.softcap)
         rows = hidden.flatten(0, 1)
         terms = self.terms.in_mode(self.training)
         options = {"choice": self.cross_entropy, "terms": terms, "fused_linear": self.fused, "known": known}
-        return linear_cross_entropy(rows, weight, targets.flatten(), vocab_size, **options)
+        return linear_cross_entropy(rows, self.weight, targets.flatten(), vocab_size, **options)
 
 
 class LayerNorm(nn.LayerNorm):

@@ -79,7 +79,6 @@ def choose_ops(
     paths = {key: here.path(key) == "fused" for key in PLAIN if key not in here.chosen}
     cross_entropy = CrossEntropy(here.path("cross_entropy", otherwise="chunked"))
     attention = here.attention()
-    table = device.type == "cpu" and cross_entropy is CrossEntropy.fused
     # On a CPU, SDPA is requested only for comparison, so materialized scores keep the reference path.
     fused_scores = device.type != "cpu" and attention in SDPA and paths["dropout"]
     # On a CPU, the sums are not deferred, since the norms read them from the cache.
@@ -88,7 +87,7 @@ def choose_ops(
         "linear": linear,
         "fused_scores": fused_scores,
         "deferred_add": deferred_add,
-        "table": table,
+        "table": cross_entropy is CrossEntropy.fused,
     }
     options |= {"weight_copies": device.type == "cuda" and paths["adamw"], "apex_norm": apex_norm, **paths}
     options["varlen"] = documents and _has_flash(device, attention)

@@ -20,7 +20,7 @@ from gptlite.models.layers import Head, LayerNorm, ResidualNorm, RMSNorm
 from gptlite.ops.attention import Spans
 from gptlite.ops.cross_entropy import LossGradient
 from gptlite.ops.dropout import DropoutKey, dropout
-from gptlite.ops.embedding import TableGradient, copied_rows, embedding
+from gptlite.ops.embedding import TableGradient, embedding
 from gptlite.ops.inputs import Documents
 from gptlite.ops.rope import Angles, frequencies, rotary, scaled_frequencies
 from gptlite.ops.select import Ops
@@ -335,10 +335,8 @@ class GPT(nn.Module):
             raise ValueError(f"the sequence has {end} tokens, but model.sequence_length={self.config.sequence_length}")
         # Cast both embeddings before adding them, for the same result as with FSDP2, which casts parameters before use.
         table = self.token_embedding
-        x = copied_rows(tokens, cast(Tensor, table.weight), self.compute_dtype) if shared is None else None
-        if x is None:
-            x = table(tokens) if shared is None else embedding(tokens, cast(Tensor, table.weight), shared)
-        x = x.to(self.compute_dtype)
+        x = embedding(tokens, cast(Tensor, table.weight), self.compute_dtype, shared)
+        x = (table(tokens) if x is None else x).to(self.compute_dtype)
         first, gap = positions(self.tensor_axis, self.context, x.shape[1])
         first = start + first
         if self.position_embedding is not None:
