@@ -83,13 +83,9 @@ def choose_ops(
     fused_scores = device.type != "cpu" and attention in SDPA and paths["dropout"]
     # On a CPU, the sums are not deferred, since the norms read them from the cache.
     deferred_add = device.type != "cpu" and paths.get("layer_norm", False)
-    options: dict[str, Any] = {
-        "linear": linear,
-        "fused_scores": fused_scores,
-        "deferred_add": deferred_add,
-        "table": cross_entropy is CrossEntropy.fused,
-    }
-    options |= {"weight_copies": device.type == "cuda" and paths["adamw"], "apex_norm": apex_norm, **paths}
+    options: dict[str, Any] = {"linear": linear, "fused_scores": fused_scores, "deferred_add": deferred_add, **paths}
+    options["table"], options["apex_norm"] = cross_entropy is CrossEntropy.fused, apex_norm
+    options["weight_copies"] = device.type == "cuda" and paths["adamw"]
     options["varlen"] = documents and _has_flash(device, attention)
     return Ops(attention, cross_entropy, **options, chosen=tuple(here.chosen.items()))
 

@@ -22,6 +22,7 @@ from gptlite.ops.cross_entropy import LossGradient
 from gptlite.ops.dropout import DropoutKey, dropout
 from gptlite.ops.embedding import TableGradient, embedding
 from gptlite.ops.inputs import Documents
+from gptlite.ops.layer_norm import biased
 from gptlite.ops.rope import Angles, frequencies, rotary, scaled_frequencies
 from gptlite.ops.select import Ops
 from gptlite.ops.token_scores import token_scores
@@ -67,8 +68,7 @@ class ResidualStream(NamedTuple):
 
     def sum(self, p: float, fused: bool) -> Tensor:
         """Return the stream with the pending addition."""
-        added = self.added if self.bias is None else self.added + self.bias
-        return self.x + dropout(added, p, self.key, fused)
+        return self.x + dropout(biased(self.added, self.bias), p, self.key, fused)
 
 
 class Block(nn.Module):
@@ -116,13 +116,13 @@ class Block(nn.Module):
         inputs = attention_key, cache, mask, rotary, first
         attended, values = self.attn(normed, *inputs, bias=not self.deferred_add)
         attended = attended.to(x.dtype)
-        bias = self.attn.proj.local_bias(x.dtype) if self.deferred_add else None
+        bias = self.attn.proj.bias if self.deferred_add else None
         normed, x = self.mlp_norm.after_residual(attended, x, self.dropout, residual_key, bias)
         added = self.mlp(normed, bias=not self.deferred_add).to(x.dtype)
         if not self.deferred_add:
             out = x + dropout(added, self.dropout, mlp_key, self.fused_dropout)
         else:
-            bias = self.mlp.local_bias(x.dtype)
+            bias = self.mlp.local_bias()
             # Clone the bias: ZeRO frees a block's parameters after its forward pass.
             out = ResidualStream(x, added, None if bias is None else bias.clone(), mlp_key)
         return out if values is None else (out, values)
