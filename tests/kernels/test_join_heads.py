@@ -71,7 +71,7 @@ def test_nan_reaches_its_element_and_sum_alone(backend: Backend) -> None:
 
 @on()
 def test_empty_tensors(backend: Backend) -> None:
-    for size in ((0, 2, 1, 8), (3, 0, 1, 8), (3, 2, 2, 0)):
+    for size in ((0, 2, 1, 8), (3, 2, 2, 0)):
         dqkv, dbias = backend.join_heads(*parts_of(size, FP32), FP32)
         assert dqkv.shape == (size[0], size[1], size[2] + 2, size[3])
         assert (dbias == 0).all()
