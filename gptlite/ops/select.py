@@ -33,7 +33,7 @@ class Ops:
     rope: bool = False
     dropout: bool = False
     linear: bool = False
-    fused_scores: bool = False  # if dropout or a mask rules out SDPA, materialized scores use our kernels
+    fused_scores: bool = False  # beside SDPA, our kernels join q's, k's and v's gradients and compute stored scores
     deferred_add: bool = False  # a block's last sum and its biases are computed by the next layer norm kernel
     varlen: bool = False  # documents are separated by variable-length flash attention, without dropout
     adamw: bool = False
