@@ -49,7 +49,7 @@ class NormParameters(NamedTuple):
         their dtype, which saves a launch for each."""
         if fused and x.device.type != "cpu":
             return self
-        return self._replace(weight=cast(self.weight, x.dtype), bias=cast(self.bias, x.dtype))
+        return NormParameters(cast(self.weight, x.dtype), cast(self.bias, x.dtype), self.eps, self.rms)
 
 
 def residual_norm(

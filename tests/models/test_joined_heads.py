@@ -50,7 +50,7 @@ def test_a_step_has_no_sum_of_the_bias_beside_the_kernel(batch):
 def test_a_model_of_16_bits_has_a_bias_gradient_of_its_parameters_dtype(batch):
     model = joined(True)
     model.compute_dtype = torch.bfloat16
-    exact = GPT(GPTConfig(**TINY), Ops(), seed=3)
+    exact = GPT(GPTConfig(**TINY | {"bias": True}), Ops(), seed=3)
     exact.load_state_dict(model.state_dict())
     found, wanted = differentiated(model, batch), differentiated(exact, batch)
     assert all(each.dtype == torch.float32 for each in found)
