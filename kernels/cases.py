@@ -163,7 +163,7 @@ def _bias_activation(name: str, formula: Callable[[Tensor], Tensor]) -> Case:
     )
 
 
-# RoPE and QK norm.
+# RoPE and QK norm; gradients of heads and of tokens.
 
 
 def _rope_inputs(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Inputs:
@@ -206,6 +206,33 @@ def _rope(name: str, norm: bool) -> Case:
         *PACKED_HEADS,
         traffic=times_first(2, 3 if norm else 2),
     )
+
+
+def _join_inputs(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Inputs:
+    parts = torch.randn(3, 2, rows, 6, width, dtype=dtype, device=device)
+    return dict(zip(("dq", "dk", "dv"), parts.unbind(), strict=True))
+
+
+def _torch_joined(inputs: Inputs) -> Tensors:
+    dqkv = torch.stack([inputs["dq"], inputs["dk"], inputs["dv"]], 3)
+    return dqkv, dqkv.flatten(0, 1).flatten(1).sum(0, dtype=dqkv.dtype)
+
+
+def _token_inputs(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Inputs:
+    tokens = torch.randperm(2 * rows, device=device)[torch.arange(rows, device=device) // 2]  # each occurs twice
+    ordered, order = tokens.sort(stable=True)
+    dy, table = torch.randn(rows, width, dtype=dtype, device=device), torch.randn(2 * rows, width, device=device)
+    return {"dy": dy, "tokens": tokens, "ordered": ordered, "order": order, "table": table}
+
+
+def _add_token_rows(inputs: Inputs) -> Tensors:
+    OPS.add_token_rows_(*(inputs[name] for name in ("table", "dy", "ordered", "order")))
+    return (inputs["table"],)
+
+
+def _torch_token_rows(inputs: Inputs) -> Tensors:
+    table, dy = inputs["table"], inputs["dy"].to(inputs["table"].dtype)
+    return (table + torch.ops.aten.embedding_dense_backward(dy, inputs["tokens"], len(table), -1, False),)
 
 
 def _rms_norms(name: str, *gain: str) -> tuple[Case, Case]:
@@ -285,6 +312,28 @@ ROWS = (
     _bias_activation("geglu", _gated(F.gelu)),
     _rope("", norm=False),
     _rope(" qk_norm", norm=True),
+    Case(
+        ("join_heads",),
+        _join_inputs,
+        lambda given: OPS.join_heads(*given.values(), True, given["dq"].dtype == torch.float32),
+        None,
+        _torch_joined,
+        (),
+        *PACKED_HEADS,
+        traffic=times_first(6),
+        compared=2,
+    ),
+    Case(
+        ("add_token_rows_",),
+        _token_inputs,
+        _add_token_rows,
+        None,
+        _torch_token_rows,
+        (),
+        *WIDE,
+        # Rows of dy are read. The table's rows of the tokens that occur, in fp32, are read and written.
+        traffic=lambda given: (size_of(given["dy"]) + 2 * size_of(given["table"][: -(-len(given["dy"]) // 2)]),),
+    ),
     Case(
         ("dropout",),
         _row_inputs,

@@ -75,6 +75,12 @@ def _rope_backward(dout, qkv, cos, sin, q_gain, k_gain, eps):
     return _like(dout), *(dout.new_empty(0) if gain is None else _like(gain) for gain in (q_gain, k_gain))
 
 
+def _join_heads(dq: Tensor, dk: Tensor, dv: Tensor, bias: bool, fp32: bool) -> tuple[Tensor, Tensor]:
+    batch, length, groups, width = dk.shape
+    dqkv = dq.new_empty(batch, length, groups, dq.shape[2] // groups + 2, width)
+    return dqkv, dq.new_empty(dqkv.shape[2:].numel() if bias else 0, dtype=torch.float32 if fp32 else None)
+
+
 def _weight_gradient(dy: Tensor, x: Tensor, bias: bool, fp32: bool) -> tuple[Tensor, Tensor]:
     dtype, outputs = torch.float32 if fp32 else x.dtype, dy.shape[-1]
     return x.new_empty(outputs, x.shape[-1], dtype=dtype), x.new_empty(outputs if bias else 0, dtype=dtype)
@@ -93,7 +99,7 @@ def _attention_packed(qkv: Tensor, scale: float) -> tuple[Tensor, Tensor]:
 FAKES: dict[str, Callable] = {
     **dict.fromkeys(("masked_softmax", "masked_softmax_backward", "causal_softmax", "causal_softmax_backward"), _like),
     **dict.fromkeys(("masked_softmax_", "masked_softmax_backward_", "cross_entropy_gradient_"), _nothing),
-    **dict.fromkeys(("causal_softmax_", "causal_softmax_backward_", "adamw_"), _nothing),
+    **dict.fromkeys(("causal_softmax_", "causal_softmax_backward_", "adamw_", "add_token_rows_"), _nothing),
     "layer_norm": _layer_norm,
     "layer_norm_backward": _layer_norm_backward,
     "residual_norm": _residual_norm,
@@ -102,6 +108,7 @@ FAKES: dict[str, Callable] = {
     "bias_activation_backward": lambda dy, x, bias, _: (_like(x), x.new_empty(0) if bias is None else _like(bias)),
     "rope": _like,
     "rope_backward": _rope_backward,
+    "join_heads": _join_heads,
     "dropout": _like,
     "cross_entropy_": lambda logits, *_: _fp32(logits, logits.shape[0]),
     "cross_entropy_stats": lambda logits, *_: _fp32(logits, logits.shape[0], 2),

@@ -1,9 +1,12 @@
 """Basic layers that cast their parameters to their input's dtype.
 
 Parameters are fp32 master weights; activations have the compute dtype. The casts give a single device the numerics of
-FSDP2's mixed precision (cast, compute, gradient back to fp32), and do nothing if FSDP2 has already cast. If activations
-stay in fp32 (Apex's O1), a layer's `matmul_dtype` is the dtype of its GEMM.
+FSDP2's mixed precision (cast, compute, gradient back to fp32), and do nothing if FSDP2 has already cast. On a GPU,
+norms by our kernel read their parameters uncast. If activations stay in fp32 (Apex's O1), a layer's `matmul_dtype` is
+the dtype of its GEMM.
 """
+
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +15,7 @@ from gptlite.ops.config import CrossEntropy
 from gptlite.ops.cross_entropy import NOTHING_KNOWN, LossGradient, LossTerms, linear_cross_entropy, soft_capped
 from gptlite.ops.dropout import DropoutKey, dropout
 from gptlite.ops.fp8 import fp8_linear
-from gptlite.ops.layer_norm import NormParameters, layer_norm, residual_norm, rms_norm
+from gptlite.ops.layer_norm import NormParameters, biased, normed, residual_norm
 from gptlite.ops.linear import cast, linear
 from gptlite.ops.weight_copies import as_dtype
 
@@ -35,15 +38,20 @@ class Linear(nn.Linear):
         """Return the output without the bias, which a later op adds."""
         return self._product(x, None)
 
+    def without_bias_gradient(self, x: Tensor) -> Tensor:
+        """Return the output. A later op computes the bias's gradient."""
+        bias = cast(self.bias, x.dtype)
+        return self._product(x, None if bias is None else bias.detach())
+
     def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         x = x.to(self.matmul_dtype or x.dtype)
         if self.fp8:
             return fp8_linear(x, as_dtype(self.weight, x.dtype), cast(bias, x.dtype))
         return linear(x, self.weight, bias, self.fused)
 
-    def local_bias(self, dtype: torch.dtype) -> Tensor | None:
-        """Return the bias cast to `dtype`; None without a bias."""
-        return cast(self.bias, dtype)
+    def local_bias(self) -> Tensor | None:
+        """Return the bias; None without a bias."""
+        return self.bias
 
 
 class Head(nn.Linear):
@@ -72,78 +80,59 @@ class Head(nn.Linear):
         hidden [B, S, d]; targets [B, S]. The weight's rows from `vocab_size` on are padding.
         """
         hidden = hidden.to(self.matmul_dtype or hidden.dtype)
-        weight = self.weight if known.table is None else self.weight.detach()  # its gradient goes to `known.table`
         if targets is None:
-            logits = (hidden[:, 0] @ as_dtype(weight, hidden.dtype)[:vocab_size].t()).float()
+            logits = (hidden[:, 0] @ as_dtype(self.weight, hidden.dtype)[:vocab_size].t()).float()
             return soft_capped(logits, self.terms.softcap)
         rows = hidden.flatten(0, 1)
         terms = self.terms.in_mode(self.training)
         options = {"choice": self.cross_entropy, "terms": terms, "fused_linear": self.fused, "known": known}
-        return linear_cross_entropy(rows, weight, targets.flatten(), vocab_size, **options)
+        return linear_cross_entropy(rows, self.weight, targets.flatten(), vocab_size, **options)
 
 
-class LayerNorm(nn.LayerNorm):
-    """Layer norm over the last dimension, in x's dtype with fp32 statistics.
+class ResidualNorm(nn.Module):
+    """Norm of the residual stream over the last dimension, in x's dtype with fp32 statistics.
 
     With `fp32`, it computes in fp32 with uncast parameters and rounds the result to x's dtype.
     """
 
-    fp32 = False
-
-    def __init__(self, width: int, eps: float, *, bias: bool, fused: bool, apex: bool = False) -> None:
-        super().__init__(width, eps, bias=bias)
-        self.fused, self.apex = fused, apex
+    weight: Any
+    bias: Any
+    eps: float
+    fp32 = apex = rms = fused = False
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.fp32:
-            return layer_norm(x.float(), self.weight, self.bias, self.eps, self.fused, self.apex).to(x.dtype)
-        return layer_norm(x, *self._gain(x.dtype), self.eps, self.fused, self.apex)
+        norm = NormParameters(self.weight, self.bias, self.eps, self.rms)
+        return normed(x.float() if self.fp32 else x, norm, self.fused, self.apex).to(x.dtype)
 
     def after_residual(
         self, x: Tensor, residual: Tensor, p: float, key: DropoutKey | None, x_bias: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Return the norm of h = residual + dropout(x + x_bias), and h. Without a key, there is no dropout."""
         if self.fp32 or self.apex:  # the fused op supports one dtype, and Apex's norm has no residual addition
-            h = residual + dropout(x if x_bias is None else x + x_bias, p, key, self.fused)
+            h = residual + dropout(biased(x, x_bias), p, key, self.fused)
             return self(h), h
-        return residual_norm(x, residual, NormParameters(*self._gain(x.dtype), self.eps), p, key, self.fused, x_bias)
-
-    def _gain(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-        return as_dtype(self.weight, dtype), cast(self.bias, dtype)
+        norm = NormParameters(self.weight, self.bias, self.eps, self.rms)
+        return residual_norm(x, residual, norm, p, key, self.fused, x_bias)
 
 
-class RMSNorm(nn.Module):
-    """RMS norm over the last dimension (arXiv:1910.07467), in x's dtype with fp32 statistics; `fp32` as in LayerNorm.
+class LayerNorm(ResidualNorm, nn.LayerNorm):
+    """Layer norm; see `layer_norm`."""
+
+    def __init__(self, width: int, eps: float, *, bias: bool, fused: bool, apex: bool = False) -> None:
+        super().__init__(width, eps, bias=bias)
+        self.fused, self.apex = fused, apex
+
+
+class RMSNorm(ResidualNorm):
+    """RMS norm (arXiv:1910.07467).
 
     `gain`: the norm has a weight. `of_heads`: the norm is applied to each attention head. A tensor-parallel rank has
     only some of the heads, so the weight's gradient is summed over the ranks.
     """
 
-    fp32 = False
+    bias, rms = None, True
 
     def __init__(self, width: int, eps: float, *, gain: bool, fused: bool = False, of_heads: bool = False):
         super().__init__()
         self.width, self.eps, self.fused, self.of_heads = width, eps, fused, of_heads
         self.weight = nn.Parameter(torch.ones(width)) if gain else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.fp32:
-            return rms_norm(x.float(), self.weight, self.eps, self.fused).to(x.dtype)
-        return rms_norm(x, self._gain(x.dtype), self.eps, self.fused)
-
-    def after_residual(
-        self, x: Tensor, residual: Tensor, p: float, key: DropoutKey | None, x_bias: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Return the norm of h = residual + dropout(x + x_bias), and h. Without a key, there is no dropout."""
-        if self.fp32:  # the fused op supports one dtype
-            h = residual + dropout(x if x_bias is None else x + x_bias, p, key, self.fused)
-            return self(h), h
-        norm = NormParameters(self._gain(x.dtype), None, self.eps, rms=True)
-        return residual_norm(x, residual, norm, p, key, self.fused, x_bias)
-
-    def _gain(self, dtype: torch.dtype) -> Tensor | None:
-        return None if self.weight is None else as_dtype(self.weight, dtype)
-
-
-# Norms of the residual stream. Another one needs `forward`, `after_residual` and `fp32`, which `set_dtypes` sets.
-ResidualNorm = LayerNorm | RMSNorm

@@ -81,12 +81,13 @@ def packed_causal_attention(
     key: DropoutKey | None = None,
     mask: Tensor | Spans | None = None,
     fused_scores: bool = False,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """Return causal attention of a QKV projection's output qkv [B, S, K, G + 2, D], with G query heads, k and v for
     each of K key/value heads. The result is [B, S, K G, D].
 
     Arguments are as in `causal_attention`. `mask` may also be `Spans`, for flash attention restricted to documents,
-    without dropout.
+    without dropout. `fused_scores` and `bias`: see `heads`.
     """
     if isinstance(mask, Spans):
         spans = (mask.cumulative, mask.cumulative, mask.longest, mask.longest)
@@ -98,17 +99,17 @@ def packed_causal_attention(
     plain = qkv.shape[3] == 3
     if plain and choice is Attention.fused and (dropout_p == 0.0 or key is None) and mask is None and qkv.shape[1] > 1:
         return _FusedAttention.apply(qkv)
-    q, k, v = heads(qkv)
+    q, k, v = heads(qkv, bias, fused_scores)
     return causal_attention(q, k, v, choice, dropout_p, key, mask, fused_scores).transpose(1, 2)
 
 
-def heads(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q [B, K G, S, D], and k and v [B, K, S, D], of qkv [B, S, K, G + 2, D]. For G = 1 they are views whose
-    gradient is written in one pass."""
-    if qkv.shape[3] == 3:
-        return _Heads.apply(qkv)
-    q, k, v = qkv[:, :, :, :-2].flatten(2, 3), qkv[:, :, :, -2], qkv[:, :, :, -1]
-    return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+def heads(qkv: Tensor, bias: Tensor | None = None, fused: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q [B, K G, S, D], and k and v [B, K, S, D], of qkv [B, S, K, G + 2, D]. Views, except q if G > 1.
+
+    The gradient of qkv is written in one pass. `fused`: by our kernel, which also sums the gradient of `bias`. The bias
+    [K (G + 2) D] is already part of qkv, added without a gradient.
+    """
+    return _Heads.apply(qkv, bias, fused)
 
 
 def _for_queries(x: Tensor, heads: int) -> Tensor:
@@ -157,16 +158,24 @@ def _written_out(
 
 
 class _Heads(torch.autograd.Function):
-    """Views of q, k and v. Autograd's own gradient would stack three tensors and then copy them into memory order."""
+    """The heads of qkv. Autograd's own gradient would add three tensors that are mostly zeros."""
 
     @staticmethod
-    def forward(ctx: Any, qkv: Tensor) -> tuple[Tensor, ...]:
-        return qkv.permute(3, 0, 2, 1, 4).unbind(0)
+    def forward(ctx: Any, qkv: Tensor, bias: Tensor | None, fused: bool) -> tuple[Tensor, ...]:
+        ctx.fused, ctx.bias = fused, None if bias is None else bias.dtype
+        q, k, v = qkv[:, :, :, :-2].flatten(2, 3), qkv[:, :, :, -2], qkv[:, :, :, -1]
+        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor):
-        return torch.stack([grad.transpose(1, 2) for grad in grads], 3)
+        dq, dk, dv = (grad.transpose(1, 2) for grad in grads)
+        if ctx.fused:
+            options = ctx.bias is not None, ctx.bias is torch.float32
+            dqkv, dbias = torch.ops.gptlite.join_heads(dq, dk, dv, *options)
+            return dqkv, None if ctx.bias is None else dbias, None
+        dq = dq.unflatten(2, (dk.shape[2], -1))
+        return torch.cat([dq, dk.unsqueeze(3), dv.unsqueeze(3)], 3), None, None
 
 
 class _FusedAttention(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""Embedding whose weight is shared with the output head, on a CPU: one gradient of the weight instead of two.
+"""Embedding whose weight is shared with the output head: one gradient of the weight instead of two.
 
 A dense gradient of the embedding is zero except for one row per token. Writing it and adding it to the head's gradient
 would move 16 bytes per element of the weight.
@@ -33,49 +33,39 @@ class TableGradient:
         return value
 
 
-def embedding(tokens: Tensor, table: Tensor, shared: TableGradient) -> Tensor:
-    """Return the rows [..., D] of `table` [V, D] at tokens [...]. The head stores its gradient of `table` in
-    `shared`."""
-    return _Embedding.apply(tokens, table, shared)
+def embedding(tokens: Tensor, table: Tensor, dtype: torch.dtype, shared: TableGradient | None = None) -> Tensor | None:
+    """Return the rows [..., D] of `table` [V, D] at tokens [...]; None if F.embedding does no more than this function.
 
-
-def copied_rows(tokens: Tensor, table: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """Return the rows of `table` in a 16-bit dtype from its copy (weight_copies.py); None without a valid copy.
-
-    The result equals a cast of the rows, and computing it moves a third of the bytes. The gradient is summed in the
-    dtype of `table`.
+    A valid copy of `table` in `dtype` (weight_copies.py) has the same rows as a cast, for a third of the bytes. The
+    gradient is summed in the dtype of `table`, and added to the head's in `shared`: on a GPU by our kernel, in an order
+    that the tokens determine.
     """
     copy = copy_of(table)
-    return None if copy is None or copy.dtype != dtype else _CopiedRows.apply(tokens, table, copy)
-
-
-class _CopiedRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tokens: Tensor, table: Tensor, copy: Tensor) -> Tensor:
-        ctx.save_for_backward(tokens)
-        ctx.rows, ctx.dtype = len(table), table.dtype
-        return F.embedding(tokens, copy)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor):
-        (tokens,) = ctx.saved_tensors
-        return None, torch.ops.aten.embedding_dense_backward(dy.to(ctx.dtype), tokens, ctx.rows, -1, False), None
+    copy = None if copy is None or copy.dtype != dtype else copy
+    return None if copy is None and shared is None else _Embedding.apply(tokens, table, copy, shared)
 
 
 class _Embedding(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, table: Tensor, shared: TableGradient) -> Tensor:
+    def forward(ctx: Any, tokens: Tensor, table: Tensor, copy: Tensor | None, shared: TableGradient | None) -> Tensor:
         ctx.save_for_backward(tokens)
         # `like`: dtype and device, without the table
         ctx.shared, ctx.like, ctx.shape = shared, table.new_empty(0), table.shape
-        return F.embedding(tokens, table)
+        return F.embedding(tokens, table if copy is None else copy)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor):
-        (tokens,) = ctx.saved_tensors
-        gradient = ctx.shared.take()
+        (tokens,), dtype = ctx.saved_tensors, ctx.like.dtype
+        if ctx.shared is None:
+            dense = torch.ops.aten.embedding_dense_backward(dy.to(dtype), tokens, ctx.shape[0], -1, False)
+            return None, dense, None, None
+        gradient, rows = ctx.shared.take(), dy.flatten(0, -2)
         if gradient is None:  # no loss was computed in this pass
             gradient = ctx.like.new_zeros(ctx.shape)
-        return None, gradient.to(ctx.like.dtype).index_add_(0, tokens.flatten(), dy.flatten(0, -2)), None
+        gradient = gradient.to(dtype)
+        if dy.device.type == "cpu":
+            gradient.index_add_(0, tokens.flatten(), rows.to(dtype))
+        else:
+            torch.ops.gptlite.add_token_rows_(gradient, rows, *tokens.flatten().sort(stable=True))
+        return None, gradient, None, None

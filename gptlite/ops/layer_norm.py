@@ -8,6 +8,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from gptlite.ops.dropout import DropoutKey, dropout, kernel_key
+from gptlite.ops.linear import cast
+from gptlite.ops.weight_copies import as_dtype
 
 
 def layer_norm(
@@ -42,6 +44,13 @@ class NormParameters(NamedTuple):
     eps: float
     rms: bool = False
 
+    def read_by(self, x: Tensor, fused: bool) -> "NormParameters":
+        """Return the parameters cast to x's dtype. Our kernel on a GPU reads them uncast, and writes their gradients in
+        their dtype, which saves a launch for each."""
+        if fused and x.device.type != "cpu":
+            return self
+        return NormParameters(cast(self.weight, x.dtype), cast(self.bias, x.dtype), self.eps, self.rms)
+
 
 def residual_norm(
     x: Tensor,
@@ -56,19 +65,28 @@ def residual_norm(
 
     `key=None` turns dropout off.
     """
-    # The kernel adds the bias, unless dropout has to run before the kernel.
-    if x_bias is not None and not (fused and (key is None or not key.gap)):
-        x, x_bias = x + x_bias, None
     if fused and key is not None and key.gap:  # the kernel supports only contiguous positions
-        x, p, key = dropout(x, p, key, fused), 0.0, None
-    weight, bias, eps, rms = norm
+        x, x_bias, p, key = dropout(biased(x, x_bias), p, key, fused), None, 0.0, None
     if fused:
+        weight, bias, eps, rms = norm.read_by(x, fused)
+        x_bias = cast(x_bias, x.dtype if weight is None else weight.dtype)
         return _ResidualNorm.apply(x, x_bias, residual, weight, bias, (eps, rms), (p, key))
-    h = residual + dropout(x, p, key)
+    h = residual + dropout(biased(x, x_bias), p, key)
+    return normed(h, norm), h
+
+
+def normed(x: Tensor, norm: NormParameters, fused: bool = False, apex: bool = False) -> Tensor:
+    """Return a norm of x, in x's dtype."""
+    weight, bias, eps, rms = norm.read_by(x, fused)
     if rms:
-        return rms_norm(h, weight, eps), h
+        return rms_norm(x, weight, eps, fused)
     assert weight is not None
-    return layer_norm(h, weight, bias, eps), h
+    return layer_norm(x, weight, bias, eps, fused, apex)
+
+
+def biased(x: Tensor, bias: Tensor | None) -> Tensor:
+    """Return x + bias, in x's dtype."""
+    return x if bias is None else x + as_dtype(bias, x.dtype)
 
 
 class _Norm(torch.autograd.Function):

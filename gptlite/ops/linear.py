@@ -82,4 +82,5 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor):
         x, weight = ctx.saved_tensors
         dx = dy @ weight if ctx.needs_input_grad[0] else None
-        return dx, *linear_gradients(dy, x, ctx.like, ctx.bias_like, fused=True)
+        bias = ctx.bias_like if ctx.needs_input_grad[2] else None
+        return dx, *linear_gradients(dy, x, ctx.like, bias, fused=True)

@@ -33,7 +33,7 @@ class Ops:
     rope: bool = False
     dropout: bool = False
     linear: bool = False
-    fused_scores: bool = False  # if dropout or a mask rules out SDPA, materialized scores use our kernels
+    fused_scores: bool = False  # beside SDPA, our kernels join q's, k's and v's gradients and compute stored scores
     deferred_add: bool = False  # a block's last sum and its biases are computed by the next layer norm kernel
     varlen: bool = False  # documents are separated by variable-length flash attention, without dropout
     adamw: bool = False
@@ -79,18 +79,13 @@ def choose_ops(
     paths = {key: here.path(key) == "fused" for key in PLAIN if key not in here.chosen}
     cross_entropy = CrossEntropy(here.path("cross_entropy", otherwise="chunked"))
     attention = here.attention()
-    table = device.type == "cpu" and cross_entropy is CrossEntropy.fused
     # On a CPU, SDPA is requested only for comparison, so materialized scores keep the reference path.
     fused_scores = device.type != "cpu" and attention in SDPA and paths["dropout"]
     # On a CPU, the sums are not deferred, since the norms read them from the cache.
     deferred_add = device.type != "cpu" and paths.get("layer_norm", False)
-    options: dict[str, Any] = {
-        "linear": linear,
-        "fused_scores": fused_scores,
-        "deferred_add": deferred_add,
-        "table": table,
-    }
-    options |= {"weight_copies": device.type == "cuda" and paths["adamw"], "apex_norm": apex_norm, **paths}
+    options: dict[str, Any] = {"linear": linear, "fused_scores": fused_scores, "deferred_add": deferred_add, **paths}
+    options["table"], options["apex_norm"] = cross_entropy is CrossEntropy.fused, apex_norm
+    options["weight_copies"] = device.type == "cuda" and paths["adamw"]
     options["varlen"] = documents and _has_flash(device, attention)
     return Ops(attention, cross_entropy, **options, chosen=tuple(here.chosen.items()))
 

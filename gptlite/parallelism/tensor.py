@@ -141,9 +141,9 @@ class ColumnParallelLinear(nn.Module):
             return _OverlappedColumn.apply(x, weight, self.axis)
         return self.multiply(enter(x, self.axis), weight)
 
-    def local_bias(self, dtype: torch.dtype) -> Tensor | None:
-        """Return this rank's shard of the bias in a compute dtype."""
-        return None if self.bias is None else local_tensor(self.bias).to(dtype)
+    def local_bias(self) -> Tensor | None:
+        """Return this rank's shard of the bias."""
+        return None if self.bias is None else local_tensor(self.bias)
 
 
 class RowParallelLinear(nn.Module):
@@ -169,11 +169,6 @@ class RowParallelLinear(nn.Module):
         """Apply the layer without its bias, for an op that adds the bias itself."""
         x = x.to(self.matmul_dtype or x.dtype)
         return leave(self.multiply(x, local_tensor(self.weight).to(x.dtype)), self.axis)
-
-    def local_bias(self, dtype: torch.dtype) -> Tensor | None:
-        """Return the whole bias, which every rank holds, in a compute dtype. With sequence parallelism, the
-        bias's gradient on a rank comes only from that rank's slice of the sequence."""
-        return None if self.bias is None else self.bias.to(dtype)
 
 
 class VocabParallelEmbedding(nn.Module):

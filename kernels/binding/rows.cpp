@@ -281,6 +281,43 @@ Three rope_backward(const Tensor& dout, const OptionalTensor& qkv, const Optiona
   return {dqkv, dq_gain, dk_gain};
 }
 
+Two join_heads(const Tensor& dq, const Tensor& dk, const Tensor& dv, bool bias, bool fp32) {
+  const int dtype = float_dtype(dq, "dq"), bias_dtype = fp32 ? GPTLITE_FP32 : dtype;
+  STD_TORCH_CHECK(dq.dim() == 4 && dk.dim() == 4, "dq and dk must be [B, S, heads, D], not ", text(sizes_of(dq)),
+                  " and ", text(sizes_of(dk)));
+  const int64_t groups = dk.size(2), queries = groups == 0 ? 0 : dq.size(2) / groups, width = dq.size(3);
+  check_sizes(dk, "dk", {dq.size(0), dq.size(1), groups, width});
+  STD_TORCH_CHECK(groups * queries == dq.size(2), "dq must have a multiple of dk's ", groups, " heads, not ", dq.size(2));
+  check_device(dk, "dk", dq);
+  check_dtype(dk, "dk", dtype, "dq");
+  const Tensor q = as_contiguous(dq), k = as_contiguous(dk), v = contiguous_like(dv, "dv", dk, "dk");
+  const Tensor dqkv = empty({dq.size(0), dq.size(1), groups, queries + 2, width}, dtype, dq);
+  const int64_t tokens = dq.size(0) * dq.size(1), columns = groups * (queries + 2) * width;
+  const Tensor dbias = new_vector(bias, columns, bias_dtype, dq);
+  const Tensor workspace = empty({gptlite_rows_workspace(tokens, columns)}, GPTLITE_FP32, dq);
+  GPTLITE_CALL(dq, join_heads, mutable_data(dqkv), data_if(bias, dbias), mutable_floats(workspace), data(q), data(k),
+               data(v), tokens, groups, queries, width, dtype, bias_dtype);
+  return {dqkv, dbias};
+}
+
+void add_token_rows_(const Tensor& table, const Tensor& dy, const Tensor& tokens, const Tensor& order) {
+  const int dtype = float_dtype(dy, "dy");
+  check_fp32(table, "table");
+  check_in_place(table, "table");
+  STD_TORCH_CHECK(table.dim() == 2 && dy.dim() == 2 && dy.size(1) == table.size(1),
+                  "table and dy must be matrices of the same width, not ", text(sizes_of(table)), " and ",
+                  text(sizes_of(dy)));
+  for (const Tensor* places : {&tokens, &order}) {
+    check_device(*places, "tokens or order", table);
+    check_int64(*places, "tokens or order");
+    check_sizes(*places, "tokens or order", {dy.size(0)});
+  }
+  check_device(dy, "dy", table);
+  const Tensor rows = as_contiguous(dy), sorted = as_contiguous(tokens), at = as_contiguous(order);
+  GPTLITE_CALL(table, add_token_rows, mutable_floats(table), data(rows), integers(sorted), integers(at), dy.size(0),
+               dy.size(1), dtype);
+}
+
 Tensor dropout(const Tensor& x, double p, int64_t seed, const Tensor& site, const Tensor& sample_ids,
                int64_t first_position, int64_t first_head) {
   const int dtype = float_dtype(x, "x");
@@ -303,6 +340,8 @@ GPTLITE_OPS(m) {
   m.impl("bias_activation_backward", TORCH_BOX(&bias_activation_backward));
   m.impl("rope", TORCH_BOX(&rope));
   m.impl("rope_backward", TORCH_BOX(&rope_backward));
+  m.impl("join_heads", TORCH_BOX(&join_heads));
+  m.impl("add_token_rows_", TORCH_BOX(&add_token_rows_));
   m.impl("dropout", TORCH_BOX(&dropout));
 }
 

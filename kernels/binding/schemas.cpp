@@ -39,6 +39,10 @@ STABLE_TORCH_LIBRARY(gptlite, m) {
   m.def(
       "rope_backward(Tensor dout, Tensor? qkv, Tensor? cos, Tensor? sin, Tensor? q_gain, Tensor? k_gain, float? eps) -> "
       "(Tensor dqkv, Tensor dq_gain, Tensor dk_gain)");
+  // bias: dbias, the sum of dqkv over tokens, is wanted, in fp32 or in the dtype of dq.
+  m.def(
+      "join_heads(Tensor dq, Tensor dk, Tensor dv, bool bias, bool fp32) -> (Tensor dqkv, Tensor dbias)");
+  m.def("add_token_rows_(Tensor(a!) table, Tensor dy, Tensor tokens, Tensor order) -> ()");
   m.def(
       "dropout(Tensor x, float p, int seed, Tensor site, Tensor sample_ids, int first_position, int first_head) -> "
       "Tensor");

@@ -37,6 +37,8 @@ namespace gptlite {
   X(bias_activation_backward)      \
   X(rope_forward)                  \
   X(rope_backward)                 \
+  X(join_heads)                    \
+  X(add_token_rows)                \
   X(dropout)                       \
   X(cross_entropy)                 \
   X(cross_entropy_stats)           \
@@ -249,6 +251,18 @@ int gptlite_cpu_rope_backward(void* dqkv, void* dq_gain, void* dk_gain, float* w
                               int64_t width, float eps, int dtype, int gain_dtype, void* context) {
   return GPTLITE_RUN(rope_backward, dqkv, dq_gain, dk_gain, workspace, dout, qkv, cos, sin, q_gain, k_gain, tokens,
                      angles, groups, queries, width, eps, dtype, gain_dtype, context);
+}
+
+int gptlite_cpu_join_heads(void* dqkv, void* dbias, float* workspace, const void* dq, const void* dk, const void* dv,
+                           int64_t tokens, int64_t groups, int64_t queries, int64_t width, int dtype, int bias_dtype,
+                           void* context) {
+  return GPTLITE_RUN(join_heads, dqkv, dbias, workspace, dq, dk, dv, tokens, groups, queries, width, dtype, bias_dtype,
+                     context);
+}
+
+int gptlite_cpu_add_token_rows(float* table, const void* dy, const int64_t* tokens, const int64_t* order, int64_t rows,
+                               int64_t width, int dtype, void* context) {
+  return GPTLITE_RUN(add_token_rows, table, dy, tokens, order, rows, width, dtype, context);
 }
 
 int gptlite_cpu_dropout(void* y, const void* x, int64_t batch, int64_t heads, int64_t positions, int64_t width,

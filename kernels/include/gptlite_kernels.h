@@ -163,6 +163,17 @@ GPTLITE_KERNEL(rope_backward, void* dqkv, void* dq_gain, void* dk_gain, float* w
                int64_t tokens, int64_t angles, int64_t groups, int64_t queries, int64_t width, float eps, int dtype,
                int gain_dtype)
 
+// Gradient of a packed tensor qkv [tokens, groups, queries + 2, width], as above, from those of its parts: dq [tokens,
+// groups * queries, width], and dk and dv [tokens, groups, width]. dbias (or NULL), of bias_dtype, is the sum of dqkv
+// over tokens. workspace: as for rows that are all heads of a token.
+GPTLITE_KERNEL(join_heads, void* dqkv, void* dbias, float* workspace, const void* dq, const void* dk, const void* dv,
+               int64_t tokens, int64_t groups, int64_t queries, int64_t width, int dtype, int bias_dtype)
+
+// Adds to each row t of table [vocabulary, width], fp32, the sum of the rows of dy [rows, width] of token t. `tokens`
+// [rows], sorted, has the token of row order[i] of dy at place i.
+GPTLITE_KERNEL(add_token_rows, float* table, const void* dy, const int64_t* tokens, const int64_t* order, int64_t rows,
+               int64_t width, int dtype)
+
 // y = dropout(x), with x [batch, heads, positions, width]. The gradient is the same function of dy. y may be x.
 GPTLITE_KERNEL(dropout, void* y, const void* x, int64_t batch, int64_t heads, int64_t positions, int64_t width,
                const GptliteDropout* dropout, int dtype)
@@ -206,7 +217,7 @@ GPTLITE_KERNEL(adamw, const GptliteAdam* tensors, int64_t num_tensors, double lr
                double weight_decay, int adam, const float* scale, const float* found_inf, const double* rate, int dtype)
 
 // Number of floats of a workspace: the same for CUDA, the CPU and the emulator, each of which may use only a part.
-int64_t gptlite_rows_workspace(int64_t rows, int64_t width);  // layer_norm, residual_norm, bias_activation, rope
+int64_t gptlite_rows_workspace(int64_t rows, int64_t width);  // layer_norm, join_heads etc.
 int64_t gptlite_norm_workspace(int64_t elements, int64_t num_tensors);
 
 // Causal attention, only on CPUs: out = softmax(scale * q kᵀ + causal mask) v. Query i sees the keys 0 to

@@ -24,12 +24,14 @@ from kernels import (
     test_blocks,
     test_cross_entropy,
     test_dropout,
+    test_join_heads,
     test_layer_norm,
     test_norm,
     test_residual_norm,
     test_rms_norm,
     test_rope,
     test_softmax,
+    test_token_rows,
 )
 from kernels.cases import BEST
 
@@ -103,6 +105,16 @@ class TorchOps:
         tensors = self._there(*_packed(angles, dout, qkv), *gains)
         dqkv, *dgains = _here(OPS.rope_backward(*tensors, eps))
         return [dqkv.view(dout.shape), *(None if g is None else d for g, d in zip(gains, dgains, strict=True))]
+
+    def join_heads(self, dq, dk, dv, bias_dtype) -> tuple[Tensor, Tensor | None]:
+        parts = (each.unsqueeze(0) for each in self._there(dq, dk, dv))
+        dqkv, dbias = _here(OPS.join_heads(*parts, bias_dtype is not None, bias_dtype == torch.float32))
+        return dqkv[0], None if bias_dtype is None else dbias
+
+    def add_token_rows(self, table, dy, tokens) -> Tensor:
+        table, dy, tokens = self._there(table.clone(), dy, tokens)
+        OPS.add_token_rows_(table, dy, *tokens.sort(stable=True))
+        return table.cpu()
 
     def dropout(self, x: Tensor, dropout: Dropout, in_place: bool = False) -> Tensor:
         if dropout.p == 0:
@@ -253,8 +265,9 @@ CPU_TESTS = (
     "test_other_numbers_of_bits_are_refused",
 )
 _NORMS = test_layer_norm, test_residual_norm, test_rms_norm, test_norm
-_OTHERS = test_bias_activation, test_rope, test_dropout, test_blocks, test_cross_entropy, test_adamw, test_alignment
-for _module in (test_softmax, *_NORMS, *_OTHERS):
+_HEADS_AND_TOKENS = test_rope, test_join_heads, test_token_rows
+_OTHERS = test_bias_activation, test_dropout, test_blocks, test_cross_entropy, test_adamw, test_alignment
+for _module in (test_softmax, *_NORMS, *_HEADS_AND_TOKENS, *_OTHERS):
     for _name, _test in vars(_module).items():
         own = _name.startswith("test_") and _test.__module__ == _module.__name__ and hasattr(_test, "pytestmark")
         if own and _name not in CPU_TESTS:

@@ -26,7 +26,9 @@ from gpu.device import DEVICE
 
 FP32, BF16 = torch.float32, torch.bfloat16
 REFERENCE = Ops(Attention.matmul, CrossEntropy.reference)
-KERNELS = Ops(Attention.matmul, CrossEntropy.fused, layer_norm=True, activation=True, dropout=True, adamw=True)
+KERNELS = Ops(
+    *(Attention.matmul, CrossEntropy.fused), layer_norm=True, activation=True, dropout=True, adamw=True, table=True
+)
 CONFIG = GPTConfig(
     vocab_size=501, vocab_multiple=128, num_layers=2, num_heads=2, d_model=128, sequence_length=64, init_std=0.05
 )
@@ -170,9 +172,16 @@ def test_the_reference_ops_are_near() -> None:
         assert max(reference_errors(BF16, dropout).values()) < MOST_BF16_ERROR
 
 
+def model_of(case: Case, ops: Ops = KERNELS) -> GPT:
+    """With the kernels that a GPU has beside SDPA, where a case has SDPA."""
+    beside = ops.dropout and case.attention is Attention.sdpa
+    ops = replace(ops, attention=case.attention, fused_scores=beside)
+    return make(replace(CONFIG, dropout=case.dropout), ops, case.dtype, DEVICE)
+
+
 def errors_of(case: Case, ops: Ops = KERNELS) -> dict[str, float]:
     """How far a case is off, which tools/bench_gpu.py asks, too."""
-    model = make(replace(CONFIG, dropout=case.dropout), replace(ops, attention=case.attention), case.dtype, DEVICE)
+    model = model_of(case, ops)
     with only(case.backend):
         return trained(model).errors(truth(case.dropout))
 
@@ -195,13 +204,15 @@ def test_loss_and_gradients(case: Case) -> None:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_what_a_case_is_about_runs(case: Case) -> None:
     """The kernels, and the attention."""
-    model = make(replace(CONFIG, dropout=case.dropout), replace(KERNELS, attention=case.attention), case.dtype, DEVICE)
+    model = model_of(case)
     names: set[str] = set()
     with Watching(lambda func, args, out: names.add(func.name().partition(".")[0])), only(case.backend):
         trained(model)
     pairs = ("layer_norm", "residual_norm", "bias_activation", *(("causal_softmax",) if writes_out(case) else ()))
     expected = {f"gptlite::{name}{end}" for name in pairs for end in ("", "_backward")}
     expected |= {"gptlite::cross_entropy_", *(("gptlite::dropout",) if case.dropout else ())}
+    expected |= {"gptlite::join_heads"} if case.attention is Attention.sdpa else set()
+    expected |= {"gptlite::add_token_rows_"} if DEVICE.type == "cuda" else set()
     assert expected - {name.removesuffix("_") if "softmax" in name else name for name in names} == set()
     ran = {name for name in names if "scaled_dot_product" in name}
     wanted = SDPA_OPS.get(case.backend) if case.backend else None
@@ -236,8 +247,11 @@ def test_steps_of_adamw() -> None:
         assert ((mine.cpu() - other).abs().max() / rate).item() <= 0.1, name
 
 
-def test_the_same_loss_twice() -> None:
-    """Bit for bit: no kernel of the forward pass sums in an order of chance, and masks depend on places alone."""
+def test_the_same_loss_and_gradients_twice() -> None:
+    """Bit for bit: no kernel sums in an order of chance, of the rows of a token neither, and masks depend on places
+    alone."""
     config, ops = replace(CONFIG, dropout=DROPOUT), replace(KERNELS, attention=Attention.fused_softmax)
     model = make(config, ops, BF16, DEVICE)
-    assert torch.equal(trained(copy.deepcopy(model)).loss, trained(model).loss)
+    one, other = trained(copy.deepcopy(model)), trained(model)
+    assert torch.equal(one.loss, other.loss)
+    assert [name for name in one.gradients if not torch.equal(one.gradients[name], other.gradients[name])] == []

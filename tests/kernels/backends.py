@@ -168,6 +168,26 @@ class Backend:
         options = _rope_options(dout, angles, gains, eps)
         return self._op("rope_backward", made, [dout, qkv, *angles, *gains], *options)[:3]
 
+    def join_heads(
+        self, dq: Tensor, dk: Tensor, dv: Tensor, bias_dtype: torch.dtype | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """dqkv [tokens, groups, queries + 2, width], and dbias unless its dtype is None."""
+        tokens, groups, width = dk.shape
+        queries = dq.shape[1] // groups if groups else 1
+        columns, code = groups * (queries + 2) * width, CODES[bias_dtype or dq.dtype]
+        made = [((tokens, groups, queries + 2, width), dq.dtype), ((columns,), bias_dtype) if bias_dtype else None]
+        options = tokens, groups, queries, width, CODES[dq.dtype], code
+        dqkv, dbias, _ = self._op("join_heads", [*made, self._workspace(tokens, columns)], [dq, dk, dv], *options)
+        return dqkv, dbias
+
+    def add_token_rows(self, table: Tensor, dy: Tensor, tokens: Tensor) -> Tensor:
+        """What the table becomes."""
+        memory, (ordered, order) = self._memory(), tokens.sort(stable=True)
+        data = memory.copy(table, written=True)
+        given = [memory.copy(each) for each in (dy, ordered, order)]
+        self._call(memory, "add_token_rows", data, *given, *dy.shape, CODES[dy.dtype])
+        return data.tensor
+
     def dropout(self, x: Tensor, dropout: Dropout, in_place: bool = False) -> Tensor:
         """x [batch, heads, positions, width]."""
         return self._rewritten("dropout", x, (*x.shape, dropout), in_place)

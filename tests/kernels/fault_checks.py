@@ -14,6 +14,7 @@ from kernels import (
     test_blocks,
     test_cross_entropy,
     test_dropout,
+    test_join_heads,
     test_layer_norm,
     test_norm,
     test_residual_norm,
@@ -21,6 +22,7 @@ from kernels import (
     test_rope,
     test_softmax,
     test_threads,
+    test_token_rows,
 )
 from kernels.cases import BF16, FP16, FP32, normal
 from kernels.emulator import READ_ONLY, WRITABLE, Device, Emulated
@@ -37,6 +39,8 @@ SOURCES = {
     "rms_norm": ("layer_norm.cu", "residual_norm.cu", "residual_norm_backward.cu", "column_sums.cu"),
     "bias_activation": ("bias_activation.cu", "column_sums.cu"),
     "rope": ("rope.cu", "column_sums.cu"),
+    "join_heads": ("join_heads.cu", "column_sums.cu"),
+    "token_rows": ("token_rows.cu",),
     "dropout": ("dropout.cu",),
     "cross_entropy": ("cross_entropy.cu",),
     "blocks": ("blocks.cu",),
@@ -115,6 +119,19 @@ def rope(backend: Emulated) -> None:
     test_rope.test_gains_of_fp32_and_a_single_gain(backend, BF16)
     test_rope.test_heads_do_not_touch_each_other(backend, FP32)
     test_rope.test_sizes(backend.having(offsets=(1,)), (3, 1, 2, 64), BF16, "both")
+
+
+def join_heads(backend: Emulated) -> None:
+    for i, size in enumerate(test_join_heads.CORE):
+        test_join_heads.test_sizes(backend, size, (FP32, BF16, FP16)[i % 3])
+    test_join_heads.test_a_bias_of_16_bits_or_none(backend, BF16)
+    test_join_heads.test_sizes(backend.having(offsets=(1,)), (3, 1, 2, 64), BF16)
+
+
+def token_rows(backend: Emulated) -> None:
+    for rows, width, dtype, kind in ((300, 8, BF16, "few"), (33, 264, FP32, "many"), (70, 33, BF16, "one")):
+        test_token_rows.test_sizes(backend, rows, width, dtype, kind)
+    test_token_rows.test_sizes(backend.having(offsets=(1,)), 9, 64, BF16, "few")
 
 
 def dropout(backend: Emulated) -> None:
@@ -210,6 +227,8 @@ CHECKS: dict[str, Callable[[Emulated], None]] = {
         rms_norm,
         bias_activation,
         rope,
+        join_heads,
+        token_rows,
         dropout,
         cross_entropy,
         blocks,

@@ -80,6 +80,8 @@ TRAFFIC = {  # in bytes, at [5, 8] in bf16
     **{f"bias_activation {kind}": (2 * 1.5 * X, 2 * 2.5 * X) for kind in ("swiglu", "geglu")},
     "rope": (2 * 2 * ROPE, 2 * 2 * ROPE),
     "rope qk_norm": (2 * 2 * ROPE, 2 * 3 * ROPE),
+    "join_heads": (2 * 6 * 2 * 5 * 6 * 8,),
+    "add_token_rows_": (2 * 5 * 8 + 8 * 3 * 8,),  # 5 rows of 3 tokens
     "dropout": (2 * 2 * X,),
     "cross_entropy_": (2 * 2 * 5 * 8,),
     "cross_entropy_ plain": (2 * 2 * 5 * 8,),

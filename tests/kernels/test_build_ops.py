@@ -69,6 +69,10 @@ def arguments(name: str, dtype: torch.dtype = torch.float32) -> tuple[Any, ...]:
             return packed, *angles, vector[:8], vector[:8].clone(), 1e-5
         case "rope_backward":
             return packed, packed.clone(), *angles, vector[:8], vector[:8].clone(), 1e-5
+        case "join_heads":
+            return torch.randn(2, 5, 6, 8, dtype=dtype), *torch.randn(2, 2, 5, 3, 8, dtype=dtype).unbind(), True, True
+        case "add_token_rows":
+            return torch.randn(4, 12), x[0], torch.tensor([0, 0, 1, 3, 3]), torch.tensor([4, 1, 0, 2, 3])
         case "dropout":
             return x, *key, 0
         case "cross_entropy":
@@ -162,7 +166,7 @@ def test_the_self_check_sees_an_error() -> None:
     "name",
     [
         *("layer_norm", "masked_softmax", "bias_activation", "rope", "dropout", "attention", "cross_entropy_stats"),
-        "quantize_blocks",
+        *("quantize_blocks", "join_heads"),
     ],
 )
 def test_layouts_that_a_kernel_does_not_take_are_made_contiguous(ops: Any, name: str) -> None:
@@ -176,6 +180,12 @@ def test_layouts_that_a_kernel_does_not_take_are_made_contiguous(ops: Any, name:
 
 
 REFUSED = {
+    "join_heads of other widths": ("join_heads", {1: torch.zeros(2, 5, 3, 7)}, r"dk must be \[2, 5, 3, 8\]"),
+    "join_heads of too few queries": ("join_heads", {0: torch.zeros(2, 5, 4, 8)}, "a multiple of dk's 3 heads, not 4"),
+    "join_heads of two dtypes": ("join_heads", {2: torch.zeros(2, 5, 3, 8).half()}, "dv must be of the dtype of dk"),
+    "add_token_rows_'s table": ("add_token_rows_", {0: torch.zeros(4, 12).half()}, "table must be of float32"),
+    "add_token_rows_'s widths": ("add_token_rows_", {0: torch.zeros(4, 11)}, "matrices of the same width"),
+    "add_token_rows_'s order": ("add_token_rows_", {3: torch.zeros(4).long()}, r"must be \[5\], not \[4\]"),
     "layer_norm of float64": (
         "layer_norm",
         {0: torch.zeros(2, 12).double()},

@@ -77,6 +77,16 @@ def rope(backend: Backend, dtype: torch.dtype, rows: int, width: int) -> Results
     return [rotated, backend.rope_forward(qkv, angles, gains, 1e-5), *normed]
 
 
+def join_heads(backend: Backend, dtype: torch.dtype, rows: int, width: int) -> Results:
+    dq, dk, dv = (normal((rows, count, width), dtype, name) for count, name in ((4, "dq"), (2, "dk"), (2, "dv")))
+    return [*backend.join_heads(dq, dk, dv, FP32)]
+
+
+def token_rows(backend: Backend, dtype: torch.dtype, rows: int, width: int) -> Results:
+    table, dy = normal((7, width), FP32, "table"), normal((5 * rows, width), dtype, "dy")
+    return [backend.add_token_rows(table, dy, torch.arange(5 * rows) ** 2 % 7)]
+
+
 def dropout(backend: Backend, dtype: torch.dtype, rows: int, width: int) -> Results:
     x = normal((2, 1, rows, width), dtype, "x")
     return [twice(lambda there: backend.dropout(x, DROP, there))]
@@ -125,6 +135,8 @@ OPS = (
     rms_norm,
     bias_activation,
     rope,
+    join_heads,
+    token_rows,
     dropout,
     cross_entropy,
     blocks,

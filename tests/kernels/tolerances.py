@@ -25,6 +25,8 @@ ARITHMETIC = {
     "residual_norm": 1e-6,
     "bias_activation": 3e-7,  # tanh, erf and exp, good to a few units in the last place
     "rope": 1e-6,
+    "join_heads": 1e-6,
+    "token_rows": 1e-6,
     "cross_entropy": 1e-6,
     "norm": 1e-6,  # as the header promises
     "adamw": 5e-7,

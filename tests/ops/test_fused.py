@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from gptlite.kernels.activation import ACTIVATIONS
-from gptlite.ops.attention import causal_attention, packed_causal_attention
+from gptlite.ops.attention import causal_attention, heads, packed_causal_attention
 from gptlite.ops.bias_activation import bias_activation
 from gptlite.ops.config import Attention, CrossEntropy
 from gptlite.ops.cross_entropy import LossTerms, VocabShard, linear_cross_entropy
@@ -104,6 +104,8 @@ OPS: dict[str, tuple[Op, list[Tensor]]] = {
         draw((B, S, 2, 4, D), (D,), (D,)),
     ),
     "QK norm without gains": (lambda f, qkv: rope(qkv, None, (None, None), 1e-5, f), draw((B, S, 1, 3, D))),
+    "heads": (lambda f, qkv: heads(qkv, None, f), draw((B, S, 2, 3, 8))),
+    "grouped heads": (lambda f, qkv: heads(qkv, None, f), draw((B, S, 2, 5, 7))),
     "dropout": (lambda f, x: dropout(x, 0.3, KEY, f), draw((B, S, D))),
     "dropout of heads": (lambda f, x: dropout(x, 0.3, KEY, f), draw((B, 3, S, 11))),
     "causal_softmax": (lambda f, x: causal_softmax(x, 0.3, f), draw((B, 3, S, 12))),

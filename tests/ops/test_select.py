@@ -45,7 +45,7 @@ def test_auto_takes_the_kernels_where_they_load(with_kernels):
     assert paths(ops) == {"attention": Attention.fused, "cross_entropy": CrossEntropy.fused, **plain}
     assert "avx512 kernels" in ", ".join(ops.reasons)
     cuda = select_ops(OpsConfig(), CUDA)
-    assert (cuda.attention, cuda.table, cuda.weight_copies) == (Attention.sdpa, False, True)
+    assert (cuda.attention, cuda.table, cuda.weight_copies) == (Attention.sdpa, True, True)
 
 
 def test_auto_without_kernels_is_the_reference_and_says_why(without_kernels):

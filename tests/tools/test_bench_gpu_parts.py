@@ -4,6 +4,7 @@ import json
 import os
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,10 @@ def test_bytes_are_of_what_exists_and_is_touched() -> None:
         (op("aten.add_", [operand(10, written=True), operand(10)], []), 2 * 30),
         (op("aten.embedding", [table, ids], [new(16, 768, item=4)]), 2 * 16 * 768 * 4 + 16 * 8),
         (op("aten._to_copy", [operand(16, item=8, host=True)], [new(16, item=8)]), 16 * 8),
+        (
+            op("gptlite.add_token_rows_", [operand(50304, 768, item=4, written=True), operand(16, 768), ids, ids], []),
+            16 * 768 * 2 + 2 * 16 * 768 * 4 + 2 * 16 * 8,
+        ),
         (op("aten.addmm", [*[operand(4, 4)] * 3, operand(4, 4, read=False, written=True)], []), 4 * 32),
     ]
     for each, expected in cases:
@@ -158,6 +163,26 @@ def test_the_step_is_traced_whole() -> None:
     kinds = {row.op for row in model.rows}
     assert {"aten._scaled_dot_product_flash_attention_backward", "gptlite.adamw_", "gptlite.cross_entropy_"} <= kinds
     assert not any(name.startswith("gptlite.attention") for name in kinds)  # a CPU's
+
+
+def test_a_step_has_no_pass_that_a_kernel_takes_along() -> None:
+    """No sum for a bias and no second gradient of the tied table; of casts those of the MLPs' first biases and of the
+    learned positions, there and back."""
+    from gpu_bench.byte_model import model_of_trace
+    from gpu_bench.step_trace import trace_step
+    from real_step import model_of
+
+    layers, model = model_of("tiny").num_layers, model_of_trace(trace_step("tiny", 2))
+    calls: Counter[tuple[str, str]] = Counter()
+    for row in model.rows:
+        calls[row.op, row.phase] += row.calls
+    assert model.by_class()["bias sums"] == 0
+    assert calls["gptlite.join_heads", "backward"] == layers
+    assert calls["gptlite.add_token_rows_", "backward"] == 1
+    assert calls["aten._to_copy", "backward"] == layers + 1
+    assert calls["aten._to_copy", "forward"] == 1
+    gone = {"aten.stack", "aten.cat", "aten.embedding_dense_backward"}
+    assert not [key for key in calls if key[0] in gone and key[1] == "backward"]
 
 
 def test_a_blocking_read_is_counted_where_it_is() -> None:

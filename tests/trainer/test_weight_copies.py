@@ -104,7 +104,6 @@ def test_a_step_casts_no_weight(start: Callable) -> None:
 
     for copies in (False, True):
         state, step, _ = start(copies, "precision=bf16")
-        state.parts[0].fused_table = False  # as on a GPU: no part of the head's gradient is the embedding's
         with closing(state.loader):
             step(state)
             with Watching(see):

@@ -47,7 +47,7 @@ COPIES = ("copy_", "clone", op_name(TO_COPY), "cat", "stack", "slice_backward", 
 WRITE_ONLY = ("copy_", "zero_", "fill_")
 OURS = (  # class by the first substring that the op's name contains
     *(("gelu", "activation"), ("activation", "activation"), ("cross_entropy", "loss"), ("adamw", "optimizer")),
-    ("_norm", "norm + residual"),
+    *(("_norm", "norm + residual"), ("join_heads", "dQKV copy")),
     *(("norm", "optimizer"), ("sum", "bias sums")),
 )
 
@@ -64,13 +64,15 @@ def _of_lists(length: int, per_chunk: int, extra: int, lists: int) -> Callable[[
 LAUNCHES: dict[str, int | Callable[[Op], int]] = {
     **dict.fromkeys(("gptlite.layer_norm", "gptlite.residual_norm", "gptlite.bias_activation", "gptlite.dropout"), 1),
     **dict.fromkeys(("gptlite.layer_norm_backward", "gptlite.residual_norm_backward"), 2),
-    "gptlite.bias_activation_backward": 2,
+    **dict.fromkeys(("gptlite.bias_activation_backward", "gptlite.join_heads"), 2),
+    "gptlite.add_token_rows_": 1,
     **dict.fromkeys(("gptlite.cross_entropy_", "gptlite.cross_entropy_stats", "gptlite.cross_entropy_gradient_"), 1),
     "gptlite.norm": _of_lists(128, per_chunk=1, extra=1, lists=1),
     "gptlite.adamw_": _of_lists(64, per_chunk=2, extra=0, lists=5),
     "aten._scaled_dot_product_flash_attention": 1,
     "aten._scaled_dot_product_flash_attention_backward": 3,  # dy·y, the gradients, and the rounding of dq
     "aten.embedding_dense_backward": 12,  # roughly: the indices are sorted, then segments are summed
+    "aten.sort": 8,  # roughly
 }
 
 
@@ -152,6 +154,9 @@ def bytes_of(op: Op) -> int:
         return 2 * results + op.operands[1].touched
     if name == "embedding_dense_backward":  # a table of zeros, and rows added to it
         return 3 * op.operands[0].touched + results
+    if name == "add_token_rows_":  # rows of the table, of which each row of dy has one
+        table, dy, *places = op.operands
+        return dy.touched + 2 * dy.shape[0] * dy.shape[1] * table.item + sum(each.touched for each in places)
     tensors = [each for each in op.tensors if not each.host]
     if name in WRITE_ONLY and op.operands[0].written:
         return sum(each.touched for each in tensors)

@@ -88,6 +88,8 @@ class CausalSelfAttention(nn.Module):
             self.k_norm = HeadsNorm(config.num_kv_heads, *sizes, gain=config.norm_gain)
         self.gives_values = config.value_residual and layer == 0
         self.values = ValueMix() if config.value_residual and layer > 0 else None
+        # The kernel that writes qkv's gradient also sums the bias's, if nothing changes qkv before attention.
+        self.joins_heads = ops.fused_scores and not config.qk_norm and not config.value_residual
 
     def forward(
         self,
@@ -109,7 +111,10 @@ class CausalSelfAttention(nn.Module):
         the output projection's bias.
         """
         # The local number of heads follows from the tensor, so that a shard of the heads needs no special code.
-        qkv = self.qkv(x)
+        whole = self.context is None or self.context.whole
+        joined = self.joins_heads and rotary is None and cache is None and whole and not isinstance(mask, Spans)
+        bias_of = self.qkv if joined and isinstance(self.qkv, Linear) else None
+        qkv = self.qkv(x) if bias_of is None else bias_of.without_bias_gradient(x)
         batch, length, _ = qkv.shape  # not those of x, which may be a slice of the sequence
         qkv = self._positioned(self._split(qkv), rotary)
         values = qkv[..., -1:, :].contiguous() if self.gives_values else None
@@ -120,11 +125,12 @@ class CausalSelfAttention(nn.Module):
             # Dropout masks are keyed by global head indices, so that they do not depend on the layout.
             heads_before = 0 if self.tensor_axis is None else self.tensor_axis.rank * qkv[..., :-2, 0].shape[2:].numel()
             key = replace(key, first_head=heads_before)
-        if self.context is not None and not self.context.whole:
+        if self.context is not None and not whole:
             assert not isinstance(mask, Spans)
             out = self._over_ranks(qkv, key, mask, self.context)
         elif cache is None:
-            out = packed_causal_attention(qkv, self.implementation, self.dropout, key, mask, self.fused_scores)
+            options = self.fused_scores, None if bias_of is None else bias_of.bias
+            out = packed_causal_attention(qkv, self.implementation, self.dropout, key, mask, *options)
         else:
             q, k, v = heads(qkv)
             k, v = cache.append(k, v)

@@ -1,11 +1,11 @@
 """Position-wise MLP."""
 
-import torch
 from torch import Tensor, nn
 
 from gptlite.models.gpt.config import GPTConfig
 from gptlite.models.layers import Linear
 from gptlite.ops.bias_activation import bias_activation
+from gptlite.ops.linear import cast
 from gptlite.ops.select import Ops
 
 
@@ -26,9 +26,9 @@ class MLP(nn.Module):
         """Return the MLP's output. If `bias` is False, the next op adds the last layer's bias."""
         # Cast back to the activations' dtype: with Apex's O1, the projection's output has another dtype.
         projected = self.up.project(x).to(x.dtype)
-        hidden = bias_activation(projected, self.up.local_bias(x.dtype), self.kind, self.fused)
+        hidden = bias_activation(projected, cast(self.up.local_bias(), x.dtype), self.kind, self.fused)
         return self.down(hidden) if bias else self.down.project(hidden)
 
-    def local_bias(self, dtype: torch.dtype) -> Tensor | None:
-        """Return the last layer's bias cast to `dtype`; None without a bias."""
-        return self.down.local_bias(dtype)
+    def local_bias(self) -> Tensor | None:
+        """Return the last layer's bias; None without a bias."""
+        return self.down.bias

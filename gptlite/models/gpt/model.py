@@ -20,8 +20,9 @@ from gptlite.models.layers import Head, LayerNorm, ResidualNorm, RMSNorm
 from gptlite.ops.attention import Spans
 from gptlite.ops.cross_entropy import LossGradient
 from gptlite.ops.dropout import DropoutKey, dropout
-from gptlite.ops.embedding import TableGradient, copied_rows, embedding
+from gptlite.ops.embedding import TableGradient, embedding
 from gptlite.ops.inputs import Documents
+from gptlite.ops.layer_norm import biased
 from gptlite.ops.rope import Angles, frequencies, rotary, scaled_frequencies
 from gptlite.ops.select import Ops
 from gptlite.ops.token_scores import token_scores
@@ -67,8 +68,7 @@ class ResidualStream(NamedTuple):
 
     def sum(self, p: float, fused: bool) -> Tensor:
         """Return the stream with the pending addition."""
-        added = self.added if self.bias is None else self.added + self.bias
-        return self.x + dropout(added, p, self.key, fused)
+        return self.x + dropout(biased(self.added, self.bias), p, self.key, fused)
 
 
 class Block(nn.Module):
@@ -116,13 +116,13 @@ class Block(nn.Module):
         inputs = attention_key, cache, mask, rotary, first
         attended, values = self.attn(normed, *inputs, bias=not self.deferred_add)
         attended = attended.to(x.dtype)
-        bias = self.attn.proj.local_bias(x.dtype) if self.deferred_add else None
+        bias = self.attn.proj.bias if self.deferred_add else None
         normed, x = self.mlp_norm.after_residual(attended, x, self.dropout, residual_key, bias)
         added = self.mlp(normed, bias=not self.deferred_add).to(x.dtype)
         if not self.deferred_add:
             out = x + dropout(added, self.dropout, mlp_key, self.fused_dropout)
         else:
-            bias = self.mlp.local_bias(x.dtype)
+            bias = self.mlp.local_bias()
             # Clone the bias: ZeRO frees a block's parameters after its forward pass.
             out = ResidualStream(x, added, None if bias is None else bias.clone(), mlp_key)
         return out if values is None else (out, values)
@@ -335,10 +335,8 @@ class GPT(nn.Module):
             raise ValueError(f"the sequence has {end} tokens, but model.sequence_length={self.config.sequence_length}")
         # Cast both embeddings before adding them, for the same result as with FSDP2, which casts parameters before use.
         table = self.token_embedding
-        x = copied_rows(tokens, cast(Tensor, table.weight), self.compute_dtype) if shared is None else None
-        if x is None:
-            x = table(tokens) if shared is None else embedding(tokens, cast(Tensor, table.weight), shared)
-        x = x.to(self.compute_dtype)
+        x = embedding(tokens, cast(Tensor, table.weight), self.compute_dtype, shared)
+        x = (table(tokens) if x is None else x).to(self.compute_dtype)
         first, gap = positions(self.tensor_axis, self.context, x.shape[1])
         first = start + first
         if self.position_embedding is not None:

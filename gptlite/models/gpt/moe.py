@@ -1,6 +1,5 @@
 """Mixture of experts in place of a block's MLP."""
 
-import torch
 from torch import Tensor, nn
 
 from gptlite.models.experts import Experts, Router
@@ -27,6 +26,6 @@ class MoE(nn.Module):
         """Return the sum of the experts' outputs. `bias` is ignored."""
         return self.experts(x, *self.router(x), self.shared)
 
-    def local_bias(self, dtype: torch.dtype) -> Tensor | None:
+    def local_bias(self) -> Tensor | None:
         """Return None, since there are no biases."""
         return None

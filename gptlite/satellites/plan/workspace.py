@@ -36,9 +36,14 @@ MOST_BYTES, MOST_FLOPS = 2**28, 2e9
 
 def workspace_bytes(func: Any, args: Any) -> int:
     """Return the bytes that one of our kernels allocates and frees besides its results."""
-    if func.namespace != "gptlite" or op_name(func) not in ROWS_OF:
+    name = op_name(func)
+    if func.namespace != "gptlite" or name not in (*ROWS_OF, "join_heads"):
         return 0
-    *leading, width = args[ROWS_OF[op_name(func)]].shape
+    if name == "join_heads":  # a row has the heads of q, k and v of a token
+        dq, dk, *_ = args
+        leading, width = dq.shape[:2], (dq.shape[2] + 2 * dk.shape[2]) * dq.shape[3]
+    else:
+        *leading, width = args[ROWS_OF[name]].shape
     return 4 * 3 * min(prod(leading), ROWS) * width  # up to three fp32 sums of each column in each part
 
 
