@@ -102,7 +102,9 @@ ROOMS = {
     "huggingface": Room("models", packages="torch"),
     "images": Room("corpus data samples", packages="numpy torch", lazy="PIL datasets"),
     "start": Room(
-        "compressed config deepspeed launch metrics monitor noise onebit parallelism plan plots pretrain trainer zeropp"
+        "compressed config deepspeed launch metrics monitor noise onebit parallelism plan plots pretrain trainer "
+        "zeropp",
+        packages="torch",
     ),
     "engine": Room(
         "checkpoint config data deepspeed launch models ops parallelism precision samples trainer",

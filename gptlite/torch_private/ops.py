@@ -12,14 +12,6 @@ from torch.utils._pytree import tree_iter, tree_leaves, tree_map, tree_map_only
 
 __all__ = ("tree_iter", "tree_leaves", "tree_map", "tree_map_only")
 
-# The kernels of scaled_dot_product_attention, and flash attention with windows.
-ATTENTION_OPS = (
-    torch.ops.aten._scaled_dot_product_flash_attention.default,
-    torch.ops.aten._scaled_dot_product_efficient_attention.default,
-    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-    torch.ops.aten._flash_attention_forward.default,
-)
 softmax_backward: Any = torch.ops.aten._softmax_backward_data
 
 _torch: Any = torch  # the names are not in its public type stub
