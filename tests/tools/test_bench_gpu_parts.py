@@ -277,25 +277,28 @@ def result(name: str, size: str, micro_batch: int, rate: float) -> dict[str, Any
 def test_ratios_are_of_one_model_and_micro_batch() -> None:
     from gpu_bench.compare import HEAD, table_rows
 
+    base, theirs = "reference compiled", "transformers' Llama compiled"
     results = [
         result("kernels", "xl", 4, 50.0),
         result("kernels", "small", 16, 300.0),
-        result("base", "small", 16, 200.0),
+        result(base, "small", 16, 200.0),
     ]
     results += [
-        result("base", "small", 4, 400.0),
+        result(base, "small", 4, 400.0),
         {"name": "kernels", "size": "small", "micro_batch": 4, "error": "gone"},
     ]
-    rows = table_rows(results, ("base", "other"))
-    assert [row[:3] for row in rows] == [
-        ("small", "4", "base"),
-        ("small", "4", "kernels"),
-        ("small", "16", "kernels"),
-        ("small", "16", "base"),
-        ("xl", "4", "kernels"),
+    results += [result("Llama kernels", "small", 16, 90.0), result(theirs, "small", 16, 60.0)]
+    rows = table_rows(results, (base, theirs))
+    assert [(*row[:3], *row[-2:]) for row in rows] == [
+        ("small", "4", base, "1.00", ""),
+        ("small", "4", "kernels", "", ""),
+        ("small", "16", "kernels", "1.50", ""),
+        ("small", "16", base, "1.00", ""),
+        ("small", "16", "Llama kernels", "", "1.50"),
+        ("small", "16", theirs, "", "1.00"),
+        ("xl", "4", "kernels", "", ""),
     ]
     assert {len(row) for row in rows} == {len(HEAD) + 2}
-    assert [row[-2:] for row in rows] == [("1.00", ""), ("", ""), ("1.50", ""), ("1.00", ""), ("", "")]
     assert rows[1][3] == "gone"
 
 

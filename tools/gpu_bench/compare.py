@@ -98,7 +98,7 @@ def run(part: Part, options: Arguments) -> None:
                 rows[:] = table_rows(results, race.against)
                 part.put("results", results)
     part.log(markdown_table(head, rows))
-    picture(part, results, race.against[0])
+    picture(part, results, race.against)
 
 
 def measured(part: Part, who: str, size: str, options: Arguments) -> Iterator[dict[str, Any]]:
@@ -150,7 +150,7 @@ def ended_after(process: subprocess.Popen[str], seconds: float) -> Iterator[thre
 
 
 def table_rows(results: Sequence[dict[str, Any]], against: Sequence[str]) -> list[tuple[str, ...]]:
-    """Return the rows of the table, ordered by model and micro-batch."""
+    """Return the rows of the table, ordered by model and micro-batch. Ratios are of models of one architecture."""
     order = {size: index for index, size in enumerate(("tiny", "small", "medium", "xl"))}
     speed = {(each["size"], each["micro_batch"], each["name"]): each.get("tokens_per_second") for each in results}
     rows = []
@@ -159,10 +159,15 @@ def table_rows(results: Sequence[dict[str, Any]], against: Sequence[str]) -> lis
         if "error" in row:
             rows.append((*what, row["error"], *[""] * (len(HEAD) - 4 + len(against))))
             continue
-        bases = [speed.get((*place, name)) for name in against]
+        bases = [speed.get((*place, name)) if comparable(name, row["name"]) else None for name in against]
         ratios = (f"{row['tokens_per_second'] / base:.2f}" if base else "" for base in bases)
         rows.append((*what, *numbers(row), *ratios))
     return rows
+
+
+def comparable(name: str, other: str) -> bool:
+    """Return True if two contenders train the same architecture."""
+    return CONTENDERS[name].llama == CONTENDERS[other].llama
 
 
 def numbers(result: dict[str, Any]) -> tuple[str, ...]:
@@ -173,19 +178,21 @@ def numbers(result: dict[str, Any]) -> tuple[str, ...]:
     return f"{result['seconds'] * 1e3:.1f}", f"{low}-{high}", rate, share, memory, f"{result['first']:.0f}"
 
 
-def picture(part: Part, results: Sequence[dict[str, Any]], base: str) -> None:
-    """Draw the speeds of all contenders relative to `base`, for each model and micro-batch that has this one."""
+def picture(part: Part, results: Sequence[dict[str, Any]], against: Sequence[str]) -> None:
+    """Draw the speeds of all contenders for each model and micro-batch, relative to the first of `against` that trains
+    the same architecture."""
     groups: dict[str, dict[str, float]] = {}
-    for each in results:
-        if "error" not in each:
-            group = groups.setdefault(f"{each['size']}, micro-batch {each['micro_batch']}", {})
-            group[each["name"]] = each["tokens_per_second"]
-    ratios = {
-        place: {name: rate / group[base] for name, rate in group.items()}
-        for place, group in groups.items()
-        if base in group
-    }
+    for row in results:
+        if "error" not in row:
+            llama = " Llama" if CONTENDERS[row["name"]].llama else ""
+            group = groups.setdefault(f"{row['size']}{llama}, {row['micro_batch']}", {})
+            group[row["name"]] = row["tokens_per_second"]
+    ratios = {}
+    for place, group in groups.items():
+        bases = [group[name] for name in against if name in group]
+        if bases:
+            ratios[place] = {name: rate / bases[0] for name, rate in group.items()}
     if ratios:
         file = part.folder / f"{part.name}.png"
-        speeds(file, f"Speed of a step, relative to: {base}", ratios)
-        part.picture(file, f"Speed of each implementation of a step, relative to {base}")
+        speeds(file, "Speed of a step, by model and micro-batch", ratios)
+        part.picture(file, "Speed of each implementation of a step, relative to the one at 1")
