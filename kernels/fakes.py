@@ -91,7 +91,7 @@ def _by_position(x: Tensor) -> Tensor:
     return _like(x.transpose(1, 2)).transpose(1, 2)
 
 
-def _attention_packed(qkv: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def _attention_packed(qkv: Tensor, scale: float, window: int = 0) -> tuple[Tensor, Tensor]:
     batch, positions, heads, _, width = qkv.shape
     return qkv.new_empty(batch, positions, heads, width), _fp32(qkv, batch, heads, positions)
 
@@ -116,8 +116,8 @@ FAKES: dict[str, Callable] = {
     "dequantize_blocks": lambda message, _, blocks, bits: _fp32(message, blocks, 1024 if bits == 1 else 256),
     "norm": lambda tensors: _fp32(tensors[0]),
     "weight_gradient": _weight_gradient,
-    "attention": lambda q, k, v, scale: (_by_position(q), _row(q)),
-    "attention_backward": lambda dout, out, lse, q, k, v, scale: (_by_position(q), _by_position(k), _by_position(v)),
+    "attention": lambda q, k, v, scale, window=0: (_by_position(q), _row(q)),
+    "attention_backward": lambda dout, out, lse, *qkv_and_options: tuple(map(_by_position, qkv_and_options[:3])),
     "attention_packed": _attention_packed,
-    "attention_packed_backward": lambda dout, out, lse, qkv, scale: _like(qkv),
+    "attention_packed_backward": lambda dout, out, lse, qkv, scale, window=0: _like(qkv),
 }

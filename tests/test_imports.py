@@ -104,7 +104,8 @@ ROOMS = {
     "images": Room("corpus data samples", packages="numpy torch", lazy="PIL datasets"),
     "start": Room(
         "compressed config deepspeed graph launch metrics monitor noise onebit parallelism plan plots pretrain trainer "
-        "zeropp"
+        "zeropp",
+        packages="torch",
     ),
     "engine": Room(
         "checkpoint config data deepspeed launch models ops parallelism precision samples trainer",

@@ -1,8 +1,10 @@
 """Benchmark and correctness report for a GPU, in about twenty minutes.
 
-python tools/bench_gpu.py                  # run all parts, each in a separate process; write one report
-python tools/bench_gpu.py part=gates|ceilings|kernels|steps|profile|peer|model [minutes=8] [peer=NANOGPT] [tree=PATH]
-    [output=outputs/bench_gpu/DATE] [device=cuda] [size=full] [tests=tests/gpu] [wheels=wheels]
+python tools/bench_gpu.py                  # run the first seven parts, each in a separate process; write one report
+python tools/bench_gpu.py part=session     # run the parts for a GPU that is at hand for 15 minutes, in order
+python tools/bench_gpu.py part=gates|ceilings|kernels|steps|profile|peer|model|compare|graph|fp8 [minutes=8]
+    [peer=NANOGPT] [tree=PATH] [output=outputs/bench_gpu/DATE] [device=cuda] [size=full] [tests=tests/gpu]
+    [wheels=wheels]
 python tools/bench_gpu.py part=wheels      # download the required packages as wheels; needs network access
 
 gates     tests/gpu, compute-sanitizer, and bf16 gradients of each attention backend compared with fp64
@@ -12,6 +14,9 @@ steps     training steps of GPT-3 Small and XL, compared with the planner's pred
 profile   kernels of a step by class, compared with their lower bound
 peer      training steps of nanoGPT, from the clone `peer`
 model     launches, bytes and minimum time of a step, from a trace that needs no GPU; `tree`: also of that source tree
+compare   steps of our kernels, of compiled reference ops, of nanoGPT (`peer`) and of transformers' Llama
+graph     steps with and without a CUDA graph
+fp8       steps with blocks and head in bf16 and fp8
 
 `device=cpu` runs without a GPU, and `size=tiny` uses small shapes. Each part writes results as they arrive, and stops
 after `minutes`. gptlite need not be installed: missing packages are taken from the folder `wheels`. Exit codes:

@@ -34,6 +34,7 @@ from gptlite.trainer.steps import Steps, lag_of
 # The presets of conf/model, with GPT-2's vocabulary. `tiny` is for tests of a script.
 MODELS = {
     "small": GPTConfig("gpt3-small", num_layers=12, num_heads=12, d_model=768, sequence_length=2048),
+    "medium": GPTConfig("gpt3-medium", num_layers=24, num_heads=16, d_model=1024, sequence_length=2048),
     "xl": GPTConfig("gpt3-xl", num_layers=24, num_heads=16, d_model=2048, sequence_length=2048),
     "tiny": GPTConfig("tiny", num_layers=2, num_heads=2, d_model=64, sequence_length=64),
 }
@@ -71,13 +72,18 @@ def run_config(
 
 
 def build_step(
-    config: Config, mesh: Mesh, micro_batch: int, micro_batches: int = 1, ops: Ops | None = None
+    config: Config,
+    mesh: Mesh,
+    micro_batch: int,
+    micro_batches: int = 1,
+    ops: Ops | None = None,
+    execute: Callable[..., Any] | None = None,
 ) -> Callable[[], Any]:
     """Build a training step as pretrain.py does, for a configuration by `run_config`.
 
     Each step of a rank has `micro_batches` micro-batches of `micro_batch` sequences. `ops` defaults to a run's ops on
-    this machine. As in the training loop, on a GPU the result of a step is read after the next step is enqueued. On the
-    meta device, weights are not initialized.
+    this machine, and `execute` to a Step's. As in the training loop, on a GPU the result of a step is read after the
+    next step is enqueued. On the meta device, weights are not initialized.
     """
     device, rule = mesh.device, config.optimizer
     ops = ops or select_ops(OpsConfig(), device)
@@ -99,7 +105,8 @@ def build_step(
         micro_batch_size=micro_batch,
         sequence_length=config.model.sequence_length,
     )
-    step = Step(mesh, passes, rule.lr, rule.clip_norm, Stopping(mesh, StopSignal()))
+    execution = () if execute is None else (execute,)
+    step = Step(mesh, passes, rule.lr, rule.clip_norm, Stopping(mesh, StopSignal()), *execution)
     steps = Steps(step, lag_of(state.optimizer, device, 1 if device.type == "meta" else None))
 
     def take() -> Any:

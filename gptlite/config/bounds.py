@@ -32,7 +32,7 @@ BOUNDS: list[tuple[str, str, float, float, str]] = [
     ("trainer.", "max_epochs", SOME, 1_000_000, "must be above 0 and at most 1,000,000"),
     ("trainer.", "spike.window", 8, INTEGER, "must be at least 8"),
     ("trainer.", "spike.threshold spike.rise spike.margin spike.max_rewinds", 0, FINITE, "must be at least 0"),
-    ("trainer.", "eval_interval sample_tokens max_restarts replica_check_interval", 0, INTEGER, OFF_AT_0),
+    ("trainer.", "eval_interval sample_tokens max_restarts replica_check_interval gc_freq", 0, INTEGER, OFF_AT_0),
     ("trainer.", "max_time", SOME, FINITE, "must be above 0 (minutes)"),
     ("trainer.", "host_memory_limit", SOME, FINITE, "must be above 0 (GiB per rank), or null for no limit"),
     ("checkpoint.", "interval", 0, INTEGER, "must not be negative; 0 saves only at the end"),

@@ -42,16 +42,15 @@ from gptlite.precision import Policy
 from gptlite.torch_private.dispatch import KeptForAll, OnlyKept
 from gptlite.torch_private.fsdp import keep_fp32_gradients
 from gptlite.torch_private.modules import BatchNorm, compile_block, leave_meta
-from gptlite.torch_private.ops import ATTENTION_OPS
 
 IN_BLOCKS = (Linear, ColumnParallelLinear, RowParallelLinear)
 MULTIPLYING = (*IN_BLOCKS, ExpertWeights, Head, VocabParallelHead)
-# Ops whose results selective checkpointing keeps: linear layers and SDPA. Pointwise ops are cheap to recompute. So are
-# materialized attention scores, given their memory (Korthikanti et al. 2022, arXiv:2205.05198, section 5).
-KEPT = (
-    torch.ops.aten.mm.default,
-    torch.ops.aten.addmm.default,
-    *ATTENTION_OPS,
+# Ops whose results selective checkpointing keeps: linear layers and, by name, attention. Pointwise ops are cheap to
+# recompute. So are attention scores, given their memory (Korthikanti et al. 2022, arXiv:2205.05198, section 5).
+KEPT = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+KEPT_NAMES = (
+    *("gptlite.attention", "aten._scaled_dot_product", "aten._flash_attention", "torch_attn._varlen_attn"),
+    *("gptlite_experts.grouped_product", "aten._scaled_mm"),
 )
 
 
@@ -318,8 +317,7 @@ def _keep(split_backward: bool, gathers: bool) -> tuple[Any, Any]:
 def is_kept(op: object) -> bool:
     """Return True if selective checkpointing keeps the op's result."""
     # By name, since our ops exist only once the kernels are loaded, and names of fp8 GEMMs vary by torch version.
-    kept = ("gptlite.attention", "gptlite_experts.grouped_product", "aten._scaled_mm", "torch_attn._varlen_attn")
-    return op in KEPT or str(op).startswith(kept)
+    return op in KEPT or str(op).startswith(KEPT_NAMES)
 
 
 def _policy(context: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:

@@ -2,7 +2,6 @@
 
 import math
 from contextlib import nullcontext
-from inspect import signature
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -16,12 +15,8 @@ from torch.nn.attention.varlen import varlen_attn
 from gptlite.ops.config import QUERY_BLOCK, Attention
 from gptlite.ops.dropout import DropoutKey, dropout
 from gptlite.ops.softmax import causal_softmax, future, masked_softmax
-from gptlite.torch_private.ops import flash_attention, softmax_backward
+from gptlite.torch_private.ops import flash_attention, flash_window_attention, softmax_backward
 
-# The argument for the causal mask, in newer torch and in 2.10.
-CAUSAL: dict[str, Any] = (
-    {"window_size": (-1, 0)} if "window_size" in signature(varlen_attn).parameters else {"is_causal": True}
-)
 ONE_QUERY = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
@@ -29,11 +24,16 @@ class Spans(NamedTuple):
     """Boundaries of N documents in B concatenated sequences of length S.
 
     `cumulative`, int32 [N + 1]: the start of each document, then the end of the last one. Documents may be empty. No
-    document is longer than `longest`.
+    document is longer than `longest`. A query attends to `window` positions, up to its own; 0: to all.
     """
 
     cumulative: Tensor
     longest: int
+    window: int = 0
+
+
+# True where a key is hidden, besides later ones; or the number of positions, up to its own, that a query attends to.
+Mask = Tensor | Spans | int | None
 
 
 def causal_attention(
@@ -43,7 +43,7 @@ def causal_attention(
     choice: Attention,
     dropout_p: float = 0.0,
     key: DropoutKey | None = None,
-    mask: Tensor | None = None,
+    mask: Tensor | int | None = None,
     fused_scores: bool = False,
 ) -> Tensor:
     """Return softmax(q kᵀ / sqrt(D) + causal mask) v.
@@ -51,14 +51,21 @@ def causal_attention(
     q [B, H, Sq, D]; k, v [B, H, Sk, D], Sq <= Sk: the queries are the last Sq positions. Returns [B, H, Sq, D]. If k
     and v have fewer heads, each serves several consecutive query heads (grouped-query attention, arXiv:2305.13245).
     `mask`, bool and broadcast to [B, H, Sq, Sk], also hides the keys where it is True; a query without visible keys
-    gets zeros.
+    gets zeros. An integer is a window, the number of keys up to its own that a query sees.
 
     With dropout, scores are always materialized, since SDPA's dropout would depend on the layout. With a mask, they are
-    materialized unless `choice` is `sdpa`. `fused_scores`: materialized scores use our softmax and dropout kernels. The
-    choices `fused` and `fused_softmax` always use these kernels.
+    materialized unless `choice` is `sdpa`, but our kernel and flash attention skip keys outside a window.
+    `fused_scores`: materialized scores use our softmax and dropout kernels. The choices `fused` and `fused_softmax`
+    always use these kernels.
     """
     dropping = dropout_p > 0.0 and key is not None
     k, v = (_for_queries(each, q.shape[1]) for each in (k, v))
+    if isinstance(mask, int):
+        if choice is Attention.fused and not dropping:
+            return _FusedAttention.apply(mask, q, k, v)
+        if choice in (Attention.sdpa, Attention.fa3) and not dropping and _takes_flash(q, k, v):
+            return flash_window_attention(q, k, v, mask)
+        mask = ~future(q.shape[2], k.shape[2], q.device, mask)
     if mask is not None and choice is Attention.sdpa and not dropping:
         hidden = mask | future(q.shape[-2], k.shape[-2], q.device)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=~hidden)  # SDPA's masks are True for visible keys
@@ -68,7 +75,7 @@ def causal_attention(
     if q.shape[-2] == 1 or choice in (Attention.sdpa, Attention.cudnn, Attention.fa3):
         return _sdpa(q, k, v, choice)
     if choice is Attention.fused:
-        return _FusedAttention.apply(q, k, v)
+        return _FusedAttention.apply(0, q, k, v)
     batch, heads, queries, width = q.shape
     flat = [t.reshape(batch * heads, t.shape[2], width) for t in (q, k, v)]
     return _MatmulAttention.apply(*flat).view(batch, heads, queries, width)
@@ -79,7 +86,7 @@ def packed_causal_attention(
     choice: Attention,
     dropout_p: float = 0.0,
     key: DropoutKey | None = None,
-    mask: Tensor | Spans | None = None,
+    mask: Mask = None,
     fused_scores: bool = False,
     bias: Tensor | None = None,
 ) -> Tensor:
@@ -90,15 +97,15 @@ def packed_causal_attention(
     without dropout. `fused_scores` and `bias`: see `heads`.
     """
     if isinstance(mask, Spans):
-        spans = (mask.cumulative, mask.cumulative, mask.longest, mask.longest)
+        spans, window = (mask.cumulative, mask.cumulative, mask.longest, mask.longest), (mask.window - 1, 0)
         packed = qkv.flatten(0, 1)
         q, (k, v) = packed[:, :, :-2].flatten(1, 2), packed[:, :, -2:].unbind(2)
         k, v = (_for_queries(each, q.shape[1]) for each in (k, v))
-        out = cast(Tensor, varlen_attn(q, k, v, *spans, **CAUSAL))
+        out = cast(Tensor, varlen_attn(q, k, v, *spans, window_size=window))
         return out.view(*qkv.shape[:2], *out.shape[1:])
-    plain = qkv.shape[3] == 3
-    if plain and choice is Attention.fused and (dropout_p == 0.0 or key is None) and mask is None and qkv.shape[1] > 1:
-        return _FusedAttention.apply(qkv)
+    plain = qkv.shape[3] == 3 and qkv.shape[1] > 1 and not isinstance(mask, Tensor)
+    if plain and choice is Attention.fused and (dropout_p == 0.0 or key is None):
+        return _FusedAttention.apply(mask or 0, qkv)
     q, k, v = heads(qkv, bias, fused_scores)
     return causal_attention(q, k, v, choice, dropout_p, key, mask, fused_scores).transpose(1, 2)
 
@@ -180,12 +187,12 @@ class _Heads(torch.autograd.Function):
 
 class _FusedAttention(torch.autograd.Function):
     """Attention by our CPU kernel: of q, k, v with any strides, or of packed qkv [B, S, H, 3, D], without copying q, k
-    and v."""
+    and v. `window` is the number of keys, up to its own, that a query sees; 0 for all."""
 
     @staticmethod
-    def forward(ctx: Any, *qkv: Tensor) -> Tensor:
-        ops, scale = torch.ops.gptlite, 1.0 / math.sqrt(qkv[0].shape[-1])
-        out, lse = ops.attention_packed(*qkv, scale) if len(qkv) == 1 else ops.attention(*qkv, scale)
+    def forward(ctx: Any, window: int, *qkv: Tensor) -> Tensor:
+        ops, ctx.options = torch.ops.gptlite, (1.0 / math.sqrt(qkv[0].shape[-1]), window)
+        out, lse = (ops.attention_packed if len(qkv) == 1 else ops.attention)(*qkv, *ctx.options)
         ctx.save_for_backward(out, lse, *qkv)
         return out
 
@@ -195,7 +202,8 @@ class _FusedAttention(torch.autograd.Function):
         saved = ctx.saved_tensors  # read once: checkpoint recomputation allows only one access
         ops, packed = torch.ops.gptlite, len(saved) == 3
         backward = ops.attention_packed_backward if packed else ops.attention_backward
-        return backward(grad, *saved, 1.0 / math.sqrt(grad.shape[-1]))
+        grads = backward(grad, *saved, *ctx.options)
+        return (None, grads) if packed else (None, *grads)
 
 
 def _probabilities(q: Tensor, k: Tensor, start: int, end: int, scale: float) -> Tensor:

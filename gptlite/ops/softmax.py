@@ -33,9 +33,9 @@ def masked_softmax(scores: Tensor, mask: Tensor | None, scale: float, fused: boo
     return x.masked_fill(empty, 0.0).softmax(-1).masked_fill(empty, 0.0).to(scores.dtype)
 
 
-def future(queries: int, keys: int, device: torch.device) -> Tensor:
-    """Return a bool mask [Sq, Sk], True where the key comes after the query."""
-    return torch.ones(queries, keys, dtype=torch.bool, device=device).triu_(keys - queries + 1)
+def future(queries: int, keys: int, device: torch.device, window: int = 0) -> Tensor:
+    """Return a bool mask [Sq, Sk], True where the key comes after the query, or is one of the `window` before that."""
+    return torch.ones(queries, keys, dtype=torch.bool, device=device).triu_(keys - queries + 1 - window)
 
 
 class _Softmax(torch.autograd.Function):

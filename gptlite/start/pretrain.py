@@ -1,7 +1,10 @@
 """`pretrain` of the Python API, and of each rank of a run: training, with what observes a run attached."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
+
+import torch
 
 from gptlite.config.schema import Config
 from gptlite.metrics.meter import Throughput
@@ -9,6 +12,7 @@ from gptlite.parallelism.config import Offload
 from gptlite.pretrain import pretrain as train
 from gptlite.satellites.compressed.words import compression_words
 from gptlite.satellites.graph.attach import graph_steps, graph_words
+from gptlite.satellites.monitor.garbage import GarbageCollection
 from gptlite.satellites.monitor.memory_report import MemoryReport
 from gptlite.satellites.monitor.profile import StepProfiler
 from gptlite.satellites.monitor.replicas import ReplicaCheck
@@ -16,12 +20,15 @@ from gptlite.satellites.monitor.watchdog import watch_ranks
 from gptlite.satellites.noise.report import noise_report, noise_words
 from gptlite.satellites.onebit.words import onebit_words
 from gptlite.satellites.zeropp.words import zeropp_words
+from gptlite.torch_private.allocator import set_allocator
 from gptlite.trainer.attached import Attached
 from gptlite.trainer.build import Run
 from gptlite.trainer.folder import RunFolder
 from gptlite.trainer.observers import Observer
 from gptlite.trainer.result import Result
 from gptlite.trainer.signals import StopSignal
+
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")  # torch's own
 
 
 def pretrain(
@@ -40,12 +47,22 @@ def pretrain(
     configuration that cannot run here, before writing to the run folder (the server of an experiment tracker may still
     refuse the run later).
     """
+    grow_segments()
     return train(config, started, stop_signal, opened, Attached(memory, watch_ranks, observers, graph_steps))
 
 
+def grow_segments() -> None:
+    """Let segments of GPU memory grow, so that memory that is free between two tensors can become part of a larger one.
+
+    Nothing changes if this process holds GPU memory already, or if a variable of torch has settings of its allocator.
+    """
+    if torch.cuda.is_available() and not torch.cuda.memory_reserved() and not any(map(os.getenv, ALLOCATOR_VARIABLES)):
+        set_allocator("expandable_segments:True")
+
+
 def observers(run: Run, folder: RunFolder, throughput: Throughput) -> tuple[Observer, ...]:
-    """Return the observers of a run: the memory of its ranks, the profiler, the comparison of replicas, and the noise
-    of gradients if it is measured."""
+    """Return the observers of a run: the memory of its ranks, the profiler, the comparison of replicas, the garbage
+    collector, and the noise of gradients if it is measured."""
     trainer, offloads = run.config.trainer, run.config.parallelism.offload is not Offload.none
     for line in [*communication_words(run), *filter(None, [graph_words(run)])] if run.mesh.is_main else ():
         folder.log(line)
@@ -53,6 +70,7 @@ def observers(run: Run, folder: RunFolder, throughput: Throughput) -> tuple[Obse
         MemoryReport(run.mesh, trainer.last_step, throughput.excluded, offloads),
         StepProfiler(trainer.profile_steps, folder.path, run.mesh.rank, folder.log),
         ReplicaCheck(trainer.replica_check_interval),
+        GarbageCollection(trainer.gc_freq),
         *noise_report(run.state, folder),
     )
 

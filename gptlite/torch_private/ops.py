@@ -12,13 +12,6 @@ from torch.utils._pytree import tree_iter, tree_leaves, tree_map, tree_map_only
 
 __all__ = ("tree_iter", "tree_leaves", "tree_map", "tree_map_only")
 
-# The kernels of scaled_dot_product_attention.
-ATTENTION_OPS = (
-    torch.ops.aten._scaled_dot_product_flash_attention.default,
-    torch.ops.aten._scaled_dot_product_efficient_attention.default,
-    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-)
 softmax_backward: Any = torch.ops.aten._softmax_backward_data
 
 _torch: Any = torch  # the names are not in its public type stub
@@ -38,6 +31,14 @@ def attention_choice(q: Tensor, k: Tensor, v: Tensor) -> int:
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, *arguments: Any, **options: Any) -> Tensor:
     """Return flash attention, whose causal mask aligns the last query with the last key."""
     return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, *arguments, **options)[0]
+
+
+def flash_window_attention(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
+    """Return flash attention in which a query sees `window` keys, up to its own, and the last query the last key."""
+    sizes, qkv = (q.shape[2], k.shape[2]), (each.transpose(1, 2) for each in (q, k, v))
+    options = {"window_size_left": window - 1, "window_size_right": 0}
+    out = torch.ops.aten._flash_attention_forward(*qkv, None, None, *sizes, 0.0, False, False, **options)[0]
+    return out.transpose(1, 2)
 
 
 def scaled_mm(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype | None = None) -> Tensor:

@@ -53,6 +53,12 @@ struct Size {
   }
 };
 
+// Returns the number of keys that a query sees. For 0, which stands for all, it exceeds that of any padded position.
+int64_t windowed(int64_t window) {
+  STD_TORCH_CHECK(window >= 0, "window must be at least 0, not ", window);
+  return window ? window : INT64_MAX / 2;
+}
+
 Tensor checked_lse(const Tensor& lse, const Size& size) {
   check_fp32(lse, "lse");
   check_sizes(lse, "lse", {size.batch, size.heads, size.queries});
@@ -73,20 +79,21 @@ Tensor new_heads(const Size& size, int64_t positions, const Tensor& like) {
                        size.dtype, like);
 }
 
-Two attention(const Tensor& q, const Tensor& k, const Tensor& v, double scale) {
+Two attention(const Tensor& q, const Tensor& k, const Tensor& v, double scale, int64_t window) {
   const Size size(q, k, v);
   const Tensor queries = with_rows(q), keys = with_rows(k), values = with_rows(v);
   const Tensor out = new_heads(size, size.queries, q);
   const Tensor lse = empty({size.batch, size.heads, size.queries}, GPTLITE_FP32, q);
   const GptliteHeads to = writing(out), from_q = reading(queries), from_k = reading(keys), from_v = reading(values);
   check_cpu(gptlite_cpu_attention_forward(&to, mutable_floats(lse), &from_q, &from_k, &from_v, size.batch, size.heads,
-                                          size.queries, size.keys, size.width, float(scale), size.dtype, cpu_context()),
+                                          size.queries, size.keys, size.width, float(scale), windowed(window),
+                                          size.dtype, cpu_context()),
             "attention");
   return {out, lse};
 }
 
 Three attention_backward(const Tensor& dout, const Tensor& out, const Tensor& lse, const Tensor& q, const Tensor& k,
-                         const Tensor& v, double scale) {
+                         const Tensor& v, double scale, int64_t window) {
   const Size size(q, k, v);
   const Sizes sizes = sizes_of(q);
   const Tensor queries = with_rows(q), keys = with_rows(k), values = with_rows(v), lses = checked_lse(lse, size);
@@ -98,12 +105,12 @@ Three attention_backward(const Tensor& dout, const Tensor& out, const Tensor& ls
                      from_v = reading(values);
   check_cpu(gptlite_cpu_attention_backward(&to_q, &to_k, &to_v, &from, &from_out, floats(lses), &from_q, &from_k,
                                            &from_v, size.batch, size.heads, size.queries, size.keys, size.width,
-                                           float(scale), size.dtype, cpu_context()),
+                                           float(scale), windowed(window), size.dtype, cpu_context()),
             "attention_backward");
   return {dq, dk, dv};
 }
 
-Two attention_packed(const Tensor& qkv, double scale) {
+Two attention_packed(const Tensor& qkv, double scale, int64_t window) {
   const Size size(qkv);
   const Tensor packed = as_contiguous(qkv);
   const Tensor out = empty({size.batch, size.queries, size.heads, size.width}, size.dtype, qkv);
@@ -112,13 +119,14 @@ Two attention_packed(const Tensor& qkv, double scale) {
   const GptliteHeads to = by_position(out, mutable_data(out)), q = part(packed, from, 0), k = part(packed, from, 1),
                      v = part(packed, from, 2);
   check_cpu(gptlite_cpu_attention_forward(&to, mutable_floats(lse), &q, &k, &v, size.batch, size.heads, size.queries,
-                                          size.keys, size.width, float(scale), size.dtype, cpu_context()),
+                                          size.keys, size.width, float(scale), windowed(window), size.dtype,
+                                          cpu_context()),
             "attention_packed");
   return {out, lse};
 }
 
 Tensor attention_packed_backward(const Tensor& dout, const Tensor& out, const Tensor& lse, const Tensor& qkv,
-                                 double scale) {
+                                 double scale, int64_t window) {
   const Size size(qkv);
   const Sizes sizes{size.batch, size.queries, size.heads, size.width};
   const Tensor packed = as_contiguous(qkv), lses = checked_lse(lse, size), dqkv = new_like(qkv);
@@ -130,8 +138,8 @@ Tensor attention_packed_backward(const Tensor& dout, const Tensor& out, const Te
                      from_out = by_position(result, const_cast<void*>(data(result))), q = part(packed, from, 0),
                      k = part(packed, from, 1), v = part(packed, from, 2);
   check_cpu(gptlite_cpu_attention_backward(&dq, &dk, &dv, &from_dout, &from_out, floats(lses), &q, &k, &v, size.batch,
-                                           size.heads, size.queries, size.keys, size.width, float(scale), size.dtype,
-                                           cpu_context()),
+                                           size.heads, size.queries, size.keys, size.width, float(scale),
+                                           windowed(window), size.dtype, cpu_context()),
             "attention_packed_backward");
   return dqkv;
 }

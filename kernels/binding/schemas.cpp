@@ -66,10 +66,12 @@ STABLE_TORCH_LIBRARY(gptlite, m) {
       "Tensor? found_inf, Tensor(e!)[]? copies=None, Tensor? rate=None) -> ()");
 
   m.def("weight_gradient(Tensor dy, Tensor x, bool bias, bool fp32) -> (Tensor dw, Tensor dbias)");
-  m.def("attention(Tensor q, Tensor k, Tensor v, float scale) -> (Tensor out, Tensor lse)");
+  m.def("attention(Tensor q, Tensor k, Tensor v, float scale, int window=0) -> (Tensor out, Tensor lse)");
   m.def(
-      "attention_backward(Tensor dout, Tensor out, Tensor lse, Tensor q, Tensor k, Tensor v, float scale) -> "
-      "(Tensor dq, Tensor dk, Tensor dv)");
-  m.def("attention_packed(Tensor qkv, float scale) -> (Tensor out, Tensor lse)");
-  m.def("attention_packed_backward(Tensor dout, Tensor out, Tensor lse, Tensor qkv, float scale) -> Tensor");
+      "attention_backward(Tensor dout, Tensor out, Tensor lse, Tensor q, Tensor k, Tensor v, float scale, "
+      "int window=0) -> (Tensor dq, Tensor dk, Tensor dv)");
+  m.def("attention_packed(Tensor qkv, float scale, int window=0) -> (Tensor out, Tensor lse)");
+  m.def(
+      "attention_packed_backward(Tensor dout, Tensor out, Tensor lse, Tensor qkv, float scale, int window=0) -> "
+      "Tensor");
 }

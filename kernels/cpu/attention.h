@@ -15,9 +15,11 @@ constexpr int kOutOfMemory = 2;  // cudaErrorMemoryAllocation
 struct AttentionShape {
   int64_t batch, heads, queries, keys, width;
   float scale;
+  int64_t window;  // number of keys, up to its own, that a query sees
 
-  // Query i sees the keys 0 to i + offset().
+  // Query i sees the keys first_key(i) to i + offset().
   int64_t offset() const { return keys - queries; }
+  int64_t first_key(int64_t query) const { return query + offset() < window ? 0 : query + offset() - window + 1; }
 };
 
 GPTLITE_INLINE int64_t round_up(int64_t value, int64_t step) { return (value + step - 1) / step * step; }

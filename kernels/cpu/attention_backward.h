@@ -52,7 +52,12 @@ class BackwardBlocks {
     for (int64_t key = 0; key < shape_.keys; key += kGradientKeys) {
       const int64_t count = smaller(kGradientKeys, shape_.keys - key), rows = round_up(count, Math::kRowStep);
       const int64_t first = key > shape_.offset() ? (key - shape_.offset()) / kQueryBlock * kQueryBlock : 0;
-      for (int64_t query = first; query < shape_.queries; query += kQueryBlock) block(key, rows, query, query > first);
+      const int64_t end = smaller(key + count - 1 - shape_.offset() + shape_.window, shape_.queries);
+      for (int64_t query = first; query < end; query += kQueryBlock) block(key, rows, query, query > first);
+      if (first >= end) {  // keys before all windows
+        memset(dk_, 0, count * width_ * sizeof *dk_);
+        memset(dv_, 0, count * width_ * sizeof *dv_);
+      }
       for (int64_t i = 0; i < count; ++i) {
         Math::store_row(head.dk.row(key + i), dk_ + i * width_, shape_.width, shape_.scale);
         Math::store_row(head.dv.row(key + i), dv_ + i * width_, shape_.width, 1.0f);
@@ -122,22 +127,24 @@ class BackwardBlocks {
                    rows, width_, queries, add);
     const auto columns = Math::columns(key_columns_ + key * width_, kGradientKeys, key_rows_ + key * width_, width_);
     Math::multiply(dq_ + at, kQueryBlock, columns, Math::right(ds_right_, ds_rows_), kQueryBlock, width_, queries, rows,
-                   key > 0);
+                   key / kGradientKeys > shape_.first_key(query) / kGradientKeys);
   }
 
-  // Computes the probabilities p and the gradients of the scores ds, of kLanes queries. Keys before `whole` are seen by
-  // all of these queries, keys from `some` on by none. Rows are stored in pairs, as bf16 operands need.
+  // Computes the probabilities p and the gradients of the scores ds, of kLanes queries. Keys before `first` and from
+  // `some` on are seen by none of these queries, keys from `past` to `whole` by all. Rows are stored in pairs, as bf16
+  // operands need.
   void gradients(int64_t lane, int64_t query, int64_t rows, int64_t bound) {
     const Vec lse = vector_at(lse_, query + lane), delta = vector_at(delta_, query + lane);
     const int64_t whole = clamped(bound + 1, 0, rows) / 2 * 2, some = round_up(clamped(bound + kLanes, 0, rows), 2);
-    for (int64_t row = 0; row < whole; row += 2) {
+    const int64_t left = bound - shape_.window, first = clamped(left + 1, 0, rows) / 2 * 2;
+    const int64_t past = smaller(round_up(clamped(left + kLanes, 0, rows), 2), some);
+    for (int64_t row = 0; row < first; row += 2) store_gradients(lane, row, Pair{}, Pair{});
+    for (int64_t row = first; row < past; row += 2) edge(lane, row, bound, lse, delta);
+    for (int64_t row = past; row < whole; row += 2) {
       const Pair a = gradient(lane, row, lse, delta), b = gradient(lane, row + 1, lse, delta);
       store_gradients(lane, row, a, b);
     }
-    for (int64_t row = whole; row < some; row += 2) {
-      const Pair a = gradient(lane, row, lse, delta), b = gradient(lane, row + 1, lse, delta);
-      store_gradients(lane, row, seen_of(a, row, bound), seen_of(b, row + 1, bound));
-    }
+    for (int64_t row = past > whole ? past : whole; row < some; row += 2) edge(lane, row, bound, lse, delta);
     for (int64_t row = some; row < rows; row += 2) store_gradients(lane, row, Pair{}, Pair{});
   }
 
@@ -150,8 +157,16 @@ class BackwardBlocks {
     const Vec p = Math::exp2(fma(score, broadcast(shape_.scale * kLog2e), -lse));
     return {p, p * (vector_at(slopes_, row * kQueryBlock + lane) - delta)};
   }
-  static Pair seen_of(Pair pair, int64_t row, int64_t bound) {
-    return {where_seen(row, bound, pair.p, Vec{}), where_seen(row, bound, pair.ds, Vec{})};
+  // Computes the gradients of two keys that not all of the queries see.
+  void edge(int64_t lane, int64_t row, int64_t bound, Vec lse, Vec delta) {
+    const Pair a = gradient(lane, row, lse, delta), b = gradient(lane, row + 1, lse, delta);
+    store_gradients(lane, row, seen_of(a, row, bound), seen_of(b, row + 1, bound));
+  }
+  Pair seen_of(Pair pair, int64_t row, int64_t bound) const {
+    return {seen_of(pair.p, row, bound), seen_of(pair.ds, row, bound)};
+  }
+  Vec seen_of(Vec x, int64_t row, int64_t bound) const {
+    return where_seen(row, bound - shape_.window, Vec{}, where_seen(row, bound, x, Vec{}));
   }
   void store_gradients(int64_t lane, int64_t row, Pair a, Pair b) {
     Math::store_rows(p_rows_ + row * kQueryBlock + lane, kQueryBlock, a.p, b.p);

@@ -41,9 +41,12 @@ class ForwardBlocks {
   void run(const ForwardHead<T>& head, int64_t first, int64_t last) {
     if (last - first < kFewQueries || !(shape_.scale > 0.0f)) return rows_.run(head, first, last);
     const int64_t keys = last + shape_.offset(), rows = round_up(keys, Math::kRowStep);
-    load_rows<Math>(key_rows_, head.k, 0, keys, rows, shape_.width, width_);
-    if (!load_rows<Math>(value_rows_, head.v, 0, keys, rows, shape_.width, width_)) return rows_.run(head, first, last);
-    for (int64_t key = 0; key < rows; key += kKeyBlock) {
+    const int64_t begin = shape_.first_key(first) / kKeyBlock * kKeyBlock, at = begin * width_;
+    load_rows<Math>(key_rows_ + at, head.k, begin, keys - begin, rows - begin, shape_.width, width_);
+    if (!load_rows<Math>(value_rows_ + at, head.v, begin, keys - begin, rows - begin, shape_.width, width_)) {
+      return rows_.run(head, first, last);
+    }
+    for (int64_t key = begin; key < rows; key += kKeyBlock) {
       Math::prepare_columns(value_columns_ + key * width_, kKeyBlock, value_rows_ + key * width_,
                             smaller(kKeyBlock, rows - key), width_, out_rows_);
     }
@@ -62,36 +65,45 @@ class ForwardBlocks {
     lanes_ = round_up(count, Math::kQueryStep);
     load_rows<Math>(query_rows_, q, query, count, lanes_, shape_.width, width_);
     Math::transposed(query_columns_, kQueryBlock, query_rows_, lanes_, width_);
+    const int64_t begin = shape_.first_key(query) / Math::kRowStep * Math::kRowStep;
     const int64_t keys = query + count + shape_.offset();
-    for (int64_t key = 0; key < keys; key += kKeyBlock) {
-      const int64_t rows = round_up(smaller(kKeyBlock, keys - key), Math::kRowStep);
+    for (int64_t key = begin, next; key < keys; key = next) {
+      const int64_t base = key / kKeyBlock * kKeyBlock;  // a window's first block may begin inside of a prepared one
+      next = base + kKeyBlock;
+      const int64_t rows = round_up(smaller(next, keys) - key, Math::kRowStep);
       Math::multiply(scores_, kQueryBlock, Math::left(key_rows_ + key * width_, width_), query_columns_, kQueryBlock,
                      rows, lanes_, round_up(shape_.width, Math::kDepthStep), false);
       for (int64_t lane = 0; lane < lanes_; lane += kLanes) {
-        softmax(lane, rows, query + lane + shape_.offset() - key, key > 0);
+        softmax(lane, rows, query + lane + shape_.offset() - key, key > begin);
       }
+      const auto values = value_columns_ + base * width_ + (key - base);
       Math::multiply(out_columns_, kQueryBlock,
-                     Math::columns(value_columns_ + key * width_, kKeyBlock, value_rows_ + key * width_, width_),
-                     probabilities_, kQueryBlock, width_, lanes_, rows, key > 0);
+                     Math::columns(values, kKeyBlock, value_rows_ + key * width_, width_), probabilities_, kQueryBlock,
+                     width_, lanes_, rows, key > begin);
     }
   }
 
   // Computes the probabilities of kLanes queries for one block of keys. The division by their sum is left to finish().
   void softmax(int64_t lane, int64_t rows, int64_t bound, bool add) {
+    const int64_t first = clamped(bound - shape_.window + 1, 0, rows) / 2 * 2;
     const int64_t seen = round_up(clamped(bound + kLanes, 0, rows), 2);
+    hide_past(lane, first, seen, bound - shape_.window);
     hide_future(lane, seen, bound);
     const float scale = shape_.scale * kLog2e;
-    const Vec before = add ? load(shift_ + lane, All{}) : broadcast(-INFINITY);
-    const Vec shift = max(before, largest(scores_ + lane, seen) * scale);
+    const Vec before = add ? load(shift_ + lane, All{}) : broadcast(least_shift());
+    const Vec shift = max(before, largest(scores_ + lane + first * kQueryBlock, seen - first) * scale);
     const Vec total = add ? load(total_ + lane, All{}) * shrink(lane, before, shift) : Vec{};
     Vec totals[2] = {};
     const float* scores = scores_ + lane;
-    for (int64_t row = 0; row < seen; row += 2) {
-      const Vec first = Math::exp2(fma(load(scores + row * kQueryBlock, All{}), broadcast(scale), -shift));
-      const Vec second = Math::exp2(fma(load(scores + (row + 1) * kQueryBlock, All{}), broadcast(scale), -shift));
-      totals[0] = totals[0] + first;
-      totals[1] = totals[1] + second;
-      Math::store_right(probabilities_, kQueryBlock, row, lane, first, second);
+    for (int64_t row = 0; row < first; row += 2) {
+      Math::store_right(probabilities_, kQueryBlock, row, lane, Vec{}, Vec{});
+    }
+    for (int64_t row = first; row < seen; row += 2) {
+      const Vec even = Math::exp2(fma(load(scores + row * kQueryBlock, All{}), broadcast(scale), -shift));
+      const Vec odd = Math::exp2(fma(load(scores + (row + 1) * kQueryBlock, All{}), broadcast(scale), -shift));
+      totals[0] = totals[0] + even;
+      totals[1] = totals[1] + odd;
+      Math::store_right(probabilities_, kQueryBlock, row, lane, even, odd);
     }
     for (int64_t row = seen; row < rows; row += 2) {
       Math::store_right(probabilities_, kQueryBlock, row, lane, Vec{}, Vec{});
@@ -107,6 +119,17 @@ class ForwardBlocks {
       store(scores, where_seen(row, bound, load(scores, All{}), broadcast(-INFINITY)), All{});
     }
   }
+
+  // Sets the score to -inf where a key, from `first` on, is before a query's window. Lane i does not see keys up to
+  // past + i.
+  void hide_past(int64_t lane, int64_t first, int64_t rows, int64_t past) {
+    for (int64_t row = first; row < clamped(past + kLanes, 0, rows); ++row) {
+      float* scores = scores_ + row * kQueryBlock + lane;
+      store(scores, where_seen(row, past, broadcast(-INFINITY), load(scores, All{})), All{});
+    }
+  }
+  // A block may have no key of a query's window: then exponentials are relative to a finite number, not to -inf.
+  float least_shift() const { return shape_.window < shape_.keys ? -1e30f : -INFINITY; }
 
   static Vec largest(const float* scores, int64_t rows) {
     Vec maxima[2] = {broadcast(-INFINITY), broadcast(-INFINITY)};

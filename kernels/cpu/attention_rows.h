@@ -58,16 +58,16 @@ class ForwardRows {
 
   void run(const ForwardHead<T>& head, int64_t first, int64_t last) {
     for (int64_t query = first; query < last; ++query) {
-      const int64_t keys = query + shape_.offset() + 1;
+      const int64_t begin = shape_.first_key(query), keys = query + shape_.offset() + 1;
       float maximum = -INFINITY;
-      for (int64_t key = 0; key < keys; ++key) {
+      for (int64_t key = begin; key < keys; ++key) {
         const float score = dot(head.q.row(query), head.k.row(key), shape_.width) * shape_.scale;
         scores_[key] = score;
         maximum = score > maximum ? score : maximum;
       }
-      const float total = exponentials(scores_, maximum, keys);
+      const float total = exponentials(scores_ + begin, maximum, keys - begin);
       memset(sum_, 0, shape_.width * sizeof *sum_);
-      for (int64_t key = 0; key < keys; ++key) add_scaled(sum_, scores_[key], head.v.row(key), shape_.width);
+      for (int64_t key = begin; key < keys; ++key) add_scaled(sum_, scores_[key], head.v.row(key), shape_.width);
       store_scaled(head.out.row(query), 1.0f / total, sum_, shape_.width);
       head.lse[query] = maximum + logf(total);
     }
@@ -94,7 +94,7 @@ class BackwardRows {
     for (int64_t query = 0; query < shape_.queries; ++query) {
       const float delta = dot(head.dout.row(query), head.out.row(query), width);
       memset(dq_, 0, width * sizeof *dq_);
-      for (int64_t key = 0; key <= query + shape_.offset(); ++key) {
+      for (int64_t key = shape_.first_key(query); key <= query + shape_.offset(); ++key) {
         float p = dot(head.q.row(query), head.k.row(key), width) * shape_.scale;
         exponentials(&p, head.lse[query], 1);
         const float slope = p * (dot(head.dout.row(query), head.v.row(key), width) - delta);

@@ -313,23 +313,26 @@ int gptlite_cpu_adamw(const GptliteAdam* tensors, int64_t num_tensors, double lr
 
 int gptlite_cpu_attention_forward(const GptliteHeads* out, float* lse, const GptliteHeads* q, const GptliteHeads* k,
                                   const GptliteHeads* v, int64_t batch, int64_t heads, int64_t queries, int64_t keys,
-                                  int64_t width, float scale, int dtype, void* context) {
-  GPTLITE_TRY_AMX(attention_forward, out, lse, q, k, v, batch, heads, queries, keys, width, scale, dtype, context);
-  GPTLITE_TRY_BF16(attention_forward, out, lse, q, k, v, batch, heads, queries, keys, width, scale, dtype, context);
-  return GPTLITE_RUN(attention_forward, out, lse, q, k, v, batch, heads, queries, keys, width, scale, dtype, context);
+                                  int64_t width, float scale, int64_t window, int dtype, void* context) {
+  GPTLITE_TRY_AMX(attention_forward, out, lse, q, k, v, batch, heads, queries, keys, width, scale, window, dtype,
+                  context);
+  GPTLITE_TRY_BF16(attention_forward, out, lse, q, k, v, batch, heads, queries, keys, width, scale, window, dtype,
+                   context);
+  return GPTLITE_RUN(attention_forward, out, lse, q, k, v, batch, heads, queries, keys, width, scale, window, dtype,
+                     context);
 }
 
 int gptlite_cpu_attention_backward(const GptliteHeads* dq, const GptliteHeads* dk, const GptliteHeads* dv,
                                    const GptliteHeads* dout, const GptliteHeads* out, const float* lse,
                                    const GptliteHeads* q, const GptliteHeads* k, const GptliteHeads* v, int64_t batch,
                                    int64_t heads, int64_t queries, int64_t keys, int64_t width, float scale,
-                                   int dtype, void* context) {
+                                   int64_t window, int dtype, void* context) {
   GPTLITE_TRY_AMX(attention_backward, dq, dk, dv, dout, out, lse, q, k, v, batch, heads, queries, keys, width, scale,
-                  dtype, context);
+                  window, dtype, context);
   GPTLITE_TRY_BF16(attention_backward, dq, dk, dv, dout, out, lse, q, k, v, batch, heads, queries, keys, width, scale,
-                   dtype, context);
+                   window, dtype, context);
   return GPTLITE_RUN(attention_backward, dq, dk, dv, dout, out, lse, q, k, v, batch, heads, queries, keys, width,
-                     scale, dtype, context);
+                     scale, window, dtype, context);
 }
 
 int gptlite_cpu_weight_gradient(void* dw, void* dbias, const void* dy, const void* x, int64_t rows, int64_t outputs,

@@ -220,17 +220,17 @@ GPTLITE_KERNEL(adamw, const GptliteAdam* tensors, int64_t num_tensors, double lr
 int64_t gptlite_rows_workspace(int64_t rows, int64_t width);  // layer_norm, join_heads etc.
 int64_t gptlite_norm_workspace(int64_t elements, int64_t num_tensors);
 
-// Causal attention, only on CPUs: out = softmax(scale * q kᵀ + causal mask) v. Query i sees the keys 0 to
-// i + keys - queries, with queries <= keys. lse [batch, heads, queries], fp32, is the log sum exp of each row of scores.
-// dq, dk and dv may be parts of the same tensor. All their elements are written.
+// Causal attention, only on CPUs: out = softmax(scale * q kᵀ + causal mask) v. Query i sees the last `window` of the keys
+// 0 to i + keys - queries, with queries <= keys. lse [batch, heads, queries], fp32, is the log sum exp of each row of
+// scores. dq, dk and dv may be parts of the same tensor. All their elements are written.
 int gptlite_cpu_attention_forward(const GptliteHeads* out, float* lse, const GptliteHeads* q, const GptliteHeads* k,
                                   const GptliteHeads* v, int64_t batch, int64_t heads, int64_t queries, int64_t keys,
-                                  int64_t width, float scale, int dtype, void* context);
+                                  int64_t width, float scale, int64_t window, int dtype, void* context);
 int gptlite_cpu_attention_backward(const GptliteHeads* dq, const GptliteHeads* dk, const GptliteHeads* dv,
                                    const GptliteHeads* dout, const GptliteHeads* out, const float* lse,
                                    const GptliteHeads* q, const GptliteHeads* k, const GptliteHeads* v, int64_t batch,
-                                   int64_t heads, int64_t queries, int64_t keys, int64_t width, float scale, int dtype,
-                                   void* context);
+                                   int64_t heads, int64_t queries, int64_t keys, int64_t width, float scale,
+                                   int64_t window, int dtype, void* context);
 
 // Gradients of a linear layer, on CPUs with AVX512-BF16 or AMX (GPTLITE_UNSUPPORTED on others). For dy [rows, outputs]
 // and x [rows, inputs], bf16: dw [outputs, inputs] = dyᵀ x, and dbias [outputs] (or NULL) is the sum of dy over rows.

@@ -1,5 +1,8 @@
 """What one device does as a CPU does: initial weights, and a run from its start to a resumed end."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -7,7 +10,17 @@ import torch
 from run_files import differing, read_metrics, without_plots
 
 from gptlite.models.init import draw_normal_
+from gptlite.start.pretrain import ALLOCATOR_VARIABLES
 from gpu.device import DEVICE, ON_A_CPU_SLOW
+
+# In a process of its own, before its first allocation.
+SEGMENTS = """
+import torch
+from gptlite.start.pretrain import grow_segments
+grow_segments()
+tensors = [torch.empty(size << 20, device="cuda") for size in (1, 30, 200)]
+print([segment["is_expandable"] for segment in torch.cuda.memory_snapshot()])
+"""
 
 
 def test_initial_weights_are_the_cpus() -> None:
@@ -42,3 +55,13 @@ def test_a_run_trains_and_resumes(run, tmp_path: Path, overrides: list[str]) -> 
     rows = [row for row in read_metrics(tmp_path / "a") if "loss" in row]
     assert [row["step"] for row in rows] == list(range(1, 61))
     assert rows[-1]["loss"] < 0.75 * rows[0]["loss"]
+
+
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="for GPUs")
+def test_segments_of_gpu_memory_grow() -> None:
+    environment = {name: value for name, value in os.environ.items() if name not in ALLOCATOR_VARIABLES}
+    program = [sys.executable, "-c", SEGMENTS]
+    done = subprocess.run(program, capture_output=True, text=True, env=environment, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "True" in done.stdout
+    assert "False" not in done.stdout

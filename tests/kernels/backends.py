@@ -20,6 +20,7 @@ from kernels.memory import Buffer, Memory, argument
 from kernels.options import Adam, Dropout, Loss, State
 
 UNSUPPORTED = 10001
+NO_WINDOW = 2**62  # a number of keys that no query has
 Made = tuple[Sequence[int], torch.dtype]  # an output
 Pair = tuple[Tensor | None, Tensor | None]
 
@@ -267,7 +268,7 @@ class Backend:
         return after
 
     def attention_forward(
-        self, q: Tensor, k: Tensor, v: Tensor, scale: float, layout: str = "bshd"
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, layout: str = "bshd", window: int = NO_WINDOW
     ) -> tuple[Tensor, Tensor]:
         """out [batch, heads, queries, width], lse [batch, heads, queries]."""
         memory = self._memory()
@@ -275,7 +276,7 @@ class Backend:
         (out,) = _heads(memory, [torch.empty_like(q)], layout, written=True)
         lse = memory.new(q.shape[:3], torch.float32)
         heads = [_heads_struct(each) for each in (out, *inputs)]
-        options = *q.shape[:3], *k.shape[2:], scale, CODES[q.dtype]
+        options = *q.shape[:3], *k.shape[2:], scale, window, CODES[q.dtype]
         self._call(memory, "gptlite_cpu_attention_forward", heads[0], lse, *heads[1:], *options)
         return out, lse.tensor
 
@@ -289,6 +290,7 @@ class Backend:
         v: Tensor,
         scale: float,
         layout: str = "bshd",
+        window: int = NO_WINDOW,
     ) -> tuple[Tensor, ...]:
         """dq, dk, dv."""
         memory = self._memory()
@@ -296,7 +298,7 @@ class Backend:
         gradients = _heads(memory, [torch.empty_like(each) for each in (q, k, v)], layout, written=True)
         outs = [_heads(memory, [each], layout)[0] for each in (dout, out)]
         *first, q_, k_, v_ = [_heads_struct(each) for each in (*gradients, *outs, *inputs)]
-        options = *q.shape[:3], *k.shape[2:], scale, CODES[q.dtype]
+        options = *q.shape[:3], *k.shape[2:], scale, window, CODES[q.dtype]
         self._call(memory, "gptlite_cpu_attention_backward", *first, memory.copy(lse), q_, k_, v_, *options)
         return tuple(gradients)
 

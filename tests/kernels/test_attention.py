@@ -1,9 +1,11 @@
 """Causal attention of CPUs, forward and backward, against the formula in float64."""
 
+import random
+
 import torch
 from torch import Tensor
 
-from kernels.backends import Backend
+from kernels.backends import NO_WINDOW, Backend
 from kernels.cases import BF16, CPUS, DTYPES, FP32, each, normal, on, same_bits
 from kernels.loop import loop_over
 from kernels.test_threads import assert_same
@@ -13,16 +15,19 @@ LAYOUTS = ("bshd", "bhsd", "packed")
 INF = float("inf")
 
 
-def hidden(queries: int, keys: int) -> Tensor:
-    return torch.ones(queries, keys, dtype=torch.bool).triu(keys - queries + 1)
+def hidden(queries: int, keys: int, window: int = NO_WINDOW) -> Tensor:
+    places = torch.arange(keys) - torch.arange(keys - queries, keys).unsqueeze(1)  # of keys, from that of the query
+    return (places > 0) | (places <= -window)
 
 
 class Reference:
     """Everything in float64; `terms_*` are the sums of the same products without their signs."""
 
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, scale: float, dtype: torch.dtype) -> None:
+    def __init__(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, dtype: torch.dtype, window: int = NO_WINDOW
+    ) -> None:
         self.q, self.k, self.v, self.scale, self.dtype = q.double(), k.double(), v.double(), scale, dtype
-        self.scores = (scale * self.q @ self.k.mT).masked_fill(hidden(q.shape[2], k.shape[2]), -INF)
+        self.scores = (scale * self.q @ self.k.mT).masked_fill(hidden(q.shape[2], k.shape[2], window), -INF)
         self.p = torch.softmax(self.scores, -1)
         self.lse = torch.logsumexp(self.scores, -1)
         # The roundings of a score are exp's relative error; the backward takes exp of a difference of two more.
@@ -32,7 +37,8 @@ class Reference:
 
     def check_forward(self, out: Tensor, lse: Tensor) -> None:
         check("out", out, self.p @ self.v, (self.p * self.p_error) @ self.v.abs(), 1.0)
-        check("lse", lse, self.lse, self.lse.abs() + self.score_size[..., 0], ARITHMETIC["attention"])
+        # The relative error of the sum, even of a single exponential, is an absolute one of its logarithm.
+        check("lse", lse, self.lse, 1.0 + self.lse.abs() + self.score_size[..., 0], ARITHMETIC["attention"])
 
     def check_backward(self, gradients: tuple[Tensor, Tensor, Tensor], dout: Tensor, out: Tensor) -> None:
         """From `out` as the forward gave it."""
@@ -59,12 +65,12 @@ def inputs(size: tuple[int, int, int, int, int], dtype: torch.dtype) -> tuple[Te
     return q, k, v, dout
 
 
-def check_both(backend: Backend, q, k, v, dout, scale: float, layout: str = "bshd") -> None:
-    reference = Reference(q, k, v, scale, q.dtype)
-    out, lse = backend.attention_forward(q, k, v, scale, layout)
+def check_both(backend: Backend, q, k, v, dout, scale: float, window: int = NO_WINDOW) -> None:
+    reference = Reference(q, k, v, scale, q.dtype, window)
+    out, lse = backend.attention_forward(q, k, v, scale, window=window)
     reference.check_forward(out, lse)
     # The backward on its own: from the right lse, rounded.
-    gradients = backend.attention_backward(dout, out, reference.lse.float(), q, k, v, scale, layout)
+    gradients = backend.attention_backward(dout, out, reference.lse.float(), q, k, v, scale, window=window)
     reference.check_backward(gradients, dout, out)
 
 
@@ -88,6 +94,54 @@ CORE_SIZES = [(2, 3, 5, 5, 7), (1, 2, 33, 33, 64), (1, 1, 100, 100, 32), (1, 1, 
 )
 def test_sizes(backend: Backend, size, dtype) -> None:
     check_both(backend, *inputs(size, dtype), size[4] ** -0.5)
+
+
+# Windows around the blocks of queries (64) and of keys (128 and 64), and the vectors and products within them.
+WINDOWS = [1, 2, 3, 7, 8, 15, 16, 17, 31, 33, 63, 64, 65, 96, 127, 128, 129, 190, 257, 400]
+WINDOW_SIZES = [(1, 1, 257, 257, 32), (1, 2, 40, 40, 16), (1, 1, 100, 513, 24), (1, 1, 3, 300, 8), (1, 1, 70, 135, 40)]
+
+
+@each("dtype", DTYPES, DTYPES, backends=CPUS)
+@loop_over("size", WINDOW_SIZES)
+@loop_over("window", WINDOWS)
+def test_windows(backend: Backend, dtype, size, window) -> None:
+    check_both(backend, *inputs(size, dtype), size[4] ** -0.5, window)
+
+
+@on(CPUS)
+def test_windows_of_random_sizes(backend: Backend) -> None:
+    draw = random.Random(0)
+    for _ in range(40):
+        keys, width, dtype = draw.randint(1, 700), draw.randint(1, 70), draw.choice(DTYPES)
+        size = (1, 1, draw.randint(1, keys), keys, width)
+        check_both(backend, *inputs(size, dtype), draw.choice([0.2, 1.5]), draw.randint(1, keys + 3))
+
+
+@each("dtype", DTYPES, (FP32, BF16), backends=CPUS)
+def test_a_window_of_all_keys_gives_the_bits_of_none(backend: Backend, dtype) -> None:
+    q, k, v, dout = inputs((1, 2, 150, 200, 32), dtype)
+    out, lse = backend.attention_forward(q, k, v, 0.3)
+    assert_same(backend.attention_forward(q, k, v, 0.3, window=200), (out, lse))
+    gradients = backend.attention_backward(dout, out, lse, q, k, v, 0.3)
+    assert_same(backend.attention_backward(dout, out, lse, q, k, v, 0.3, window=200), gradients)
+
+
+@each("dtype", DTYPES, (FP32, BF16), backends=CPUS)
+@loop_over("value", [float("nan"), INF])
+def test_what_is_not_finite_ends_with_the_window(backend: Backend, dtype, value) -> None:
+    """And keys in no window have gradients of 0."""
+    q, k, v, dout = inputs((1, 1, 300, 900, 16), dtype)
+    k[:, :, 700, 3] = v[:, :, 700, 5] = value
+    out, lse = backend.attention_forward(q, k, v, 0.3, window=50)
+    sees = (torch.arange(600, 900) >= 700) & (torch.arange(600, 900) < 750)
+    assert torch.equal(out[0, 0].isfinite().all(-1), ~sees)
+    gradients = backend.attention_backward(dout, out, lse, q, k, v, 0.3, window=50)
+    assert gradients[0][0, 0][~sees].isfinite().all()
+    v[:, :, 700], k[:, :, 700] = 1, 1
+    out, lse = backend.attention_forward(q, k, v, 0.3, window=50)
+    for gradient in backend.attention_backward(dout, out, lse, q, k, v, 0.3, window=50)[1:]:
+        assert (gradient[0, 0, :551] == 0).all()
+        assert (gradient[0, 0, 551:] != 0).any(-1).all()
 
 
 @each("dtype", DTYPES, (FP32, BF16), backends=CPUS)

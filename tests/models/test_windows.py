@@ -36,6 +36,19 @@ def test_windows_repeat_and_wide_ones_are_none(tiny):
         torch.testing.assert_close(loss, losses[0], rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: choice.value)
+def test_compiled_blocks_have_each_their_window(tiny, choice):
+    tokens, targets, _ = batch()
+    plain, compiled = (tiny(choice, dropout=0.0, num_layers=4, windows=[3, 0, 5, 100]) for _ in range(2))
+    torch.compiler.reset()  # at most 8 graphs of a function
+    for block in compiled.blocks():
+        block.compile(backend="aot_eager", fullgraph=True)
+    for model in (plain, compiled):
+        model(tokens, targets).backward()
+    for (name, ours), theirs in zip(compiled.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-5, atol=1e-7, msg=name)
+
+
 def test_flops_count_the_keys_in_a_window():
     whole, half = (GPTConfig(vocab_size=64, sequence_length=8, windows=windows) for windows in ([], [4, 0]))
     layers, width = whole.num_layers // 2, whole.query_size

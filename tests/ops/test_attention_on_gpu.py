@@ -153,3 +153,35 @@ def test_they_write_no_mask_while_ops_are_watched(monkeypatch: pytest.MonkeyPatc
         causal_attention(q, k, v, Attention.sdpa).sum().backward()
     flashed = "_scaled_dot_product_flash_attention"
     assert dispatched.ops == Counter({flashed: 1, f"{flashed}_backward": 1, "sum": 1, "ones_like": 1})
+
+
+@pytest.mark.parametrize("choice", [Attention.sdpa, Attention.fa3], ids=lambda choice: choice.value)
+def test_windows_take_flash_attention_without_a_mask(choice: Attention, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "_takes_flash", lambda *qkv: True)
+    qkv = torch.randn(B, S, H, 3, D, device="meta", dtype=torch.bfloat16, requires_grad=True)
+    with Dispatched() as dispatched:
+        packed_causal_attention(qkv, choice, mask=7).sum().backward()
+    once = ("_flash_attention_forward", "_flash_attention_backward", "sum", "ones_like", "stack")
+    assert dispatched.ops == Counter(once)
+    asked = []
+    given = torch.ops.aten._flash_attention_forward
+    flash_forward = lambda *args, **options: asked.append((*args[3:], options)) or given(*args, **options)  # noqa: E731
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", flash_forward)
+    q, k, v = (torch.randn(B, H, n, D, device="meta", dtype=torch.bfloat16) for n in (10, S, S))
+    assert causal_attention(q, k, v, choice, mask=7).shape == q.shape
+    # Of the 7 positions, 6 are before the query's own; the mask of the window replaces the causal one.
+    assert asked == [(None, None, 10, S, 0.0, False, False, {"window_size_left": 6, "window_size_right": 0})]
+
+
+def test_documents_and_windows_take_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def varlen(q: Tensor, k: Tensor, v: Tensor, *spans: Any, window_size: tuple[int, int]) -> Tensor:
+        asked.append(window_size)
+        return q
+
+    monkeypatch.setattr(attention, "varlen_attn", varlen)
+    spans = attention.Spans(torch.tensor([0, 5, B * S], dtype=torch.int32), S)
+    for window in (0, 7):
+        packed_causal_attention(draw()[0], Attention.sdpa, mask=spans._replace(window=window))
+    assert asked == [(-1, 0), (6, 0)]

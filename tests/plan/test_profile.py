@@ -115,6 +115,22 @@ def test_bytes_of_a_pointwise_op_are_read_and_written():
     assert found.moved == 2 * 4 * 16 * 4 + 4 * 8
 
 
+@pytest.mark.usefixtures("kernels")
+def test_a_window_leaves_attention_the_products_of_its_keys():
+    """Of S positions, w S - w² / 2 pairs of a query and a key, as the FLOPs of a model count them."""
+    from gptlite.satellites.plan.watch import op_of
+
+    heads, width, ops = 2, 4, torch.ops.gptlite
+    qkv = torch.empty(1, 8, heads, 3, width, device="meta")
+    q, k, v = qkv.permute(3, 0, 2, 1, 4)
+    for window, pairs in ((0, 8 * 8 / 2), (3, 3 * 8 - 3 * 3 / 2), (8, 8 * 8 / 2), (20, 8 * 8 / 2)):
+        for op, args in ((ops.attention_packed, (qkv, 1.0)), (ops.attention, (q, k, v, 1.0))):
+            given = (*args, window) if window else args
+            found = op_of(op.default, given, op(*given))
+            assert found is not None
+            assert found.flops == 2 * 2 * heads * width * pairs
+
+
 def test_the_second_models_parameters_are_counted():
     config = toy()
     block = 24 * 24 * 3 + 24

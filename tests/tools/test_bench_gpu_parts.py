@@ -284,3 +284,106 @@ def test_a_kernels_goal_depends_on_its_width() -> None:
     assert goal_of("layer_norm", "forward", 2048) == 97
     assert goal_of("cross_entropy_", "both", 50304) == 98
     assert goal_of("bias_activation gelu_tanh", "forward", 768) is None
+
+
+def result(name: str, size: str, micro_batch: int, rate: float) -> dict[str, Any]:
+    """What a contender's process prints."""
+    seconds = {"seconds": 1 / rate, "lowest": 0.9 / rate, "highest": 1.1 / rate, "first": 3.0}
+    return {
+        "name": name,
+        "size": size,
+        "micro_batch": micro_batch,
+        "tokens_per_second": rate,
+        "mfu": None,
+        "memory": 0,
+    } | seconds
+
+
+def test_ratios_are_of_one_model_and_micro_batch() -> None:
+    from gpu_bench.compare import HEAD, table_rows
+
+    base, theirs = "reference compiled", "transformers' Llama compiled"
+    results = [
+        result("kernels", "xl", 4, 50.0),
+        result("kernels", "small", 16, 300.0),
+        result(base, "small", 16, 200.0),
+    ]
+    results += [
+        result(base, "small", 4, 400.0),
+        {"name": "kernels", "size": "small", "micro_batch": 4, "error": "gone"},
+    ]
+    results += [result("Llama kernels", "small", 16, 90.0), result(theirs, "small", 16, 60.0)]
+    rows = table_rows(results, (base, theirs))
+    assert [(*row[:3], *row[-2:]) for row in rows] == [
+        ("small", "4", base, "1.00", ""),
+        ("small", "4", "kernels", "", ""),
+        ("small", "16", "kernels", "1.50", ""),
+        ("small", "16", base, "1.00", ""),
+        ("small", "16", "Llama kernels", "", "1.50"),
+        ("small", "16", theirs, "", "1.00"),
+        ("xl", "4", "kernels", "", ""),
+    ]
+    assert {len(row) for row in rows} == {len(HEAD) + 2}
+    assert rows[1][3] == "gone"
+
+
+def test_what_does_not_fit_or_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from gpu_bench import compare
+    from gpu_bench.arguments import Arguments
+    from gpu_bench.report import Part
+
+    lines: list[str] = []
+    part = Part(tmp_path, "compare", 10, lines.append)
+
+    def measured(part: Part, who: str, size: str, options: Arguments) -> Any:
+        part.seconds -= 300  # of ten minutes, for two cells
+        for micro_batch in (4, 16):
+            yield {
+                key: value for key, value in result(who, size, micro_batch, 10.0).items() if key not in ("name", "size")
+            }
+
+    monkeypatch.setattr(compare, "measured", measured)
+    compare.run(part, Arguments(part="compare"))
+    text = (tmp_path / "compare.md").read_text()
+    assert "Not measured: nanoGPT compiled, small: peer=NANOGPT is not given." in text
+    assert "Not reached in time: kernels compiled, small; kernels, xl;" in text
+    assert text.count("| small") == 4
+    assert "(compare.png)" in text
+    assert len(json.loads((tmp_path / "compare.json").read_text())["results"]) == 4
+
+
+def test_a_contender_that_hangs_or_fails_is_ended_and_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from gpu_bench import compare
+    from gpu_bench.arguments import Arguments
+    from gpu_bench.report import Part
+
+    part, options = Part(tmp_path, "compare", 10, lambda line: None), Arguments(part="compare")
+    hangs = "import time; print('{\"micro_batch\": 4}', flush=True); time.sleep(60)"
+    monkeypatch.setattr(compare, "LONGEST", 2.0)
+    monkeypatch.setattr(compare, "program", lambda asked: [sys.executable, "-c", hangs])
+    started = time.monotonic()
+    assert list(compare.measured(part, "kernels", "small", options)) == [{"micro_batch": 4}]
+    assert time.monotonic() - started < 40
+    assert "Ended after 2 s: kernels, small, with 1 of 2 results." in (tmp_path / "compare.md").read_text()
+    monkeypatch.setattr(compare, "LONGEST", 60.0)
+    monkeypatch.setattr(compare, "program", lambda asked: [sys.executable, "-c", "raise OSError('planted')"])
+    assert list(compare.measured(part, "kernels", "small", options)) == []
+    assert part.failures == ["kernels, small: exit code 1; OSError: planted"]
+
+
+def test_every_contender_of_a_part_is_known_and_the_session_fits_in_a_loan() -> None:
+    from gpu_bench.compare import RACES
+    from gpu_bench.contenders import CONTENDERS, shape_of
+    from gpu_bench.parts import BUILD, SESSION
+
+    from gptlite.models.gpt.flops import layer_flops
+
+    for race in RACES.values():
+        named = [*(who for who, _ in race.cells), *race.tiny, *race.against]
+        assert set(named) <= set(CONTENDERS)
+        assert len(set(race.cells)) == len(race.cells)
+        assert {race.against[0]} <= {who for who, _ in race.cells}
+    assert BUILD + sum(SESSION.values()) <= 14
+    for size in ("small", "medium", "xl"):
+        sizes = [layer_flops(shape_of(size, llama)) for llama in (False, True)]
+        assert sizes[1] == pytest.approx(sizes[0], rel=0.03)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 import traceback
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -19,6 +20,7 @@ from gptlite.errors import ConfigError, did_you_mean
 from gptlite.progress import format_duration
 
 from .environment import child_environment
+from .gates import FOLDER
 from .report import Part, add_failure, assemble
 
 if TYPE_CHECKING:
@@ -26,23 +28,27 @@ if TYPE_CHECKING:
 
 # Maximum minutes of each part if all run. With BUILD, the minutes to build the kernels, they add up to 20.
 SHARES = {"gates": 4.5, "ceilings": 0.7, "kernels": 3.3, "steps": 5.0, "profile": 1.5, "peer": 2.0, "model": 1.5}
+# Maximum minutes of each part of part=session, which fits in a loan of 15 minutes with the build of the kernels.
+SESSION = {"gates": 2.0, "compare": 5.0, "graph": 1.2, "fp8": 1.8, "kernels": 2.0}
+PLANS = {"all": SHARES, "session": SESSION}
+NEW_TESTS = f"{FOLDER} -k 'window or graph or fp8 or head or epilogue or segments'"  # gates of part=session
 BUILD = 1.5
 GRACE = 15.0  # seconds after a part's time limit until it is killed
 CPU_PARTS = ("gates", "model")  # parts that a CPU can run at full size
 # Modules whose name differs from that of their part.
-MODULES = {"kernels": "kernel_rows", "profile": "profiled", "model": "model_part"}
+MODULES = {"kernels": "kernel_rows", "profile": "profiled", "model": "model_part", "graph": "compare", "fp8": "compare"}
 
 
 def run(options: Arguments) -> int:
     """Run the requested parts. Returns the exit code. Raises ConfigError."""
     check(options)
     folder = Path(options.output or f"outputs/bench_gpu/{time.strftime('%Y-%m-%d_%H-%M-%S')}").expanduser()
-    return _all(options, folder) if options.part == "all" else _one(options, folder)
+    return _all(options, folder) if options.part in PLANS else _one(options, folder)
 
 
 def check(options: Arguments) -> None:
     """Raise ConfigError for options that cannot run here."""
-    names = (*SHARES, "all", "wheels")
+    names = (*dict.fromkeys((*SHARES, *SESSION)), *PLANS, "wheels")
     if options.part not in names:
         raise ConfigError(f"part={options.part} is not one of {', '.join(names)}{did_you_mean(options.part, names)}")
     if options.device not in ("cuda", "cpu"):
@@ -67,15 +73,19 @@ def check(options: Arguments) -> None:
 
 
 def _all(options: Arguments, folder: Path) -> int:
-    """Run every part within its time limit. If a part fails or hangs, this is recorded, and the next part runs."""
-    names = [name for name in SHARES if name != "peer" or options.peer]
+    """Run every part of a plan within its time limit. If a part fails or hangs, this is recorded, and the next part
+    runs."""
+    shares = PLANS[options.part]
+    names = [name for name in shares if name != "peer" or options.peer]
+    if options.part == "session" and options.tests == FOLDER:
+        options = replace(options, tests=NEW_TESTS)
     started = time.monotonic()
     _build_kernels()
     for index, name in enumerate(names):
-        spent, left = time.monotonic() - started, 60 * sum(SHARES[each] for each in names[index:])
+        spent, left = time.monotonic() - started, 60 * sum(shares[each] for each in names[index:])
         so_far = f"{format_duration(spent)} so far, ETA at most {format_duration(left)}"
         print(f"== {name} ({index + 1} of {len(names)}); {so_far}", flush=True)
-        _in_a_process(options, name, folder)
+        _in_a_process(options, name, folder, shares[name])
         assemble(folder, words(options))
     print(f"written: {assemble(folder, words(options))}; {format_duration(time.monotonic() - started)} in all")
     return int(any(_failures(folder, name) for name in names))
@@ -91,9 +101,9 @@ def _build_kernels() -> None:
         print("the build of the kernels is not finished in time; the first part will build them", flush=True)
 
 
-def _in_a_process(options: Arguments, name: str, folder: Path) -> None:
+def _in_a_process(options: Arguments, name: str, folder: Path, share: float) -> None:
     program = Path(__file__).resolve().parents[1] / "bench_gpu.py"
-    minutes = min(options.minutes, SHARES[name])
+    minutes = min(options.minutes, share)
     given = {"part": name, "minutes": minutes, "output": folder, "device": options.device, "size": options.size}
     given |= {"tests": options.tests, **{k: v for k in ("peer", "tree") if (v := getattr(options, k))}}
     command = [sys.executable, str(program), *(f"{key}={value}" for key, value in given.items())]

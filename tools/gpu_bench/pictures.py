@@ -68,6 +68,29 @@ def beside_floor(file: Path, title: str, measured: Mapping[str, float], floor: M
     _save(axes, title, file, columns=2)
 
 
+def speeds(file: Path, title: str, groups: Mapping[str, Mapping[str, float]]) -> None:
+    """Draw the speeds of each group (ratios by name) as bars, one colour for each name, and a line at 1."""
+    names = list(dict.fromkeys(name for group in groups.values() for name in group))
+    count = sum(len(group) + 1 for group in groups.values())
+    axes = Figure(figsize=(9.0, 1.6 + 0.24 * count), dpi=100).subplots()
+    colours, row, middles = list(COLOURS.values()), 0, []
+    for group in groups.values():
+        middles.append(row + (len(group) - 1) / 2)
+        for name, ratio in group.items():
+            drawn = axes.barh(row, ratio, 0.85, color=colours[names.index(name) % len(colours)])
+            axes.bar_label(drawn, [f"{ratio:.2f}  {name}"], padding=4, fontsize=8)
+            row += 1
+        row += 1
+    axes.set_yticks(middles, list(groups))
+    axes.invert_yaxis()
+    axes.axvline(1.0, color="black", linestyle="--", linewidth=1)
+    axes.set_xlim(0, 1.45 * max(ratio for group in groups.values() for ratio in group.values()))
+    axes.set_xlabel("relative speed")
+    axes.set_title(title)
+    axes.figure.tight_layout()  # type: ignore[union-attr]
+    axes.figure.savefig(file)  # type: ignore[union-attr]
+
+
 def _save(axes: Axes, title: str, file: Path, columns: int) -> None:
     axes.set_xlabel("ns per token")
     axes.set_title(title, pad=14)

@@ -19,6 +19,9 @@ TITLES = {
     "profile": "A profiled step",
     "peer": "Comparison with nanoGPT",
     "model": "Launch and byte model of a step",
+    "compare": "Implementations of a step compared",
+    "graph": "Steps in a CUDA graph",
+    "fp8": "Steps in fp8",
 }
 
 

@@ -12,7 +12,7 @@ from gptlite.models.gpt.config import GPTConfig
 from gptlite.models.gpt.values import ValueMix
 from gptlite.models.layers import Linear, RMSNorm
 from gptlite.models.parallel_layers import HeadsNorm
-from gptlite.ops.attention import Spans, causal_attention, heads, packed_causal_attention
+from gptlite.ops.attention import Mask, Spans, causal_attention, heads, packed_causal_attention
 from gptlite.ops.dropout import DropoutKey
 from gptlite.ops.rope import Angles, rope
 from gptlite.ops.select import Ops
@@ -96,7 +96,7 @@ class CausalSelfAttention(nn.Module):
         x: Tensor,
         key: DropoutKey | None = None,
         cache: LayerCache | None = None,
-        mask: Tensor | Spans | None = None,
+        mask: Mask = None,
         rotary: Angles | None = None,
         first: Tensor | None = None,
         *,
@@ -105,10 +105,10 @@ class CausalSelfAttention(nn.Module):
         """Return attention's output, and the values [B, S, K, 1, D] if later layers take them as `first`, otherwise
         None.
 
-        `mask`: bool [B, 1, S, length of the whole sequence], True for earlier keys that a query must not attend to.
-        Without dropout and context parallelism, it may also be the spans of documents. `rotary`: cosines and sines that
-        rotate queries and keys. `first`: the first layer's values, for ValueMix. If `bias` is False, the next op adds
-        the output projection's bias.
+        `mask`: bool [B, 1, S, length of the whole sequence], True for earlier keys that a query must not attend to, or
+        a window. Without dropout and context parallelism, it may also be the spans of documents. `rotary`: cosines and
+        sines that rotate queries and keys. `first`: the first layer's values, for ValueMix. If `bias` is False, the
+        next op adds the output projection's bias.
         """
         # The local number of heads follows from the tensor, so that a shard of the heads needs no special code.
         whole = self.context is None or self.context.whole
@@ -126,7 +126,6 @@ class CausalSelfAttention(nn.Module):
             heads_before = 0 if self.tensor_axis is None else self.tensor_axis.rank * qkv[..., :-2, 0].shape[2:].numel()
             key = replace(key, first_head=heads_before)
         if self.context is not None and not whole:
-            assert not isinstance(mask, Spans)
             out = self._over_ranks(qkv, key, mask, self.context)
         elif cache is None:
             options = self.fused_scores, None if bias_of is None else bias_of.bias
@@ -170,17 +169,18 @@ class CausalSelfAttention(nn.Module):
         gains = _gain(self.q_norm, qkv.dtype), _gain(self.k_norm, qkv.dtype)
         return rope(qkv, rotary, gains, self.q_norm.eps, self.fused_rope)
 
-    def _over_ranks(self, qkv: Tensor, key: DropoutKey | None, mask: Tensor | None, context: ContextCut) -> Tensor:
+    def _over_ranks(self, qkv: Tensor, key: DropoutKey | None, mask: Mask, context: ContextCut) -> Tensor:
         """Return attention's output [B, s, K G, D] for the queries of this rank's two chunks, which attend to the whole
         sequence. qkv is [B, s, K, G + 2, D]."""
+        assert not isinstance(mask, Spans)
         length = qkv.shape[1]
         pairs, memory = context.gather_keys_and_values(qkv)
         queries = qkv[:, :, :, :-2].flatten(2, 3).transpose(1, 2).chunk(2, 2)
-        masks = (None, None) if mask is None else mask.chunk(2, 2)
+        masks = mask.chunk(2, 2) if isinstance(mask, Tensor) else (mask, mask)
         outs, options = [], {"fused_scores": self.fused_scores}
         for q, (k, v), start, hidden in zip(queries, pairs, context.starts(length), masks, strict=True):
             own = None if key is None else replace(key, first_position=start)
-            seen = None if hidden is None else hidden[..., : k.shape[2]]
+            seen = hidden[..., : k.shape[2]] if isinstance(hidden, Tensor) else hidden
             out = causal_attention(q, k, v, self.implementation, self.dropout, own, seen, **options)
             outs.append(out.transpose(1, 2))
         return context.free_until_backward(torch.cat(outs, 1), qkv, memory)

@@ -17,7 +17,7 @@ from gptlite.models.gpt.mlp import MLP
 from gptlite.models.gpt.moe import MoE
 from gptlite.models.gpt.values import parted, with_values
 from gptlite.models.layers import Head, LayerNorm, ResidualNorm, RMSNorm
-from gptlite.ops.attention import Spans
+from gptlite.ops.attention import Mask, Spans
 from gptlite.ops.cross_entropy import LossGradient
 from gptlite.ops.dropout import DropoutKey, dropout
 from gptlite.ops.embedding import TableGradient, embedding
@@ -99,7 +99,7 @@ class Block(nn.Module):
         sample_ids: Tensor | None = None,
         sites: Tensor | None = None,
         cache: LayerCache | None = None,
-        mask: Tensor | Spans | None = None,
+        mask: Mask = None,
         rotary: Angles | None = None,
         first: Tensor | None = None,
     ) -> Tensor | ResidualStream | tuple[Tensor | ResidualStream, Tensor]:
@@ -253,20 +253,18 @@ class GPT(nn.Module):
         heads = config.num_kv_heads // (1 if axis is None else axis.size)
         return parted(x, config.kv_size, heads, config.head_width, axis.size if axis and axis.sequence else 1)
 
-    def _masks(
-        self, x: Tensor, start: int, documents: Documents | None, dropping: bool
-    ) -> dict[int, Tensor | Spans | None]:
+    def _masks(self, x: Tensor, start: int, documents: Documents | None, dropping: bool) -> dict[int, Mask]:
         """Return attention's mask for each layer, see CausalSelfAttention.forward. Positions start at `start`.
         `dropping`: dropout is on."""
         plain = None if documents is None else self._documents_mask(documents, dropping)
         windows = {int(number): self.config.window(int(number)) for number in self.layers}
-        masks: dict[int, Tensor | Spans | None] = {0: plain}
+        masks: dict[int, Mask] = {0: plain}
         for window in {each for each in windows.values() if each}:
-            places = self._places(x, start)
-            ranks = 1 if self.context is None or self.context.whole else self.context.size
-            keys = torch.arange(start + len(places) * ranks, device=x.device)
-            hidden = (keys <= places.unsqueeze(1) - window)[None, None]  # the causal mask hides later keys
-            masks[window] = hidden if documents is None else hidden | self._other_documents(documents.starts)
+            if isinstance(plain, Tensor):
+                past = torch.arange(plain.shape[-1], device=x.device) <= self._places(x, start)[:, None] - window
+                masks[window] = plain | past
+            else:
+                masks[window] = window if plain is None else plain._replace(window=window)
         return {number: masks[window] for number, window in windows.items()}
 
     def _documents_mask(self, documents: Documents, dropping: bool) -> Tensor | Spans:

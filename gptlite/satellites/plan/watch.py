@@ -254,14 +254,14 @@ def _heads(name: str, args: Any) -> tuple[float, float, float]:
 
 def _attention(name: str, args: Any) -> int:
     """Return the FLOPs of attention: two products forward, and five backward, which computes the scores again. Our
-    attention ops are always causal."""
+    attention ops are always causal, and their last argument may be a window, which leaves 2w - w² / S of S keys."""
     q, *others = args[SCORES[name] :]
-    if "packed" in name:  # [B, S, H, 3, D]
-        product = 2 * prod(q.shape) // 3 * q.shape[1]
-    else:  # [B, H, Sq, D], keys [B, H, Sk, D]
-        product = 2 * prod(q.shape) * others[0].shape[-2]
-    causal = "flash" not in name or any(each is True for each in others)
-    return (5 if name.endswith("backward") else 2) * product // (2 if causal else 1)
+    ours, keys = "flash" not in name, q.shape[1] if "packed" in name else others[0].shape[-2]
+    product = 2 * prod(q.shape) // (3 if "packed" in name else 1)  # packed: [B, S, H, 3, D]
+    causal = ours or any(each is True for each in others)
+    window = min(others[-1], keys) if ours and isinstance(others[-1], int) and others[-1] else keys
+    pairs = product * window * (2 * keys - window) // max(keys, 1)
+    return (5 if name.endswith("backward") else 2) * pairs // (2 if causal else 1)
 
 
 def _moved(func: Any, args: Any, out: Any) -> int:
