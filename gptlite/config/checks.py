@@ -33,6 +33,7 @@ from gptlite.parallelism.layout import (
 )
 from gptlite.precision import Precision, check_precision
 
+FP8_HEAD = "precision.fp8_head=true"
 FP8_MULTIPLE = 16  # the hardware requires each dimension of an fp8 GEMM to be a multiple of this
 
 
@@ -231,16 +232,20 @@ def _no_axis(config: Config, axis: str, why: str) -> str:
 
 def _fp8(config: Config) -> None:
     spec, tensor = spec_of(config.model), config.parallelism.tensor
-    if config.precision.dtype is not Precision.fp8:
+    blocks, head = config.precision.dtype is Precision.fp8, config.precision.fp8_head
+    if not blocks and not head:
         return
+    key, other = ("precision=fp8", "precision=bf16") if blocks else (FP8_HEAD, "precision.fp8_head=false")
     if (sizes := spec.product_sizes(config.model)) is None:
-        raise ConfigError(f"precision=fp8: the {spec.name} model has no GEMMs that run in fp8; use precision=bf16")
-    for key, size in sizes.items():
+        raise ConfigError(f"{key}: the {spec.name} model has no GEMMs that run in fp8; use {other}")
+    if not blocks:  # the head's only size that padding does not align, which no axis divides
+        sizes, tensor = {"model.d_model": sizes["model.d_model"]}, 1
+    for name, size in sizes.items():
         if size % (FP8_MULTIPLE * tensor):
             by = f" x parallelism.tensor={tensor}" if tensor > 1 else ""
             raise ConfigError(
-                f"{key}={size} is not divisible by {FP8_MULTIPLE}{by}, as precision=fp8 requires of GEMM dimensions; "
-                f"use precision=bf16, or {key}={-(-size // (FP8_MULTIPLE * tensor)) * FP8_MULTIPLE * tensor}"
+                f"{name}={size} is not divisible by {FP8_MULTIPLE}{by}, as {key} requires of GEMM dimensions; "
+                f"use {other}, or {name}={-(-size // (FP8_MULTIPLE * tensor)) * FP8_MULTIPLE * tensor}"
             )
 
 

@@ -38,6 +38,7 @@ class Products:
 
 ON_GPU = Products(8, fp32=True, compiled=True)
 PRODUCTS = {"cpu": Products(), "cuda": ON_GPU, "meta": ON_GPU}
+FP8_PRODUCTS = Products(16)  # on every device
 
 
 def logit_rows(device: str, tokens: int, columns: int, itemsize: int) -> int:
