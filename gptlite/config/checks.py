@@ -232,14 +232,15 @@ def _no_axis(config: Config, axis: str, why: str) -> str:
 
 def _fp8(config: Config) -> None:
     spec, tensor = spec_of(config.model), config.parallelism.tensor
-    blocks, head = config.precision.dtype is Precision.fp8, config.precision.fp8_head
-    if not blocks and not head:
-        return
-    key, other = ("precision=fp8", "precision=bf16") if blocks else (FP8_HEAD, "precision.fp8_head=false")
-    if (sizes := spec.product_sizes(config.model)) is None:
-        raise ConfigError(f"{key}: the {spec.name} model has no GEMMs that run in fp8; use {other}")
-    if not blocks:  # the head's only size that padding does not align, which no axis divides
-        sizes, tensor = {"model.d_model": sizes["model.d_model"]}, 1
+    if config.precision.dtype is Precision.fp8:
+        _fp8_sizes("precision=fp8", "precision=bf16", spec.name, spec.product_sizes(config.model), tensor)
+    if config.precision.fp8_head:  # the tensor axis divides its rows, which are padded
+        _fp8_sizes(FP8_HEAD, "precision.fp8_head=false", spec.name, spec.head_sizes(config.model), 1)
+
+
+def _fp8_sizes(key: str, other: str, model: str, sizes: dict[str, int] | None, tensor: int) -> None:
+    if sizes is None:
+        raise ConfigError(f"{key}: the {model} model has no GEMMs that run in fp8; use {other}")
     for name, size in sizes.items():
         if size % (FP8_MULTIPLE * tensor):
             by = f" x parallelism.tensor={tensor}" if tensor > 1 else ""

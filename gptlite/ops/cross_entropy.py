@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gptlite.ops.config import FP8_PRODUCTS, PRODUCTS, SOFTMAX_BYTES, CrossEntropy, logit_rows
+from gptlite.ops.config import E5M2_ONE, FP8_PRODUCTS, PRODUCTS, SOFTMAX_BYTES, CrossEntropy, logit_rows
 from gptlite.ops.embedding import TableGradient
 from gptlite.ops.inputs import IGNORE
 from gptlite.ops.linear import linear_gradients, product
@@ -64,7 +64,7 @@ class LossGradient:
 @dataclass(frozen=True)
 class HeadGemms:
     """Kind of the head's three GEMMs. `fused`: the weight's gradient is computed as in ops/linear.py. `fp8`: operands
-    are quantized to fp8 (ops/fp8_head.py)."""
+    are quantized to fp8 (ops/fp8.py)."""
 
     fused: bool = False
     fp8: bool = False
@@ -73,9 +73,6 @@ class HeadGemms:
 NO_TERMS = LossTerms()
 NOTHING_KNOWN = LossGradient()
 PLAIN_GEMMS = HeadGemms()
-# Value in e5m2 of a gradient of 1, the largest of softmax cross entropy. A power of two rounds like no scale at all.
-# e5m2's largest value is 1.75 times as large, for z-loss; probabilities below 2^-32 become 0.
-E5M2_ONE = 2.0**15
 
 
 def linear_cross_entropy(
@@ -226,13 +223,13 @@ class _Loss:
         """Factor of the logits' gradient."""
         return E5M2_ONE if self.gemms.fp8 else 1.0 if self.upstream is None else self.upstream
 
-    def products(self, weight: Tensor, dtype: torch.dtype) -> HeadProducts:
-        """Return the GEMMs with a weight and hidden states in `dtype`."""
+    def products(self, weight: Tensor, dtype: torch.dtype) -> Any:
+        """Return the HeadProducts of a weight, or those in fp8, for hidden states in `dtype`."""
         if not self.gemms.fp8:
             return HeadProducts(self.table(weight, dtype), self.gemms.fused)
-        from gptlite.ops.fp8_head import Fp8Products
+        from gptlite.ops.fp8 import Fp8HeadProducts
 
-        return Fp8Products(weight, self.rows(weight), partial(self.table, weight, dtype), self.upstream)
+        return Fp8HeadProducts(weight, self.rows(weight), partial(self.table, weight, dtype), self.upstream)
 
     def rows(self, weight: Tensor) -> int:
         """Return the number of rows of a weight that are not padding."""

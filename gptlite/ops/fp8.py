@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-from gptlite.ops.config import PRODUCTS
+from gptlite.ops.config import E5M2_ONE, PRODUCTS
 from gptlite.ops.weight_copies import as_dtype
 from gptlite.torch_private.modules import inductor_has
 from gptlite.torch_private.ops import scaled_mm, version_of
@@ -180,3 +180,41 @@ def filled(x: Tensor) -> Tensor:
     GEMM."""
     missing = -x.shape[1] % MULTIPLE
     return torch.cat([x, x.new_zeros(len(x), missing)], 1) if missing else x
+
+
+class Fp8HeadProducts:
+    """HeadProducts (ops/cross_entropy.py) with operands in fp8, without a pass over the logits' gradient for its scale.
+
+    Cross entropy writes the gradient in e5m2, where E5M2_ONE is 1. Softmax gives no larger element, and almost always
+    one that is nearly as large, so amax would be about the same. The factor `upstream` of the loss, such as its scale
+    divided by the number of targets, enters only the scale by which GEMMs multiply; None means 1. `table()` makes the
+    table of the weight, with zeros after its first `rows` rows.
+    """
+
+    def __init__(self, weight: Tensor, rows: int, table: Callable[[], Tensor], upstream: float | None) -> None:
+        self.rows = rows
+        self.by_row, self.by_column, self.scale = kept(weight, table)
+        factor = 1.0 if upstream is None else upstream
+        self.gradient_scale = torch.full((), factor / E5M2_ONE, device=weight.device)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits [n, columns] of a chunk, and keep the chunk's other layout for `table_gradient`."""
+        by_row, self.hidden_by_column, self.hidden_scale = both_layouts(hidden.contiguous(), INPUT)
+        self.dtype = hidden.dtype
+        return scaled_product(by_row, self.hidden_scale, self.by_row.t(), self.scale, hidden.dtype)
+
+    def memory(self, logits: Tensor) -> Tensor:
+        """Return memory for the gradient in e5m2, with zeros at the padding."""
+        gradient = torch.empty_like(logits, dtype=torch.uint8)
+        gradient[:, self.rows :] = 0
+        return gradient.view(GRADIENT)
+
+    def hidden_gradient(self, gradient: Tensor) -> Tensor:
+        """Return the gradient of a chunk's hidden states from that of its logits."""
+        return scaled_product(gradient, self.gradient_scale, self.by_column.t(), self.scale, self.dtype)
+
+    def table_gradient(self, gradient: Tensor, hidden: Tensor, dtype: torch.dtype, before: Tensor | None) -> Tensor:
+        """Return a chunk's gradient of the table, added to `before`, the sum over earlier chunks, if there is one."""
+        left, right = filled(transposed(gradient)), filled(self.hidden_by_column).t()
+        part = scaled_product(left, self.gradient_scale, right, self.hidden_scale, dtype)
+        return part if before is None else before.add_(part)

@@ -118,10 +118,11 @@ def build_state(
     completed = config.optimizer.completed(config.trainer.max_steps, schedule.warmup_steps)
     updates = build_updates(completed, model, parts, policy, ops, config.seed)
     optimizer = offload_state(updates, layout, mesh, placed)
-    if ops.weight_copies and writes_copies(optimizer) and not compiles:
+    copies = writes_copies(optimizer) and not compiles
+    if ops.weight_copies and copies:
         copy_weights(parts, mesh, policy)
-    whole = mesh.world_size == 1 and layout.offload is Offload.none and not compiles
-    if whole and policy.fp8_weights and (loader.num_micro_batches > 1 or layout.activation_checkpointing.recomputes):
+    repeats = loader.num_micro_batches > 1 or layout.activation_checkpointing.recomputes
+    if copies and policy.fp8_weights and repeats and mesh.world_size == 1 and layout.offload is Offload.none:
         from gptlite.ops.fp8 import keep_operands
 
         keep_operands(parts)

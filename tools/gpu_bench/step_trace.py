@@ -109,7 +109,12 @@ def trace_step(size: str, micro_batch: int, precision: str = "bf16", micro_batch
 
     config = model_of(size)
     step = build_step(run_config(config, precision), Mesh(META), micro_batch, micro_batches, ops=gpu_ops())
-    shape = (micro_batches * micro_batch * config.sequence_length, config.d_model, config.head_width, config.vocab_size or 0)
+    shape = (
+        micro_batches * micro_batch * config.sequence_length,
+        config.d_model,
+        config.head_width,
+        config.vocab_size or 0,
+    )
     with _Functions(Trace(size, micro_batch, *shape)):
         step()  # untraced, to leave out work that only the first step does
     trace = Trace(size, micro_batch, *shape)
