@@ -119,7 +119,7 @@ class TorchOps:
         rows, columns = logits.shape
         stride = -(-columns // 8) * 8 + padding
         data = torch.full((rows, stride), torch.nan, dtype=logits.dtype, device=DEVICE)[:, :columns].copy_(logits)
-        memory = torch.full((rows, stride), 0xFF, dtype=torch.uint8, device=DEVICE)
+        memory = torch.full((rows, stride + 8), 0xFF, dtype=torch.uint8, device=DEVICE)
         gradient, losses = memory[:, :columns], None
         if log_sum is None:
             options = loss.z_loss, loss.ignore_index, True, loss.scale, gradient

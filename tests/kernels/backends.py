@@ -190,8 +190,8 @@ class Backend:
         memory, (rows, columns) = self._memory(), logits.shape
         stride = -(-columns // 8) * 8 + padding
         data = self._padded(memory, logits, stride - columns, False)
-        gradient, struct = memory.new([rows, stride], torch.uint8), loss.struct
-        struct.gradient, struct.gradient_stride = gradient.pointer, stride
+        gradient, struct = memory.new([rows, stride + 8], torch.uint8), loss.struct
+        struct.gradient, struct.gradient_stride = gradient.pointer, stride + 8
         code, places = CODES[logits.dtype], (data, stride, memory.copy(targets))
         losses = None if log_sum is not None else memory.new([rows], torch.float32)
         if losses is not None:
