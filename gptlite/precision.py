@@ -64,6 +64,7 @@ class PrecisionConfig:
     """Precision policy and, for fp16, loss scaling with DeepSpeed's key names."""
 
     dtype: Precision = Precision.auto
+    fp8_head: bool = False  # true: the output head's GEMMs run in fp8, with precision=bf16 or fp8
     reduce: Reduce = Reduce.fp32
     master_weights: bool = True  # false: parameters are bf16, updated with stochastic rounding
     loss_scale: float = 0.0  # 0: dynamic, controlled by the keys below; otherwise a fixed loss scale
@@ -87,6 +88,7 @@ class Policy:
     precision: Precision = Precision.auto
     reduce: Reduce = Reduce.fp32
     master_weights: bool = True
+    fp8_head: bool = False
 
     @property
     def name(self) -> str:
@@ -137,6 +139,11 @@ class Policy:
         return self.precision is Precision.fp8
 
     @property
+    def fp8_weights(self) -> bool:
+        """True if any layer's GEMMs run in fp8."""
+        return self.fp8 or self.fp8_head
+
+    @property
     def scales_loss(self) -> bool:
         """True if the loss is scaled. fp16 needs this, since gradients below 6e-8 underflow."""
         import torch
@@ -165,6 +172,11 @@ def check_precision(config: PrecisionConfig) -> None:
         raise ConfigError(
             f"precision.master_weights=false stores parameters in bf16 and is not supported with "
             f"precision={config.dtype.value}; use precision=bf16_stochastic, or leave out precision.master_weights"
+        )
+    if config.fp8_head and config.dtype not in (Precision.bf16, Precision.fp8):
+        raise ConfigError(
+            f"precision.fp8_head=true is not supported with precision={config.dtype.value}; use precision=bf16 or fp8, "
+            f"or leave out precision.fp8_head"
         )
     _refuse_idle_keys(config)
 
@@ -200,7 +212,11 @@ def resolve_precision(config: PrecisionConfig, device: torch.device) -> Policy:
     """Resolve the policy for a device. Raises ConfigError if the device cannot compute in the dtype: a GPU needs sm_80
     for bf16, sm_53 for fp16 and sm_89 for fp8."""
     dtype, precision, reason = _resolved(config, device)
-    return Policy(dtype, reason, precision, config.reduce, config.master_weights)
+    if config.fp8_head:
+        if lacking := _no_fp8(device):
+            raise ConfigError(f"precision.fp8_head=true: {lacking}; use precision.fp8_head=false")
+        reason += "; output head in fp8"
+    return Policy(dtype, reason, precision, config.reduce, config.master_weights, config.fp8_head)
 
 
 def _resolved(config: PrecisionConfig, device: torch.device) -> tuple[torch.dtype, Precision, str]:

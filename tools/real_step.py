@@ -59,11 +59,15 @@ def run_config(
     rule: OptimizerConfig | None = None,
     compile: bool = False,
 ) -> Config:
-    """Return the configuration of a run with a constant learning rate. The optimizer is AdamW unless `rule` is set."""
+    """Return the configuration of a run with a constant learning rate. The optimizer is AdamW unless `rule` is set.
+
+    With `precision` bf16+head or fp8+head, the output head is in fp8.
+    """
+    dtype, _, head = precision.partition("+")
     return Config(
         seed=0,
         model=model,
-        precision=PrecisionConfig(Precision[precision]),
+        precision=PrecisionConfig(Precision[dtype], fp8_head=head == "head"),
         parallelism=layout or ParallelismConfig(),
         optimizer=rule or AdamWConfig(),
         schedule=ConstantConfig(),

@@ -33,6 +33,7 @@ from gptlite.parallelism.layout import (
 )
 from gptlite.precision import Precision, check_precision
 
+FP8_HEAD = "precision.fp8_head=true"
 FP8_MULTIPLE = 16  # the hardware requires each dimension of an fp8 GEMM to be a multiple of this
 
 
@@ -231,16 +232,21 @@ def _no_axis(config: Config, axis: str, why: str) -> str:
 
 def _fp8(config: Config) -> None:
     spec, tensor = spec_of(config.model), config.parallelism.tensor
-    if config.precision.dtype is not Precision.fp8:
-        return
-    if (sizes := spec.product_sizes(config.model)) is None:
-        raise ConfigError(f"precision=fp8: the {spec.name} model has no GEMMs that run in fp8; use precision=bf16")
-    for key, size in sizes.items():
+    if config.precision.dtype is Precision.fp8:
+        _fp8_sizes("precision=fp8", "precision=bf16", spec.name, spec.product_sizes(config.model), tensor)
+    if config.precision.fp8_head:  # the tensor axis divides its rows, which are padded
+        _fp8_sizes(FP8_HEAD, "precision.fp8_head=false", spec.name, spec.head_sizes(config.model), 1)
+
+
+def _fp8_sizes(key: str, other: str, model: str, sizes: dict[str, int] | None, tensor: int) -> None:
+    if sizes is None:
+        raise ConfigError(f"{key}: the {model} model has no GEMMs that run in fp8; use {other}")
+    for name, size in sizes.items():
         if size % (FP8_MULTIPLE * tensor):
             by = f" x parallelism.tensor={tensor}" if tensor > 1 else ""
             raise ConfigError(
-                f"{key}={size} is not divisible by {FP8_MULTIPLE}{by}, as precision=fp8 requires of GEMM dimensions; "
-                f"use precision=bf16, or {key}={-(-size // (FP8_MULTIPLE * tensor)) * FP8_MULTIPLE * tensor}"
+                f"{name}={size} is not divisible by {FP8_MULTIPLE}{by}, as {key} requires of GEMM dimensions; "
+                f"use {other}, or {name}={-(-size // (FP8_MULTIPLE * tensor)) * FP8_MULTIPLE * tensor}"
             )
 
 

@@ -45,6 +45,10 @@ class Limits(Generic[C]):
         """Return the number of embedding rows, which the tensor axis shards; None while it is unknown."""
         return None
 
+    def head_sizes(self, config: C) -> dict[str, int] | None:
+        """Return `product_sizes` of the output head alone; if None, precision.fp8_head is refused."""
+        return None
+
     def vocab_size(self, config: C) -> int | None:
         """Return the vocabulary size, by default the configuration key `vocab_size`; if None, the model uses the
         tokenizer's."""

@@ -12,9 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from gptlite.ops.config import CrossEntropy
-from gptlite.ops.cross_entropy import NOTHING_KNOWN, LossGradient, LossTerms, linear_cross_entropy, soft_capped
+from gptlite.ops.cross_entropy import (
+    NOTHING_KNOWN,
+    HeadGemms,
+    LossGradient,
+    LossTerms,
+    linear_cross_entropy,
+    soft_capped,
+)
 from gptlite.ops.dropout import DropoutKey, dropout
-from gptlite.ops.fp8 import fp8_linear
 from gptlite.ops.layer_norm import NormParameters, biased, normed, residual_norm
 from gptlite.ops.linear import cast, linear
 from gptlite.ops.weight_copies import as_dtype
@@ -46,7 +52,9 @@ class Linear(nn.Linear):
     def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         x = x.to(self.matmul_dtype or x.dtype)
         if self.fp8:
-            return fp8_linear(x, as_dtype(self.weight, x.dtype), cast(bias, x.dtype))
+            from gptlite.ops.fp8 import fp8_linear
+
+            return fp8_linear(x, self.weight, cast(bias, x.dtype))
         return linear(x, self.weight, bias, self.fused)
 
     def local_bias(self) -> Tensor | None:
@@ -55,9 +63,11 @@ class Linear(nn.Linear):
 
 
 class Head(nn.Linear):
-    """Output projection and loss; `matmul_dtype` as in Linear. Only in training mode, the loss includes the z-loss."""
+    """Output projection and loss; `matmul_dtype` as in Linear. Only in training mode, the loss includes the z-loss.
+    With `fp8`, the loss's GEMMs run in fp8; logits that are returned do not."""
 
     matmul_dtype: torch.dtype | None = None
+    fp8 = False
 
     def __init__(
         self,
@@ -84,8 +94,8 @@ class Head(nn.Linear):
             logits = (hidden[:, 0] @ as_dtype(self.weight, hidden.dtype)[:vocab_size].t()).float()
             return soft_capped(logits, self.terms.softcap)
         rows = hidden.flatten(0, 1)
-        terms = self.terms.in_mode(self.training)
-        options = {"choice": self.cross_entropy, "terms": terms, "fused_linear": self.fused, "known": known}
+        terms, gemms = self.terms.in_mode(self.training), HeadGemms(self.fused, self.fp8)
+        options = {"choice": self.cross_entropy, "terms": terms, "gemms": gemms, "known": known}
         return linear_cross_entropy(rows, self.weight, targets.flatten(), vocab_size, **options)
 
 

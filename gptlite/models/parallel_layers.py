@@ -6,7 +6,14 @@ import torch
 from torch import Tensor, nn
 
 from gptlite.models.layers import Head
-from gptlite.ops.cross_entropy import NOTHING_KNOWN, LossGradient, VocabShard, linear_cross_entropy, soft_capped
+from gptlite.ops.cross_entropy import (
+    NOTHING_KNOWN,
+    HeadGemms,
+    LossGradient,
+    VocabShard,
+    linear_cross_entropy,
+    soft_capped,
+)
 from gptlite.parallelism.boxes import local_tensor
 from gptlite.parallelism.tensor import TensorAxis, cut, enter, first_row, rows_per_rank, summed
 
@@ -15,6 +22,7 @@ class VocabParallelHead(nn.Module):
     """Head with this rank's rows of the weight, its part of the vocabulary. In training, logits are not gathered."""
 
     matmul_dtype: torch.dtype | None = None
+    fp8 = False
 
     def __init__(self, whole: Head, axis: TensorAxis) -> None:
         super().__init__()
@@ -38,8 +46,8 @@ class VocabParallelHead(nn.Module):
         shard = VocabShard(first_row(self.weight, self.axis), longest, self.axis.gather)
         hidden = enter(hidden, self.axis)
         rows = hidden.flatten(0, 1)
-        terms = self.terms.in_mode(self.training)
-        options = {"choice": self.cross_entropy, "terms": terms, "known": known}
+        terms, gemms = self.terms.in_mode(self.training), HeadGemms(fp8=self.fp8)
+        options = {"choice": self.cross_entropy, "terms": terms, "gemms": gemms, "known": known}
         return linear_cross_entropy(rows, weight, targets.flatten(), vocab_size, shard, **options)
 
 

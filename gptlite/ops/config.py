@@ -38,6 +38,10 @@ class Products:
 
 ON_GPU = Products(8, fp32=True, compiled=True)
 PRODUCTS = {"cpu": Products(), "cuda": ON_GPU, "meta": ON_GPU}
+FP8_PRODUCTS = Products(16)  # on every device
+# Cross entropy's gradient in e5m2 has this value for 1, the largest that softmax gives. A power of two rounds like no
+# scale at all. e5m2's largest value is 1.75 times as large, for z-loss; probabilities below 2^-32 become 0.
+E5M2_ONE = 2.0**15
 
 
 def logit_rows(device: str, tokens: int, columns: int, itemsize: int) -> int:

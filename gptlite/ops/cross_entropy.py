@@ -3,6 +3,7 @@ small blocks of them are in fp32."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gptlite.ops.config import PRODUCTS, SOFTMAX_BYTES, CrossEntropy, logit_rows
+from gptlite.ops.config import E5M2_ONE, FP8_PRODUCTS, PRODUCTS, SOFTMAX_BYTES, CrossEntropy, logit_rows
 from gptlite.ops.embedding import TableGradient
 from gptlite.ops.inputs import IGNORE
 from gptlite.ops.linear import linear_gradients, product
@@ -60,8 +61,18 @@ class LossGradient:
     table: TableGradient | None = None
 
 
+@dataclass(frozen=True)
+class HeadGemms:
+    """Kind of the head's three GEMMs. `fused`: the weight's gradient is computed as in ops/linear.py. `fp8`: operands
+    are quantized to fp8 (ops/fp8.py)."""
+
+    fused: bool = False
+    fp8: bool = False
+
+
 NO_TERMS = LossTerms()
 NOTHING_KNOWN = LossGradient()
+PLAIN_GEMMS = HeadGemms()
 
 
 def linear_cross_entropy(
@@ -72,7 +83,7 @@ def linear_cross_entropy(
     shard: VocabShard | None = None,
     choice: CrossEntropy = CrossEntropy.chunked,
     terms: LossTerms = NO_TERMS,
-    fused_linear: bool = False,
+    gemms: HeadGemms = PLAIN_GEMMS,
     known: LossGradient = NOTHING_KNOWN,
 ) -> Tensor:
     """Return the sum over tokens of -log softmax(hidden weightᵀ)[target] and the other terms, fp32.
@@ -85,21 +96,21 @@ def linear_cross_entropy(
 
     With a `shard`, weight holds only this rank's rows. The ranks exchange two floats per token (log-sum-exp, the
     target's logit). Every rank returns the whole loss, and this rank's share of hidden's gradient.
-    `reference` then works like `chunked`.
+    `reference` then works like `chunked`, as with GEMMs in fp8.
     """
-    if not PRODUCTS[hidden.device.type].aligned:
+    if not (gemms.fp8 or PRODUCTS[hidden.device.type].aligned):
         weight = as_dtype(weight, hidden.dtype)  # otherwise the cast is part of writing the aligned table
-    if choice is CrossEntropy.reference and shard is None:
+    if choice is CrossEntropy.reference and shard is None and not gemms.fp8:
         return _written_out(hidden @ weight[:vocab_size].to(hidden.dtype).t(), targets, terms)
     # In fp16, gradients of single logits divided by a batch's number of tokens would underflow.
     upstream = None if hidden.dtype == torch.float16 else known.upstream
-    loss = _Loss(vocab_size, shard, choice is CrossEntropy.fused, terms, fused_linear, upstream)
+    loss = _Loss(vocab_size, shard, choice is CrossEntropy.fused, terms, gemms, upstream)
     # In grad mode, gradients are always computed with the loss. Evaluation runs without grad mode.
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
         return _LinearCrossEntropy.apply(hidden, weight, targets, loss, known.table)
-    table, rows = loss.table(weight, hidden.dtype), loss.rows(weight)
+    products, rows = loss.products(weight, hidden.dtype), loss.rows(weight)
     return torch.stack(
-        [loss.of((h @ table.t())[:, :rows], t, want_grad=False) for h, t in loss.chunks(hidden, targets, weight)]
+        [loss.of(products.logits(h)[:, :rows], t, None) for h, t in loss.chunks(hidden, targets, weight)]
     ).sum()
 
 
@@ -121,17 +132,19 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, loss: "_Loss", shared: TableGradient | None
     ) -> Tensor:
-        rows, table = loss.rows(weight), loss.table(weight, hidden.dtype)
+        rows, products = loss.rows(weight), loss.products(weight, hidden.dtype)
         losses, dhidden, dtable = [], [], None
         chunks = list(loss.chunks(hidden, targets, weight))
         # Chunks are summed in fp32: a bf16 sum of many chunks would lose small terms.
         dtype = torch.float32 if len(chunks) > 1 else torch.promote_types(weight.dtype, hidden.dtype)
         for h, t in chunks:
-            logits = h @ table.t()
-            losses.append(loss.of(logits[:, :rows], t, want_grad=True))  # the padding's logits are 0 and stay 0
-            dhidden.append(logits @ table)  # `loss.of` has written the gradient over the logits
-            dtable = loss.table_gradient(logits, h, table, dtype, dtable)
-            del logits  # free them before the next chunk
+            logits = products.logits(h)
+            gradient = products.memory(logits)
+            losses.append(loss.of(logits[:, :rows], t, gradient[:, :rows]))  # the padding's gradient stays 0
+            del logits  # free them as soon as possible
+            dhidden.append(products.hidden_gradient(gradient))
+            dtable = products.table_gradient(gradient, h, dtype, dtable)
+            del gradient  # free it before the next chunk
         assert dtable is not None
         if len(dtable) >= len(weight):
             dweight = dtable[: len(weight)].to(weight.dtype)
@@ -168,21 +181,56 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return dhidden, None, None, None, None
 
 
+class HeadProducts:
+    """The head's GEMMs of hidden states [n, D] and their gradients, with a table [columns, D] made of the weight."""
+
+    def __init__(self, table: Tensor, fused: bool) -> None:
+        self.table, self.fused = table, fused
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits [n, columns] of a chunk."""
+        return hidden @ self.table.t()
+
+    def memory(self, logits: Tensor) -> Tensor:
+        """Return the memory for the gradient of a chunk's logits, with zeros at the padding: the logits' own."""
+        return logits
+
+    def hidden_gradient(self, gradient: Tensor) -> Tensor:
+        """Return the gradient of a chunk's hidden states from that of its logits."""
+        return gradient @ self.table
+
+    def table_gradient(self, gradient: Tensor, hidden: Tensor, dtype: torch.dtype, before: Tensor | None) -> Tensor:
+        """Return a chunk's gradient of the table, added to `before`, the sum over earlier chunks, if there is one."""
+        if PRODUCTS[hidden.device.type].aligned:
+            return product(gradient.t(), hidden, dtype, before)
+        part = linear_gradients(gradient, hidden, self.table, None, self.fused)[0]
+        return part if before is None else before.float().add_(part)
+
+
 @dataclass(frozen=True)
 class _Loss:
-    """Computation of the summed loss of logits [N, V]. Their gradient overwrites the logits."""
+    """Computation of the summed loss of logits [N, V], and of the logits' gradient. If that is in e5m2, it is
+    multiplied by E5M2_ONE instead of `upstream`."""
 
     vocab_size: int
     shard: VocabShard | None
     fused: bool
     terms: LossTerms
-    fused_linear: bool
+    gemms: HeadGemms
     upstream: float | None  # factor of the gradient; None means 1
 
     @property
     def scale(self) -> float:
         """Factor of the logits' gradient."""
-        return 1.0 if self.upstream is None else self.upstream
+        return E5M2_ONE if self.gemms.fp8 else 1.0 if self.upstream is None else self.upstream
+
+    def products(self, weight: Tensor, dtype: torch.dtype) -> Any:
+        """Return the HeadProducts of a weight, or those in fp8, for hidden states in `dtype`."""
+        if not self.gemms.fp8:
+            return HeadProducts(self.table(weight, dtype), self.gemms.fused)
+        from gptlite.ops.fp8 import Fp8HeadProducts
+
+        return Fp8HeadProducts(weight, self.rows(weight), partial(self.table, weight, dtype), self.upstream)
 
     def rows(self, weight: Tensor) -> int:
         """Return the number of rows of a weight that are not padding."""
@@ -196,7 +244,7 @@ class _Loss:
         logits are 0 and equal their gradients. (If the weight already has the dtype, the copy moves 154 MB for GPT-3
         Small, in 36 us of a micro-batch's 55 ms on an H200.)
         """
-        rows, products = self.rows(weight), PRODUCTS[weight.device.type]
+        rows, products = self.rows(weight), FP8_PRODUCTS if self.gemms.fp8 else PRODUCTS[weight.device.type]
         if not products.aligned:
             return weight[:rows]
         whole, weight = products.up(len(weight)), as_dtype(weight, dtype)
@@ -207,15 +255,6 @@ class _Loss:
         table[rows:].zero_()
         return table
 
-    def table_gradient(
-        self, dlogits: Tensor, hidden: Tensor, table: Tensor, dtype: torch.dtype, before: Tensor | None
-    ) -> Tensor:
-        """Return a chunk's gradient of the weight, added to `before`, the sum over earlier chunks, if there is one."""
-        if PRODUCTS[table.device.type].aligned:
-            return product(dlogits.t(), hidden, dtype, before)
-        part = linear_gradients(dlogits, hidden, table, None, self.fused_linear)[0]
-        return part if before is None else before.float().add_(part)
-
     def chunks(self, hidden: Tensor, targets: Tensor, weight: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the rows of `hidden` and `targets` for each chunk of logits. Without rows, there is one empty chunk."""
         # Every rank must have the same number of chunks, so that collectives match.
@@ -225,25 +264,26 @@ class _Loss:
         rows = logit_rows(device, len(hidden), columns, hidden.element_size())
         return zip(hidden.split(rows), targets.split(rows), strict=True)
 
-    def of(self, logits: Tensor, targets: Tensor, want_grad: bool) -> Tensor:
-        """Return the sum of the losses. With `want_grad`, the gradient overwrites the logits."""
+    def of(self, logits: Tensor, targets: Tensor, gradient: Tensor | None) -> Tensor:
+        """Return the sum of the losses, and write their gradient into `gradient`, unless that is None. It may be the
+        logits themselves; if not, it is in e5m2, and the logits may be overwritten."""
         cap = self.terms.softcap
         if not cap:
-            return self._of_capped(logits, targets, want_grad)
+            return self._of_capped(logits, targets, gradient)
         tanh = torch.tanh(logits / cap)
-        loss = self._of_capped(torch.mul(tanh, cap, out=logits), targets, want_grad)
-        if want_grad:
-            logits.mul_(tanh.square_().neg_().add_(1))  # the derivative of the cap
+        loss = self._of_capped(torch.mul(tanh, cap, out=logits), targets, None if gradient is None else logits)
+        if gradient is not None:
+            _write(logits.mul_(tanh.square_().neg_().add_(1)), gradient)  # times the derivative of the cap
         return loss
 
-    def _of_capped(self, logits: Tensor, targets: Tensor, want_grad: bool) -> Tensor:
+    def _of_capped(self, logits: Tensor, targets: Tensor, gradient: Tensor | None) -> Tensor:
         if self.shard is not None:
-            return self._sharded(logits, targets, self.shard, want_grad)
+            return self._sharded(logits, targets, self.shard, gradient)
         if self.fused:
-            options = self.terms.z_loss, IGNORE, want_grad, self.scale
+            options = self.terms.z_loss, IGNORE, gradient is not None, self.scale, _apart(logits, gradient)
             return torch.ops.gptlite.cross_entropy_(logits, targets, *options).sum()
         losses = []
-        for x, t in _cache_sized(logits, targets):
+        for x, t, out in _cache_sized(logits, targets, logits if gradient is None else gradient):
             p = torch.softmax(x, dim=-1, dtype=torch.float32)
             # log(sum exp x) = max x - log(max p) reuses the exponentials of softmax; with log_softmax, the gradient
             # would compute them again. The largest p is at least 1/V, so its logarithm is accurate.
@@ -251,8 +291,8 @@ class _Loss:
             valid = t != IGNORE
             index = t.masked_fill(~valid, 0).unsqueeze(1)  # any valid column: the row does not count
             losses.append(self._sum(log_sum, x.gather(1, index).squeeze(1).float(), valid))
-            if want_grad:
-                x.copy_(self._gradient(p, log_sum, index, valid, valid))
+            if gradient is not None:
+                _write(self._gradient(p, log_sum, index, valid, valid), out)
         return torch.stack(losses).sum()
 
     def _sum(self, log_sum: Tensor, target_logit: Tensor, valid: Tensor) -> Tensor:
@@ -271,7 +311,7 @@ class _Loss:
             p.mul_(self.scale)
         return p.masked_fill_(~valid.unsqueeze(1), 0.0)
 
-    def _sharded(self, logits: Tensor, targets: Tensor, shard: VocabShard, want_grad: bool) -> Tensor:
+    def _sharded(self, logits: Tensor, targets: Tensor, shard: VocabShard, gradient: Tensor | None) -> Tensor:
         """Return the loss from the logits of this rank's rows of the weight. All ranks return the whole loss."""
         columns, valid = logits.shape[1], targets != IGNORE
         column = targets - shard.first
@@ -284,13 +324,27 @@ class _Loss:
         everywhere = shard.gather(stats)
         log_sum = everywhere[..., 0].logsumexp(0)  # a rank without columns gives -inf, and adds nothing
         target_logit = everywhere[..., 1].sum(0)
-        if want_grad and columns and self.fused:
-            options = shard.first, self.terms.z_loss, IGNORE, self.scale
+        if gradient is not None and columns and self.fused:
+            options = shard.first, self.terms.z_loss, IGNORE, self.scale, _apart(logits, gradient)
             torch.ops.gptlite.cross_entropy_gradient_(logits, targets, log_sum, *options)
-        elif want_grad and columns:
-            for x, at, has, log, ok in _cache_sized(logits, index, mine, log_sum, valid):
-                x.copy_(self._gradient((x.float() - log.unsqueeze(1)).exp_(), log, at, has, ok))
+        elif gradient is not None and columns:
+            for x, at, has, log, ok, out in _cache_sized(logits, index, mine, log_sum, valid, gradient):
+                _write(self._gradient((x.float() - log.unsqueeze(1)).exp_(), log, at, has, ok), out)
         return self._sum(log_sum, target_logit, valid)
+
+
+def _apart(logits: Tensor, gradient: Tensor | None) -> Tensor | None:
+    """Return the bytes of a gradient in e5m2 for a kernel; None for one that overwrites the logits."""
+    return None if gradient is None or gradient.dtype == logits.dtype else gradient.view(torch.uint8)
+
+
+def _write(values: Tensor, gradient: Tensor) -> None:
+    """Copy `values` into `gradient`, unless they are the same. In e5m2, larger values than the largest become that."""
+    if gradient.dtype == torch.float8_e5m2:
+        most = torch.finfo(gradient.dtype).max
+        values.clamp_(-most, most)  # otherwise infinite
+    if values is not gradient:
+        gradient.copy_(values)
 
 
 def _stats(logits: Tensor, index: Tensor, mine: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from gptlite.models.parallelize import build_passes, copy_weights, materialize
 from gptlite.ops.select import Ops
 from gptlite.optimizer.fused import writes_copies
 from gptlite.optimizer.schedule import Schedule
-from gptlite.parallelism.config import REDUCTIONS
+from gptlite.parallelism.config import REDUCTIONS, Offload
 from gptlite.parallelism.in_files import offload_state, place_parameters
 from gptlite.parallelism.mesh import Mesh
 from gptlite.parallelism.pipeline import OnePart, Pipeline
@@ -118,8 +118,14 @@ def build_state(
     completed = config.optimizer.completed(config.trainer.max_steps, schedule.warmup_steps)
     updates = build_updates(completed, model, parts, policy, ops, config.seed)
     optimizer = offload_state(updates, layout, mesh, placed)
-    if ops.weight_copies and writes_copies(optimizer) and not compiles:
+    copies = writes_copies(optimizer) and not compiles
+    if ops.weight_copies and copies:
         copy_weights(parts, mesh, policy)
+    repeats = loader.num_micro_batches > 1 or layout.activation_checkpointing.recomputes
+    if copies and policy.fp8_weights and repeats and mesh.world_size == 1 and layout.offload is Offload.none:
+        from gptlite.ops.fp8 import keep_operands
+
+        keep_operands(parts)
     state = TrainState(
         model,
         StageRunner(parts, mesh, layout),

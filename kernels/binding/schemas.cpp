@@ -49,11 +49,11 @@ STABLE_TORCH_LIBRARY(gptlite, m) {
 
   m.def(
       "cross_entropy_(Tensor(a!) logits, Tensor targets, float z_loss, int ignore_index, bool want_gradient, "
-      "float scale=1.0) -> Tensor");
+      "float scale=1.0, Tensor(b!)? gradient=None) -> Tensor");
   m.def("cross_entropy_stats(Tensor logits, Tensor targets, int first, int ignore_index) -> Tensor");
   m.def(
       "cross_entropy_gradient_(Tensor(a!) logits, Tensor targets, Tensor log_sum, int first, float z_loss, "
-      "int ignore_index, float scale=1.0) -> ()");
+      "int ignore_index, float scale=1.0, Tensor(b!)? gradient=None) -> ()");
 
   // mask: of x, for 1 bit alone. message: of uint8, with the scales of all blocks, then their codes.
   m.def("quantize_blocks(Tensor x, Tensor? mask, int bits) -> Tensor");

@@ -1,4 +1,5 @@
-// Cross entropy with z-loss (formula: GptliteLoss in gptlite_kernels.h). The gradient overwrites the logits.
+// Cross entropy with z-loss (formula: GptliteLoss in gptlite_kernels.h). The gradient, of type G, overwrites the logits,
+// of type T, or is written elsewhere in e5m2.
 //
 // A row is processed in blocks that fit the L1 cache, with an online softmax (arXiv:1805.02867): the exponentials of a
 // block are relative to the largest logit so far. They are computed once and kept in fp32 for the gradient: in place of
@@ -81,23 +82,23 @@ struct Gradient {
 // Returns the rounded product. A mere a * b may be compiled to one fused operation with a subtraction that follows.
 GPTLITE_INLINE Vec product(Vec a, Vec b) { return fma(a, b, Vec{}); }
 
-template <class T>
-void write_gradient(T* x, int64_t columns, const Gradient& gradient) {
+template <class T, class G>
+void write_gradient(const T* x, G* out, int64_t columns, const Gradient& gradient) {
   const float shift = gradient.shift, factor = gradient.factor;
   const auto value = [=](Vec logits) GPTLITE_LAMBDA { return product(exp(logits - shift), broadcast(factor)); };
   // Compute the target's gradient first, because the loop overwrites its logit.
   const Vec at_target = gradient.target < 0 ? Vec{} : value(load(x + gradient.target, First{1})) - gradient.peak;
   for_columns<2>(columns, [=](int64_t i, auto, auto lanes) GPTLITE_LAMBDA {
-    store(x + i, value(load(x + i, lanes)), lanes);
+    store(out + i, value(load(x + i, lanes)), lanes);
   });
-  if (gradient.target >= 0) store(x + gradient.target, at_target, First{1});
+  if (gradient.target >= 0) store(out + gradient.target, at_target, First{1});
 }
 
 // Writes the same gradient from the exponentials that `summarize` has stored.
-template <class T>
-void scale_gradient(T* row, int64_t columns, const Gradient& gradient, const Exponentials& written) {
+template <class G>
+void scale_gradient(G* row, int64_t columns, const Gradient& gradient, const Exponentials& written) {
   for (int64_t first = 0; first < columns; first += kBlock) {
-    T* const x = row + first;
+    G* const x = row + first;
     const float* const kept = written.kept + first;
     const int64_t count = columns - first < kBlock ? columns - first : kBlock, target = gradient.target - first;
     const double moved = ::exp(static_cast<double>(written.relative_to[first / kBlock]) - gradient.shift);
@@ -132,12 +133,13 @@ float loss_of(const Summary& row, float target, const GptliteLoss& loss) {
   return static_cast<float>(value);
 }
 
-// Returns the loss of a row and, if wanted, overwrites the row with its gradient. A target that is neither ignored nor
+// Returns the loss of a row x and, if wanted, writes its gradient to `out`, which may be x. A target that is neither ignored nor
 // a column is an error of the caller and gives NaN. `room` is a buffer for the exponentials of a row, or NULL.
-template <class T>
-float row_loss(T* x, int64_t target, int64_t columns, const GptliteLoss& loss, bool want_gradient, float* room) {
+template <class T, class G>
+float row_loss(T* x, G* out, int64_t target, int64_t columns, const GptliteLoss& loss, bool want_gradient,
+               float* room) {
   if (target == loss.ignore_index) {
-    if (want_gradient) memset(x, 0, static_cast<size_t>(columns) * sizeof(T));
+    if (want_gradient) memset(out, 0, static_cast<size_t>(columns) * sizeof(G));
     return 0;
   }
   const int64_t column = column_of(target, columns, loss);
@@ -148,14 +150,23 @@ float row_loss(T* x, int64_t target, int64_t columns, const GptliteLoss& loss, b
     Exponentials written;
     written.kept = room;
     const Summary row = summarize<true>(x, columns, &written);
-    scale_gradient(x, columns, gradient_of(loss, row.max, 1 / row.exponentials, row.log_sum(), column), written);
+    scale_gradient(out, columns, gradient_of(loss, row.max, 1 / row.exponentials, row.log_sum(), column), written);
     return loss_of(row, logit, loss);
   }
   const Summary row = summarize<false>(x, columns, nullptr);
   if (want_gradient) {
-    write_gradient(x, columns, gradient_of(loss, row.max, 1 / row.exponentials, row.log_sum(), column));
+    write_gradient(x, out, columns, gradient_of(loss, row.max, 1 / row.exponentials, row.log_sum(), column));
   }
   return loss_of(row, logit, loss);
+}
+
+// Calls f(row of the gradient) for a row x: x itself, or a row in e5m2.
+template <class T, class F>
+void with_gradient(T* x, int64_t row, const GptliteLoss& loss, F f) {
+  if constexpr (sizeof(T) == sizeof(Bf16)) {
+    if (loss.gradient != nullptr) return f(reinterpret_cast<E5m2*>(loss.gradient) + row * loss.gradient_stride);
+  }
+  f(x);
 }
 
 }  // namespace
@@ -169,7 +180,9 @@ int cross_entropy(float* losses, void* logits, int64_t row_stride, const int64_t
       void* const room = beside ? malloc(static_cast<size_t>(columns) * sizeof(float)) : nullptr;
       for (int64_t row = first; row < last; ++row) {
         T* x = static_cast<T*>(logits) + row * row_stride;
-        losses[row] = row_loss(x, targets[row], columns, *loss, want_gradient != 0, static_cast<float*>(room));
+        with_gradient(x, row, *loss, [&](auto* out) {
+          losses[row] = row_loss(x, out, targets[row], columns, *loss, want_gradient != 0, static_cast<float*>(room));
+        });
       }
       free(room);
     });
@@ -201,12 +214,14 @@ int cross_entropy_gradient(void* logits, int64_t row_stride, const int64_t* targ
     parallel(context, rows, task_items(columns), [&](int64_t first, int64_t last) {
       for (int64_t row = first; row < last; ++row) {
         T* x = static_cast<T*>(logits) + row * row_stride;
-        if (targets[row] == loss->ignore_index) {
-          memset(x, 0, static_cast<size_t>(columns) * sizeof(T));
-        } else {
-          const int64_t column = column_of(targets[row], columns, *loss);
-          write_gradient(x, columns, gradient_of(*loss, log_sum[row], 1, log_sum[row], column));
-        }
+        with_gradient(x, row, *loss, [&](auto* out) {
+          if (targets[row] == loss->ignore_index) {
+            memset(out, 0, static_cast<size_t>(columns) * sizeof(*out));
+          } else {
+            const int64_t column = column_of(targets[row], columns, *loss);
+            write_gradient(x, out, columns, gradient_of(*loss, log_sum[row], 1, log_sum[row], column));
+          }
+        });
       }
     });
     return 0;

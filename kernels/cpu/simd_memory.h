@@ -54,6 +54,20 @@ GPTLITE_LAMBDA inline Half from_float<Half>(float value) {
   return Half{static_cast<uint16_t>(sign | (rounded >> 13))};
 }
 
+template <>
+GPTLITE_LAMBDA inline E5m2 from_float<E5m2>(float value) {
+  const uint32_t bits = float_to_bits(value), sign = (bits >> 24) & 0x80u, magnitude = bits & 0x7FFFFFFFu;
+  if (magnitude > 0x7F800000u) return E5m2{static_cast<uint8_t>(sign | 0x7Fu)};
+  if (magnitude >= 0x47600000u) return E5m2{static_cast<uint8_t>(sign | 0x7Bu)};  // 57344, the largest
+  if (magnitude < 0x38800000u) {
+    // Subnormal: adding 128 leaves the rounded number, as a multiple of 2^-16, in the low bits.
+    const float shifted = bits_to_float(magnitude) + 128.0f;
+    return E5m2{static_cast<uint8_t>(sign | (float_to_bits(shifted) - 0x43000000u))};
+  }
+  const uint32_t rounded = magnitude - 0x38000000u + 0xFFFFFu + ((magnitude >> 21) & 1u);
+  return E5m2{static_cast<uint8_t>(sign | (rounded >> 21))};
+}
+
 // ---- loads and stores of vectors
 
 #if defined(__AVX512F__)
@@ -160,6 +174,11 @@ GPTLITE_INLINE void store(T* p, Vec v, First first) {
 }
 
 #endif
+
+GPTLITE_INLINE void store(E5m2* p, Vec v, First first) {
+  for (int lane = 0; lane < first.count; ++lane) p[lane] = from_float<E5m2>(v[lane]);
+}
+GPTLITE_INLINE void store(E5m2* p, Vec v, All) { store(p, v, First{kLanes}); }
 
 // Returns the mask of the bytes that are not 0.
 GPTLITE_INLINE Mask load_bools(const uint8_t* p, All) {

@@ -30,6 +30,9 @@ struct Bf16 {
 struct Half {
   uint16_t bits;
 };
+struct E5m2 {  // an fp8 format, which is only written
+  uint8_t bits;
+};
 
 #if defined(__AVX512F__)
 constexpr int kLanes = 16;

@@ -1,14 +1,16 @@
-// Cross entropy with z-loss (formula: GptliteLoss in gptlite_kernels.h). The gradient overwrites the logits. A second
-// version, in two kernels, is for logits whose columns are divided among tensor-parallel ranks.
+// Cross entropy with z-loss (formula: GptliteLoss in gptlite_kernels.h). The gradient, of type G, overwrites the logits,
+// of type T, or is written elsewhere in e5m2. A second version, in two kernels, is for logits whose columns are divided
+// among tensor-parallel ranks.
 //
 // A block has one row. The block reads the row once, with an online softmax (running maximum and sum of exponentials,
 // arXiv:1805.02867). It keeps the row in shared memory, computes the gradient from there and writes it once. The element
 // of the target is written last, by one thread, so that the loop over the others needs no comparison.
 //
-// Traffic: 2 elements moved per logit, the minimum, if the row fits into shared memory (227 KB on sm_90, 163 KB on
+// Traffic: 2 elements moved per logit, the minimum (in bf16 with an e5m2 gradient, 3 bytes), if the row fits into shared memory (227 KB on sm_90, 163 KB on
 // sm_80: 50304 columns of 16 bits fit, and on sm_90 two such rows). Longer rows are read again, partly from the L2
 // cache. Rows with an ignored target are not read. For divided columns, the first kernel moves 1 element per logit, the
-// second 2. Rows need no alignment: elements before and after the aligned packs are processed one by one.
+// second 2. Rows need no alignment: elements before and after the aligned packs are processed one by one. But with an
+// e5m2 gradient, rows of logits start at multiples of 16 bytes, and those of the gradient at multiples of 8.
 #include "flat.cuh"
 #include "reduce.cuh"
 
@@ -32,6 +34,15 @@ struct Logits {
   template <typename T>
   __device__ __forceinline__ T* row() const {
     return static_cast<T*>(data) + blockIdx.x * row_stride;
+  }
+
+  // Returns the row of the gradient.
+  template <typename G>
+  __device__ __forceinline__ G* gradient() const {
+    if constexpr (std::is_same<G, E5m2>::value)
+      return reinterpret_cast<G*>(loss.gradient) + blockIdx.x * loss.gradient_stride;
+    else
+      return row<G>();
   }
 
   // Returns the column of the row's target, which is out of range if another rank has it, or -1 if the target is
@@ -146,22 +157,24 @@ struct Slope {
   // The rounded product. nvcc may compile a mere a * b to one fused operation with the subtraction of `hit`.
   __device__ __forceinline__ float of(float x) const { return fmaf(factor, exponential.of(x), 0.0f); }
 
-  template <int N>
-  __device__ __forceinline__ Pack<T, N> of(const Pack<T, N>& x) const {
+  template <typename G, int N>
+  __device__ __forceinline__ Pack<G, N> of(const Pack<T, N>& x) const {
     float v[N];
 #pragma unroll
     for (int k = 0; k < N; ++k) v[k] = of(x.at(k));
-    return Pack<T, N>::of(v);
+    return Pack<G, N>::of(v);
   }
 };
 
-// Overwrites the row with its gradient, without the `hit` at the target. Reads the packs from `kept` if Keep, else from
+// Writes the gradient of row x to `out`, which may be x, without the `hit` at the target. Reads the packs from `kept` if Keep, else from
 // the row.
-template <bool Keep, typename T>
-__device__ __forceinline__ void write_gradient(T* x, const Run& run, const T* kept, const Slope<T>& slope) {
+template <bool Keep, typename T, typename G>
+__device__ __forceinline__ void write_gradient(const T* x, G* out, const Run& run, const T* kept,
+                                               const Slope<T>& slope) {
   constexpr int V = kFullPack<T>;
   const uint32_t block = blockDim.x;
-  T* start = x + run.head;
+  const T* start = x + run.head;
+  G* to = out + run.head;
   for_packs(run, [&](auto count, uint32_t first) {
     constexpr int N = decltype(count)::value;
     Pack<T, V> packs[N];
@@ -171,31 +184,32 @@ __device__ __forceinline__ void write_gradient(T* x, const Run& run, const T* ke
       packs[i] = Keep ? load_pack<V>(kept + pack * V) : load_pack<V>(start + int64_t{pack} * V);
     }
 #pragma unroll
-    for (int i = 0; i < N; ++i) store_pack<V>(start + int64_t{first + i * block} * V, slope.of(packs[i]));
+    for (int i = 0; i < N; ++i) store_pack<V>(to + int64_t{first + i * block} * V, slope.template of<G>(packs[i]));
   });
   if (static_cast<int>(threadIdx.x) >= run.head + run.tail) return;
   const int64_t column = run.single(threadIdx.x);
-  store_pack<1>(x + column, slope.of(load_pack<1>(x + column)));
+  store_pack<1>(out + column, slope.template of<G>(load_pack<1>(x + column)));
 }
 
-template <typename T>
-__device__ __forceinline__ void write_zeros(T* x, const Run& run) {
-  constexpr int V = kFullPack<T>;
+// V: elements in a pack of the logits.
+template <int V, typename G>
+__device__ __forceinline__ void write_zeros(G* out, const Run& run) {
   for (uint32_t i = threadIdx.x; i < run.packs; i += blockDim.x)
-    store_pack<V>(x + run.head + int64_t{i} * V, Pack<T, V>{});
-  if (static_cast<int>(threadIdx.x) < run.head + run.tail) x[run.single(threadIdx.x)] = T{};
+    store_pack<V>(out + run.head + int64_t{i} * V, Pack<G, V>{});
+  if (static_cast<int>(threadIdx.x) < run.head + run.tail) out[run.single(threadIdx.x)] = G{};
 }
 
 // Grid: one block per row. Block: up to 512 threads, or 1024 if a multiprocessor has shared memory for only one row.
 // Keep: the gradient is wanted, and the row fits into shared memory.
-template <typename T, bool Keep>
+template <typename T, bool Keep, typename G>
 __global__ void __launch_bounds__(kMostBlock) whole_kernel(float* losses, Logits logits, bool want_gradient) {
   GPTLITE_SHARED(float, shared);
-  T* x = logits.row<T>();
+  const T* x = logits.row<T>();
+  G* out = logits.gradient<G>();
   const Run run = Run::of(x, logits.columns);
   if (logits.targets[blockIdx.x] == logits.loss.ignore_index) {
     if (threadIdx.x == 0) losses[blockIdx.x] = 0.0f;
-    if (want_gradient) write_zeros(x, run);
+    if (want_gradient) write_zeros<kFullPack<T>>(out, run);
     return;
   }
   const GptliteLoss& loss = logits.loss;
@@ -211,8 +225,8 @@ __global__ void __launch_bounds__(kMostBlock) whole_kernel(float* losses, Logits
   if (mine) losses[blockIdx.x] = log_sum - hit + loss.z_loss * log_sum * log_sum;
   if (!want_gradient) return;
   const Slope<T> slope(loss, row.maximum, 1.0f / row.sum, log_sum);
-  write_gradient<Keep>(x, run, kept, slope);
-  if (mine && here) x[target] = from_float<T>(slope.of(hit) - slope.hit);
+  write_gradient<Keep>(x, out, run, kept, slope);
+  if (mine && here) out[target] = from_float<G>(slope.of(hit) - slope.hit);
 }
 
 // Grid: one block per row, of up to 512 threads. Writes the row's log sum exp over the columns of this rank, and its
@@ -230,19 +244,20 @@ __global__ void __launch_bounds__(kBlock) stats_kernel(float* stats, Logits logi
   out[1] = target >= 0 && target < logits.columns ? to_float(x[target]) : 0.0f;
 }
 
-// Same grid and block as stats_kernel. Overwrites the row with its gradient. With log_sum as the base, exp(x - base) is
+// Same grid and block as stats_kernel. Writes the row's gradient. With log_sum as the base, exp(x - base) is
 // already the softmax.
-template <typename T>
+template <typename T, typename G>
 __global__ void __launch_bounds__(kBlock) gradient_kernel(Logits logits, const float* log_sum) {
-  T* x = logits.row<T>();
+  const T* x = logits.row<T>();
+  G* out = logits.gradient<G>();
   const Run run = Run::of(x, logits.columns);
-  if (logits.targets[blockIdx.x] == logits.loss.ignore_index) return write_zeros(x, run);
+  if (logits.targets[blockIdx.x] == logits.loss.ignore_index) return write_zeros<kFullPack<T>>(out, run);
   const int64_t target = logits.target();
   const bool mine = target >= 0 && target < logits.columns && threadIdx.x == owner<T>(run, target);
   const float log = log_sum[blockIdx.x], hit = mine ? to_float(x[target]) : 0.0f;
   const Slope<T> slope(logits.loss, log, 1.0f, log);
-  write_gradient<false, T>(x, run, nullptr, slope);
-  if (mine) x[target] = from_float<T>(slope.of(hit) - slope.hit);
+  write_gradient<false, T>(x, out, run, nullptr, slope);
+  if (mine) out[target] = from_float<G>(slope.of(hit) - slope.hit);
 }
 
 // Returns the number of threads for a row: a multiple of a warp, so that a thread has about four packs, and at most
@@ -252,12 +267,12 @@ int block_for(int64_t columns, int elements, int64_t most) {
   return static_cast<int>(threads < kWarp ? kWarp : threads < most ? threads : most);
 }
 
-template <typename T>
+template <typename T, typename G>
 int whole(float* losses, const Logits& logits, bool want_gradient, void* stream) {
   const int64_t slots = kSlots * sizeof(float), kept = slots + logits.columns * static_cast<int64_t>(sizeof(T));
   const int64_t limit = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, kPlainShared);
-  const bool keep = want_gradient && kept <= limit && allow_shared(whole_kernel<T, true>, kept);
-  const auto kernel = keep ? whole_kernel<T, true> : whole_kernel<T, false>;
+  const bool keep = want_gradient && kept <= limit && allow_shared(whole_kernel<T, true, G>, kept);
+  const auto kernel = keep ? whole_kernel<T, true, G> : whole_kernel<T, false, G>;
   // If a multiprocessor has shared memory for only one block, this block must saturate the memory alone.
   const int block = block_for(logits.columns, kFullPack<T>, keep && 2 * kept > limit ? kMostBlock : kBlock);
   return launch(kernel, logits.rows, block, keep ? kept : slots, stream, losses, logits, want_gradient);
@@ -271,7 +286,11 @@ int gptlite_cuda_cross_entropy(float* losses, void* logits, int64_t row_stride, 
   using namespace gptlite;
   const Logits all = {logits, targets, row_stride, rows, columns, *loss};
   return by_dtype(dtype, [&](auto element) {
-    return whole<decltype(element)>(losses, all, want_gradient != 0, stream);
+    using T = decltype(element);
+    if constexpr (std::is_same<T, Bf16>::value) {
+      if (loss->gradient != nullptr) return whole<T, E5m2>(losses, all, want_gradient != 0, stream);
+    }
+    return whole<T, T>(losses, all, want_gradient != 0, stream);
   });
 }
 
@@ -295,6 +314,9 @@ int gptlite_cuda_cross_entropy_gradient(void* logits, int64_t row_stride, const 
   return by_dtype(dtype, [&](auto element) {
     using T = decltype(element);
     const int block = block_for(columns, kFullPack<T>, kBlock);
-    return launch(gradient_kernel<T>, rows, block, 0, stream, all, log_sum);
+    if constexpr (std::is_same<T, Bf16>::value) {
+      if (loss->gradient != nullptr) return launch(gradient_kernel<T, E5m2>, rows, block, 0, stream, all, log_sum);
+    }
+    return launch(gradient_kernel<T, T>, rows, block, 0, stream, all, log_sum);
   });
 }

@@ -1,4 +1,4 @@
-// Element types (fp32, bf16, fp16), packs of elements that one instruction loads or stores, and dispatch from a dtype
+// Element types (fp32, bf16, fp16; e5m2 to be written only), packs of elements that one instruction loads or stores, and dispatch from a dtype
 // number to a template argument. Arithmetic is in fp32: elements are converted when loaded and rounded when stored.
 #pragma once
 
@@ -15,6 +15,10 @@ struct Bf16 {
 
 struct Fp16 {
   uint16_t bits;
+};
+
+struct E5m2 {
+  uint8_t bits;
 };
 
 __device__ __forceinline__ float to_float(float x) { return x; }
@@ -52,6 +56,16 @@ __device__ __forceinline__ Fp16 from_float<Fp16>(float x) {
   return Fp16{float_to_fp16(x)};
 #else
   return Fp16{__half_as_ushort(__float2half_rn(x))};
+#endif
+}
+
+// Rounds to e5m2; values beyond the largest become the largest.
+template <>
+__device__ __forceinline__ E5m2 from_float<E5m2>(float x) {
+#ifdef GPTLITE_EMU
+  return E5m2{float_to_e5m2(x)};
+#else
+  return E5m2{__nv_cvt_float_to_fp8(x, __NV_SATFINITE, __NV_E5M2)};
 #endif
 }
 
@@ -123,6 +137,21 @@ __device__ __forceinline__ uint32_t pair_of(float low, float high) {
 #endif
 }
 
+// Returns four elements in e5m2 as one word, the first in the lowest byte. One instruction rounds two of them (sm_89).
+__device__ __forceinline__ uint32_t four_of(const float* values) {
+  uint32_t word = 0;
+#pragma unroll
+  for (int i = 0; i < 4; i += 2) {
+#ifdef GPTLITE_EMU
+    const uint32_t pair = float_to_e5m2(values[i]) | static_cast<uint32_t>(float_to_e5m2(values[i + 1])) << 8;
+#else
+    const uint32_t pair = __nv_cvt_float2_to_fp8x2(make_float2(values[i], values[i + 1]), __NV_SATFINITE, __NV_E5M2);
+#endif
+    word |= pair << (8 * i);
+  }
+  return word;
+}
+
 // N elements that are loaded or stored together. They are kept as 32-bit words, because nvcc would split an array of
 // 16-bit elements into one register and one store per element.
 template <typename T, int N>
@@ -138,6 +167,7 @@ struct Pack {
 #pragma unroll
     for (int i = 0; i < kWords; ++i) {
       if constexpr (sizeof(T) == 4) pack.word[i] = __float_as_uint(values[i]);
+      else if constexpr (sizeof(T) == 1) pack.word[i] = four_of(values + 4 * i);
       else pack.word[i] = pair_of<T>(values[2 * i], values[2 * i + 1]);
     }
     return pack;
@@ -215,6 +245,8 @@ template <int N, typename T>
 __device__ __forceinline__ void store_pack(T* at, const Pack<T, N>& pack) {
   if constexpr (N == 1) {
     *at = pack.value;
+  } else if constexpr (Pack<T, N>::kWords == 2) {
+    *reinterpret_cast<uint2*>(at) = make_uint2(pack.word[0], pack.word[1]);
   } else {
     static_assert(Pack<T, N>::kWords % 4 == 0, "stores are of 16 bytes");
 #pragma unroll

@@ -59,7 +59,9 @@ typedef struct GptliteLoss {
   int64_t ignore_index;
   int64_t first;
   float z_loss;
-  float scale;  // factor of the gradient
+  float scale;              // factor of the gradient
+  uint8_t* gradient;        // NULL: the gradient overwrites the logits. Else it is written here in e5m2, with values
+  int64_t gradient_stride;  // beyond the largest rounded to that, in rows this many bytes apart, from bf16 logits
 } GptliteLoss;
 
 // Tensor [batch, heads, positions, width] with contiguous rows: its data, and the strides of the other dims in

@@ -127,6 +127,22 @@ class TorchOps:
         losses = OPS.cross_entropy_(data, targets.to(DEVICE), *options)
         return losses.cpu(), _unpadded(whole, data)
 
+    def cross_entropy_e5m2(self, logits, targets, loss: Loss, log_sum=None, padding=0) -> tuple[Tensor | None, Tensor]:
+        rows, columns = logits.shape
+        stride = -(-columns // 8) * 8 + padding
+        data = torch.full((rows, stride), torch.nan, dtype=logits.dtype, device=DEVICE)[:, :columns].copy_(logits)
+        memory = torch.full((rows, stride + 8), 0xFF, dtype=torch.uint8, device=DEVICE)
+        gradient, losses = memory[:, :columns], None
+        if log_sum is None:
+            options = loss.z_loss, loss.ignore_index, True, loss.scale, gradient
+            losses = OPS.cross_entropy_(data, targets.to(DEVICE), *options).cpu()
+        else:
+            options = loss.first, loss.z_loss, loss.ignore_index, loss.scale, gradient
+            OPS.cross_entropy_gradient_(data, targets.to(DEVICE), log_sum.to(DEVICE), *options)
+        assert torch.equal(data.cpu(), logits) or logits.isnan().any()
+        assert (memory[:, columns:] == 0xFF).all()
+        return losses, gradient.contiguous().view(torch.float8_e5m2).cpu()
+
     def cross_entropy_stats(self, logits, targets, loss: Loss, padding=0) -> Tensor:
         _, data = self._padded(logits, padding)
         return OPS.cross_entropy_stats(data, targets.to(DEVICE), loss.first, loss.ignore_index).cpu()

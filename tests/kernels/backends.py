@@ -203,6 +203,26 @@ class Backend:
         self._call(memory, "cross_entropy", *arguments, want_gradient, CODES[logits.dtype])
         return losses.tensor, _unpadded(data, columns)
 
+    def cross_entropy_e5m2(
+        self, logits: Tensor, targets: Tensor, loss: Loss, log_sum: Tensor | None = None, padding: int = 0
+    ) -> tuple[Tensor | None, Tensor]:
+        """Losses and gradient in e5m2; with `log_sum` no losses, as of cut columns. Rows are aligned, and followed by
+        `padding` elements, a multiple of 8, and up to 7 more."""
+        memory, (rows, columns) = self._memory(), logits.shape
+        stride = -(-columns // 8) * 8 + padding
+        data = self._padded(memory, logits, stride - columns, False)
+        gradient, struct = memory.new([rows, stride + 8], torch.uint8), loss.struct
+        struct.gradient, struct.gradient_stride = gradient.pointer, stride + 8
+        code, places = CODES[logits.dtype], (data, stride, memory.copy(targets))
+        losses = None if log_sum is not None else memory.new([rows], torch.float32)
+        if losses is not None:
+            self._call(memory, "cross_entropy", losses, *places, rows, columns, struct, True, code)
+        else:
+            sums = memory.optional(log_sum)
+            self._call(memory, "cross_entropy_gradient", *places, sums, rows, columns, struct, code)
+        found = _unpadded(gradient, columns).contiguous().view(torch.float8_e5m2)
+        return None if losses is None else losses.tensor, found
+
     def cross_entropy_stats(self, logits: Tensor, targets: Tensor, loss: Loss, padding: int = 0) -> Tensor:
         memory, (rows, columns) = self._memory(), logits.shape
         stats, data = memory.new([rows, 2], torch.float32), self._padded(memory, logits, padding, False)

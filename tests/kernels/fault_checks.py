@@ -151,6 +151,7 @@ def cross_entropy(backend: Emulated) -> None:
     test_cross_entropy.test_sizes(backend, (2, 9000), FP32, test_cross_entropy.PLAIN)
     test_cross_entropy.test_options_and_padded_rows(backend, test_cross_entropy.LOSSES[1], FP32, 1000, 1)
     test_cross_entropy.test_cut_columns_are_the_whole(backend, 1000, 3, FP16, test_cross_entropy.ALL)
+    test_cross_entropy.test_the_gradient_in_e5m2(backend, 777, test_cross_entropy.ALL, 2.0**15, 24)
     test_cross_entropy.test_a_target_of_no_column_harms_no_other_row(backend)
     test_cross_entropy.test_values_of_all_kinds(backend, "big_mean", FP32, 5000)
     rows_far_apart(backend)

@@ -24,11 +24,14 @@ class Kernel:
     loops: list[tuple[int, int]] = field(default_factory=list)  # first and last instruction of each backward branch
 
     def part(self, name: str) -> list[str]:
-        """`kernel`: all of it. `read`, `write`: the largest innermost loop with 128-bit global loads, or stores."""
+        """`kernel`: all of it. `read`, `write`: the largest innermost loop with 128-bit global loads, or stores; where
+        there are none, with 64-bit ones."""
         if name == "kernel":
             return self.opcodes
         kind = {"read": "LDG", "write": "STG"}[name]
-        bodies = [(a, b) for a, b in self.loops if widths(self.opcodes[a : b + 1], kind)[128]]
+        found = [(loop, widths(self.opcodes[loop[0] : loop[1] + 1], kind)) for loop in self.loops]
+        most = 128 if any(counts[128] for _, counts in found) else 64  # packs of e5m2 are of 8 bytes
+        bodies = [loop for loop, counts in found if counts[most]]
         inner = [(a, b) for a, b in bodies if not any((a, b) != (c, d) and a <= c and d <= b for c, d in bodies)]
         return max((self.opcodes[a : b + 1] for a, b in inner), key=len, default=[])
 

@@ -273,3 +273,22 @@ def test_a_norm_over_several_dtypes(ops: Any) -> None:
 def test_memory_layout_of_attention(ops: Any) -> None:
     out, _ = ops.attention(*arguments("attention"))
     assert out.transpose(1, 2).is_contiguous()
+
+
+def test_a_gradient_in_e5m2_needs_rows_of_bf16_that_are_aligned(ops) -> None:
+    targets, wrong = torch.zeros(3, dtype=torch.int64), []
+    for dtype, stride, room, made in (
+        (torch.bfloat16, 16, 16, torch.uint8),
+        (torch.float32, 16, 16, torch.uint8),
+        (torch.bfloat16, 13, 16, torch.uint8),
+        (torch.bfloat16, 16, 13, torch.uint8),
+        (torch.bfloat16, 16, 16, torch.int8),
+    ):
+        logits, gradient = torch.zeros(3, stride, dtype=dtype)[:, :13], torch.ones(3, room, dtype=made)[:, :13]
+        try:
+            ops.cross_entropy_(logits, targets, 0.0, -100, True, 1.0, gradient)
+            assert (gradient.view(torch.float8_e5m2)[:, 0].float() == -0.875).all()  # 1/13 - 1, of 3 significant bits
+        except RuntimeError as error:
+            wrong.append(str(error).splitlines()[0])
+    assert len(wrong) == 4
+    assert all("e5m2" in each for each in wrong)

@@ -84,6 +84,46 @@ def test_options_and_padded_rows(backend: Backend, loss, dtype, columns, padding
     check_whole(backend, normal((6, columns), dtype, "x") * 2, targets_of(6, columns), loss, padding)
 
 
+def check_e5m2(actual: Tensor, expected: Tensor, ignored: Tensor) -> None:
+    """The gradient rounded: the same number but where fp32 is as near to another."""
+    most = torch.finfo(torch.float8_e5m2).max
+    want = expected.clamp(-most, most).float().to(torch.float8_e5m2)
+    got, exact = actual.double(), expected.clamp(-most, most)
+    unit = torch.ldexp(torch.ones_like(exact), torch.frexp(exact)[1].clamp(min=-13) - 3)  # of 2 fraction bits
+    assert ((got - exact).abs() <= (0.5 + 1e-4) * unit).all()
+    assert (actual.float() != want.float()).double().mean() < 1e-3
+    assert (actual.view(torch.uint8)[ignored] & 0x7F == 0).all()
+
+
+@each(
+    "columns,loss",
+    [(c, loss) for c in (1, 5, 16, 777, 8192, 50257) for loss in (PLAIN, ALL)],
+    [(5, PLAIN), (777, ALL), (9000, PLAIN)],
+)
+@loop_over("scale", [1.0, 2.0**15, 2.0**16])
+@loop_over("padding", [0, 24])
+def test_the_gradient_in_e5m2(backend: Backend, columns, loss, scale, padding) -> None:
+    """With the factor that the head uses and twice that, which exceeds the largest number; in two halves, too."""
+    logits, targets = normal((12, columns), BF16, "x") * 3, targets_of(12, columns)
+    loss, ignored = replace(loss, scale=scale), targets == IGNORED
+    expected, gradient, terms = reference(logits, targets, loss)
+    losses, actual = backend.cross_entropy_e5m2(logits, targets, loss, None, padding)
+    check("losses", losses, expected, terms, TOLERANCE)
+    check_e5m2(actual, gradient, ignored)
+    log_sum = torch.logsumexp(logits.double(), -1).float()
+    _, cut_gradient = backend.cross_entropy_e5m2(logits, targets, loss, log_sum, padding)
+    check_e5m2(cut_gradient, gradient, ignored)
+
+
+@on()
+def test_nan_stays_nan_in_e5m2(backend: Backend) -> None:
+    logits, targets = normal((4, 40), BF16, "x"), torch.zeros(4, dtype=torch.int64)
+    logits[1, 3] = float("nan")
+    losses, gradient = backend.cross_entropy_e5m2(logits, targets, PLAIN)
+    assert losses.isnan().tolist() == [False, True, False, False]
+    assert gradient.float().isnan().any(1).tolist() == [False, True, False, False]
+
+
 @on()
 def test_any_number_may_say_ignored(backend: Backend) -> None:
     for ignored in (3, -1, 10**12):

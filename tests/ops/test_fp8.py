@@ -109,13 +109,13 @@ def test_compiled_it_reads_a_tensor_once(function, loops, dtype):
 
 
 def test_the_linear_layers_of_blocks_multiply_in_fp8_and_the_head_does_not(monkeypatch):
-    shapes, multiply = [], fp8._product
+    shapes, multiply = [], fp8.scaled_product
 
     def product(a, a_scale, b, b_scale, dtype):
         shapes.append((a.shape[1], b.shape[1]))
         return multiply(a, a_scale, b, b_scale, dtype)
 
-    monkeypatch.setattr(fp8, "_product", product)
+    monkeypatch.setattr(fp8, "scaled_product", product)
     config = GPTConfig(
         num_layers=2, num_heads=2, d_model=32, d_ff=64, vocab_size=50, vocab_multiple=16, sequence_length=16
     )
@@ -148,6 +148,21 @@ def test_sizes_and_gpus_that_fp8_does_not_support_are_refused(tiny, monkeypatch)
         load([*tiny, "run.dir=x", "run.name=x", "precision=fp8", "model.d_ff=100"])
     with pytest.raises(ConfigError, match=r"model.d_model=32 .* by 16 x parallelism.tensor=4, .*model.d_model=64$"):
         load([*tiny, "run.dir=x", "run.name=x", "precision=fp8", "parallelism.tensor=4", "model.num_heads=4"])
+    head = [*tiny, "run.dir=x", "run.name=x", "precision.fp8_head=true"]
+    for more, message in (
+        (
+            ["precision=bf16", "model.d_model=72", "model.num_heads=3"],
+            r"model\.d_model=72 .* by 16, as precision.fp8_head",
+        ),
+        (
+            ["precision=fp16"],
+            r"precision\.fp8_head=true is not supported with precision=fp16; use precision=bf16 or fp8",
+        ),
+        (["precision=auto"], r"fp8_head=true is not supported with precision=auto"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            load([*head, *more])
+    load([*head, "precision=bf16", "model.d_ff=100", "parallelism.tensor=4", "model.num_heads=4"])
     config = PrecisionConfig(Precision.fp8)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
     with pytest.raises(ConfigError, match=r"precision=fp8: sm_80 has no fp8, which needs sm_89 .*use precision=bf16"):

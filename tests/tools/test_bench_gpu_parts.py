@@ -185,6 +185,33 @@ def test_a_step_has_no_pass_that_a_kernel_takes_along() -> None:
     assert not [key for key in calls if key[0] in gone and key[1] == "backward"]
 
 
+def test_products_in_fp8_have_a_rate_of_their_own_and_rows_of_16_elements() -> None:
+    def scaled(columns: int) -> Any:
+        operands = [operand(8192, columns, item=1), operand(columns, 8192, stride=(1, columns), item=1), operand()]
+        return modelled(op("aten._scaled_mm", [*operands, operand()], [new(8192, 8192)])).rows[0]
+
+    assert scaled(8192).ns == pytest.approx(1e9 * 2 * 8192**3 / 1388e12)
+    assert [scaled(columns).misaligned for columns in (8192, 8200)] == [0, 1]
+
+
+def test_a_gradient_in_e5m2_is_written_once_and_the_logits_are_read() -> None:
+    """The trace of a head in fp8: three products in fp8, 3 bytes per logit for the loss, and 2 for the transpose."""
+    from gpu_bench.byte_model import model_of_trace
+    from gpu_bench.step_trace import trace_step
+    from real_step import model_of
+
+    plain, model = (model_of_trace(trace_step("tiny", 2, precision)) for precision in ("bf16", "bf16+head"))
+    tokens, config = model.trace.tokens, model_of("tiny")
+    columns, vocabulary = config.padded_vocab_size, config.vocab_size or 0
+    products = [row for row in model.rows if row.group == "GEMM head"]
+    assert {(row.op, row.calls) for row in products} == {("aten._scaled_mm", 1)}
+    assert sum(row.flops for row in model.rows) == sum(row.flops for row in plain.rows)
+    (loss,) = (row for row in model.rows if row.op == "gptlite.cross_entropy_")
+    assert loss.bytes == 3 * tokens * vocabulary + (8 + 4) * tokens
+    (transpose,) = (row for row in model.rows if row.op == "aten.clone" and row.shapes == f"{columns}x{tokens}")
+    assert transpose.bytes == 2 * tokens * columns
+
+
 def test_a_blocking_read_is_counted_where_it_is() -> None:
     import torch
     from gpu_bench.step_trace import _Dispatch, _Functions

@@ -19,6 +19,7 @@ from gptlite.torch_private.recording import TO_COPY, op_name
 from .step_trace import Op, Trace
 
 COPY, PRODUCT = 4.3e12, 790e12  # bytes and FLOPs a second
+FP8_PRODUCT = 1388e12  # the fastest product measured for the blocks of GPT-3 XL; the slowest runs at 1,086 TFLOP/s
 # FLOP/s of causal attention, forward and backward together, by head width. They are derived from published kernels:
 # FlashAttention 2 and 3 take 617 and 394 ns per token for 12 layers of 12 heads of 64 over 2048 positions, and 2662
 # and 1557 ns for 24 layers of 16 heads of 128.
@@ -26,7 +27,7 @@ ATTENTION = {"FA3": {64: 335e12, 128: 452e12}, "FA2": {64: 214e12, 128: 265e12}}
 # Slowdown of products with rows that are not aligned to 16 bytes: cuBLAS cannot use its fast kernels. An audit
 # estimated 700 to 1000 ns per token for the LM head's products. 340 ns are possible: 2.1 to 2.9 times less.
 MISALIGNED = 2.5
-ALIGNED = 8  # number of 16-bit elements in 16 bytes
+ALIGNED = 16  # bytes
 # Target fractions of the copy bandwidth; 1 for all other kernels. Norms are narrow below a width of NARROW.
 NARROW, NORM_NARROW, NORM_WIDE, NORM_BACKWARD, LOSS = 1024, 0.88, 0.97, 0.88, 0.98
 
@@ -34,7 +35,8 @@ CLASSES = (
     *("GEMM block", "GEMM head", "attention", "dQKV copy", "norm + residual", "activation", "bias sums", "loss"),
     *("copy/cast", "optimizer", "other"),
 )
-GOALS = {"small": 590e3, "xl": 77e3}  # tokens a second
+# Tokens a second, by size and precision.
+GOALS = {("small", "bf16"): 590e3, ("small", "bf16+head"): 650e3, ("xl", "bf16"): 77e3, ("xl", "fp8+head"): 92e3}
 
 PRODUCTS: dict[str, Callable[..., int]] = {
     "aten.mm": flop_counter.mm_flop,
@@ -42,6 +44,7 @@ PRODUCTS: dict[str, Callable[..., int]] = {
     "aten.addmm_": flop_counter.addmm_flop,
     "aten.bmm": flop_counter.bmm_flop,
     "aten.baddbmm": flop_counter.baddbmm_flop,
+    "aten._scaled_mm": lambda a, b, *_: flop_counter.mm_flop(a, b),
 }
 COPIES = ("copy_", "clone", op_name(TO_COPY), "cat", "stack", "slice_backward", "contiguous", "zero_", "fill_", "zeros")
 WRITE_ONLY = ("copy_", "zero_", "fill_")
@@ -158,6 +161,8 @@ def bytes_of(op: Op) -> int:
         table, dy, *places = op.operands
         return dy.touched + 2 * dy.shape[0] * dy.shape[1] * table.item + sum(each.touched for each in places)
     tensors = [each for each in op.tensors if not each.host]
+    if name.startswith("cross_entropy") and any(not each.read for each in op.operands):
+        return sum(each.touched for each in tensors)  # the logits are read only, since the gradient is elsewhere
     if name in WRITE_ONLY and op.operands[0].written:
         return sum(each.touched for each in tensors)
     return sum(each.touched * (each.read + each.written) for each in tensors)
@@ -176,19 +181,22 @@ def flops_of(op: Op) -> int:
 
 
 def misaligned(op: Op) -> bool:
-    """Return True if a 16-bit operand or result of a product is not aligned to 16 bytes.
+    """Return True if an operand or result of a product, in 16 or 8 bits, is not aligned to 16 bytes.
 
     The rows of a matrix must be aligned, or its columns if it is stored by columns.
     """
-    matrices = [each.stride[-2:] for each in op.tensors if len(each.shape) >= 2 and each.item == 2]
-    return op.name in PRODUCTS and any((rows if columns == 1 else columns) % ALIGNED for rows, columns in matrices)
+    matrices = [(*each.stride[-2:], each.item) for each in op.tensors if len(each.shape) >= 2 and each.item <= 2]
+    return op.name in PRODUCTS and any(
+        (rows if columns == 1 else columns) * item % ALIGNED for rows, columns, item in matrices
+    )
 
 
 def seconds_of(op: Op, trace: Trace, moved: int, flops: int, attention: str) -> float:
     """Return the lower bound in seconds of a call that moves `moved` bytes. `attention`: FA2 or FA3."""
     if "attention" in op.name and flops:
         return flops / ATTENTION[attention][128 if trace.head_dim >= 128 else 64]
-    seconds = max(moved / (COPY * share_of_copy(op)), flops / PRODUCT)
+    product = FP8_PRODUCT if op.name == "aten._scaled_mm" else PRODUCT
+    seconds = max(moved / (COPY * share_of_copy(op)), flops / product)
     return seconds * MISALIGNED if misaligned(op) else seconds
 
 

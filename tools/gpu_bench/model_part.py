@@ -52,16 +52,17 @@ def run(part: Part, options: Arguments) -> None:
         f"FlashAttention 2), layer norm at {rules.NORM_NARROW:.0%} of copy bandwidth below a width of {rules.NARROW} "
         f"and {rules.NORM_WIDE:.0%} from there on, its backward pass at {rules.NORM_BACKWARD:.0%}, cross entropy at "
         f"{rules.LOSS:.0%}, all else at 100%. Products with rows that are not aligned to 16 bytes take "
-        f"{rules.MISALIGNED:g} times as long. These rates are assumed, not measured. The sum is a lower bound."
+        f"{rules.MISALIGNED:g} times as long. Products in fp8 run at {rules.FP8_PRODUCT / 1e12:g} TFLOP/s. These rates "
+        "are assumed, not measured. The sum is a lower bound."
     )
-    sizes = ("tiny",) if options.size == "tiny" else ("small", "xl")
-    for index, size in enumerate(sizes):
-        part.progress(index, len(sizes), f"tracing {NAMES[size]}")
-        models = {"now": model_of_trace(trace_step(size, BATCH[size]))}
-        if options.tree:
+    steps = [("tiny", each) for each in ("bf16", "fp8+head")] if options.size == "tiny" else list(GOALS)
+    for index, (size, precision) in enumerate(steps):
+        part.progress(index, len(steps), f"tracing {NAMES[size]} in {precision}")
+        models = {"now": model_of_trace(trace_step(size, BATCH[size], precision))}
+        if options.tree and precision == "bf16":
             models["other tree"] = model_of_trace(traced_in(Path(options.tree).expanduser().resolve(), size))
-        _say(part, size, models)
-    part.progress(len(sizes), len(sizes), "done")
+        _say(part, size, precision, models)
+    part.progress(len(steps), len(steps), "done")
 
 
 def rates(attention: str) -> str:
@@ -80,12 +81,12 @@ def traced_in(tree: Path, size: str) -> Trace:
     return Trace.from_json(json.loads(done.stdout.splitlines()[-1]))
 
 
-def _say(part: Part, size: str, models: dict[str, Model]) -> None:
+def _say(part: Part, size: str, precision: str, models: dict[str, Model]) -> None:
     mine, other = models["now"], models.get("other tree")
-    trace, total, goal = mine.trace, mine.ns_a_token(), GOALS.get(size)
+    trace, total, goal = mine.trace, mine.ns_a_token(), GOALS.get((size, precision))
     reads = f" ({'; '.join(trace.blocking_reads)})" if trace.blocking_reads else ""
     part.text(
-        f"**{NAMES[size]}**, {trace.micro_batch} x {trace.tokens // trace.micro_batch} tokens, bf16: "
+        f"**{NAMES[size]}**, {trace.micro_batch} x {trace.tokens // trace.micro_batch} tokens, {precision}: "
         f"**{total:,.0f} ns per token** at least "
         f"({1e9 / total:,.0f} tokens/s); {mine.ns_a_token(slower=True):,.0f} with FlashAttention 2. "
         f"{mine.launches} launches a step, {len(trace.blocking_reads)} blocking reads"
@@ -109,12 +110,13 @@ def _say(part: Part, size: str, models: dict[str, Model]) -> None:
     part.table(["class", "ns per token", *list(bars)[1:]], rows)
     head = ("class", "op", "pass", "shapes", "calls", "launches", "MB", "GFLOP", "ns per token", "off 16 B")
     part.table(head, [_cells(row, trace.tokens) for row in mine.rows[:ROWS]])
-    part.put(size, {name.split()[0]: _json(model) for name, model in models.items()})
-    if size in LIMITS:
-        bars["limit, all fused"] = LIMITS[size]
-    file = part.folder / f"model-{size}.png"
-    stacked_classes(file, f"{NAMES[size]}: least time by class", bars, 1e9 / goal if goal else None)
-    part.picture(file, f"Least time of a step of {NAMES[size]}, ns per token by class")
+    name, title = (size, NAMES[size]) if precision == "bf16" else (f"{size}-{precision}", f"{NAMES[size]}, {precision}")
+    part.put(name, {tree.split()[0]: _json(model) for tree, model in models.items()})
+    if name in LIMITS:
+        bars["limit, all fused"] = LIMITS[name]
+    file = part.folder / f"model-{name}.png"
+    stacked_classes(file, f"{title}: least time by class", bars, 1e9 / goal if goal else None)
+    part.picture(file, f"Least time of a step of {title}, ns per token by class")
 
 
 def _cells(row: Row, tokens: int) -> list[str]:

@@ -28,8 +28,8 @@ READS = tuple(
     for name in ("item", "tolist", "__bool__", "__float__", "__int__", "__index__", "__contains__")
 )
 
-# Arguments that our kernels write without reading: AdamW's 16-bit copies of weights.
-WRITTEN_ALONE = ("copies",)
+# Arguments that our kernels write without reading: AdamW's 16-bit copies of weights, cross entropy's gradient in e5m2.
+WRITTEN_ALONE = ("copies", "gradient")
 # Reads in this file do not block: their copies were started a step earlier, and on a GPU they have finished by then.
 ARRIVED = "parallelism/host_copy.py"
 MEMORY = (*WITHOUT_COPY, "lift_fresh", "detach", "alias", "set_")  # ops that touch no memory
@@ -100,13 +100,21 @@ def _of(kind: type[Any], data: Any) -> Any:
     return kind(**{each.name: data[each.name] for each in fields(kind)})
 
 
-def trace_step(size: str, micro_batch: int) -> Trace:
-    """Trace the second step of a model in bf16, with the ops of a GPU. Loads the kernels for their shape functions."""
+def trace_step(size: str, micro_batch: int, precision: str = "bf16", micro_batches: int = 1) -> Trace:
+    """Trace the second step of a model, with the ops of a GPU. Loads the kernels for their shape functions.
+
+    `precision`: as for run_config.
+    """
     from real_step import build_step, model_of, run_config
 
     config = model_of(size)
-    step = build_step(run_config(config), Mesh(META), micro_batch, ops=gpu_ops())
-    shape = (micro_batch * config.sequence_length, config.d_model, config.head_width, config.vocab_size or 0)
+    step = build_step(run_config(config, precision), Mesh(META), micro_batch, micro_batches, ops=gpu_ops())
+    shape = (
+        micro_batches * micro_batch * config.sequence_length,
+        config.d_model,
+        config.head_width,
+        config.vocab_size or 0,
+    )
     with _Functions(Trace(size, micro_batch, *shape)):
         step()  # untraced, to leave out work that only the first step does
     trace = Trace(size, micro_batch, *shape)

@@ -55,10 +55,12 @@ CELLS = (
     Cell("small", 32),
     Cell("small", 16, compile=True),
     Cell("xl", 16, compile=True),
+    Cell("small", 16, "bf16+head"),
+    Cell("xl", 16, "fp8+head", compile=True),
     Cell("small", 16, "fp8"),
     Cell("xl", 32),
 )
-TINY = (Cell("tiny", 2), Cell("tiny", 2, "fp8"))
+TINY = (Cell("tiny", 2), Cell("tiny", 2, "fp8+head"))
 
 
 def run(part: Part, options: Arguments) -> None:

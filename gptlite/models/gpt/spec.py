@@ -130,7 +130,10 @@ class GPTSpec(BaseSpec[GPTConfig]):
     def product_sizes(self, config: GPTConfig) -> dict[str, int]:
         # The head width divides the widths of the fused QKV projection and of attention's output.
         heads = {"model.head_dim": config.head_width} if config.qkv_size != 3 * config.d_model else {}
-        return {"model.d_model": config.d_model} | mlp_sizes(config) | heads
+        return self.head_sizes(config) | mlp_sizes(config) | heads
+
+    def head_sizes(self, config: GPTConfig) -> dict[str, int]:
+        return {"model.d_model": config.d_model}
 
     def norms_have_biases(self, config: GPTConfig) -> bool:
         return config.bias and config.norm is Norm.layer_norm
