@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gptlite.data.batch_loader import Batch
 from gptlite.errors import one_line
-from gptlite.ops.weight_copies import copy_of
+from gptlite.ops.weight_copies import copy_of, mark_written
 from gptlite.parallelism.boxes import local_tensor
 from gptlite.progress import Log
 from gptlite.satellites.graph.recorder import Recorder
@@ -79,6 +79,8 @@ class RecordedSteps:
         for mine, new in zip(record.inputs, inputs, strict=True):
             mine.copy_(new)
         record.replay()
+        _mark_updated(state)
+        self._held = _held(state)
         return record.result
 
     def _record(
@@ -96,9 +98,9 @@ class RecordedSteps:
             if not isinstance(group["lr"], Tensor):  # set_lr fills it before each step
                 group["lr"] = torch.full((), group["lr"], dtype=torch.float64, device=batches[0].targets.device)
         mine = [batch.each(Tensor.clone) for batch in batches]
+        _mark_updated(state)  # else an evaluation may have quantized weights, which the record would not do again
         result, replay = self._recorder.record(lambda: step(state, mine, decisions))
         self._records[shape] = Recorded(_tensors(mine), result, replay)
-        self._held = _held(state)
 
 
 def _tensors(batches: Sequence[Batch]) -> list[Tensor]:
@@ -120,9 +122,18 @@ def _shape(batches: Sequence[Batch]) -> Any:
     return tuple(tensor.shape for tensor in _tensors(batches)), tuple(longest)
 
 
+def _mark_updated(state: TrainState) -> None:
+    """Raise the versions of weights, as the update of a step does on the host. Their 16-bit copies stay valid, since
+    the update writes them too; what else was computed from the weights becomes stale."""
+    weights = [parameter for part in state.parts for parameter in part.parameters()]
+    copied = [weight for weight in weights if copy_of(weight) is not None]
+    torch.autograd.graph.increment_version(weights)
+    mark_written(copied)
+
+
 def _held(state: TrainState) -> list[Any]:
     """Return the addresses of weights, buffers and the optimizer's state, the versions of weights, and which weights
-    have a valid 16-bit copy. A replay changes none of them."""
+    have a valid 16-bit copy."""
     return [*_of_weights(state), *(each.data_ptr() for each in _state_tensors(state))]
 
 
