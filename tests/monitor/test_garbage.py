@@ -18,12 +18,16 @@ from gptlite.trainer.step import Step
 
 @pytest.fixture
 def collector() -> Iterator[None]:
-    """Leaves the collector as the other tests have it."""
-    enabled = gc.isenabled()
+    """The collector as Python starts it, not as the tests set it; afterwards as they do."""
+    enabled, threshold, frozen = gc.isenabled(), gc.get_threshold(), gc.get_freeze_count()
     gc.unfreeze()
+    gc.set_threshold(700, 10, 10)
     yield
     gc.unfreeze()
+    gc.set_threshold(*threshold)
     (gc.enable if enabled else gc.disable)()
+    if frozen:
+        gc.freeze()
 
 
 def at(step: int) -> TrainState:
