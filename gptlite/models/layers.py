@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from gptlite.ops.config import CrossEntropy
 from gptlite.ops.cross_entropy import NOTHING_KNOWN, LossGradient, LossTerms, linear_cross_entropy, soft_capped
 from gptlite.ops.dropout import DropoutKey, dropout
-from gptlite.ops.fp8 import fp8_linear
 from gptlite.ops.layer_norm import NormParameters, layer_norm, residual_norm, rms_norm
 from gptlite.ops.linear import cast, linear
 from gptlite.ops.weight_copies import as_dtype
@@ -38,7 +37,9 @@ class Linear(nn.Linear):
     def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         x = x.to(self.matmul_dtype or x.dtype)
         if self.fp8:
-            return fp8_linear(x, as_dtype(self.weight, x.dtype), cast(bias, x.dtype))
+            from gptlite.ops.fp8 import fp8_linear
+
+            return fp8_linear(x, as_dtype(self.weight, x.dtype), cast(bias, x.dtype), self.fused)
         return linear(x, self.weight, bias, self.fused)
 
     def local_bias(self, dtype: torch.dtype) -> Tensor | None:
@@ -85,10 +86,11 @@ class Head(nn.Linear):
 class LayerNorm(nn.LayerNorm):
     """Layer norm over the last dimension, in x's dtype with fp32 statistics.
 
-    With `fp32`, it computes in fp32 with uncast parameters and rounds the result to x's dtype.
+    With `fp32`, it computes in fp32 with uncast parameters and rounds the result to x's dtype. With `notes_amax`, our
+    kernel notes the amax of the result and of x's gradient, for fp8.
     """
 
-    fp32 = False
+    fp32 = notes_amax = False
 
     def __init__(self, width: int, eps: float, *, bias: bool, fused: bool, apex: bool = False) -> None:
         super().__init__(width, eps, bias=bias)
@@ -97,7 +99,7 @@ class LayerNorm(nn.LayerNorm):
     def forward(self, x: Tensor) -> Tensor:
         if self.fp32:
             return layer_norm(x.float(), self.weight, self.bias, self.eps, self.fused, self.apex).to(x.dtype)
-        return layer_norm(x, *self._gain(x.dtype), self.eps, self.fused, self.apex)
+        return layer_norm(x, *self._gain(x.dtype), self.eps, self.fused, self.apex, self.notes_amax)
 
     def after_residual(
         self, x: Tensor, residual: Tensor, p: float, key: DropoutKey | None, x_bias: Tensor | None = None
@@ -106,20 +108,22 @@ class LayerNorm(nn.LayerNorm):
         if self.fp32 or self.apex:  # the fused op supports one dtype, and Apex's norm has no residual addition
             h = residual + dropout(x if x_bias is None else x + x_bias, p, key, self.fused)
             return self(h), h
-        return residual_norm(x, residual, NormParameters(*self._gain(x.dtype), self.eps), p, key, self.fused, x_bias)
+        norm = NormParameters(*self._gain(x.dtype), self.eps, amax=self.notes_amax)
+        return residual_norm(x, residual, norm, p, key, self.fused, x_bias)
 
     def _gain(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
         return as_dtype(self.weight, dtype), cast(self.bias, dtype)
 
 
 class RMSNorm(nn.Module):
-    """RMS norm over the last dimension (arXiv:1910.07467), in x's dtype with fp32 statistics; `fp32` as in LayerNorm.
+    """RMS norm over the last dimension (arXiv:1910.07467), in x's dtype with fp32 statistics; `fp32` and `notes_amax` as in
+    LayerNorm.
 
     `gain`: the norm has a weight. `of_heads`: the norm is applied to each attention head. A tensor-parallel rank has
     only some of the heads, so the weight's gradient is summed over the ranks.
     """
 
-    fp32 = False
+    fp32 = notes_amax = False
 
     def __init__(self, width: int, eps: float, *, gain: bool, fused: bool = False, of_heads: bool = False):
         super().__init__()
@@ -129,7 +133,7 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.fp32:
             return rms_norm(x.float(), self.weight, self.eps, self.fused).to(x.dtype)
-        return rms_norm(x, self._gain(x.dtype), self.eps, self.fused)
+        return rms_norm(x, self._gain(x.dtype), self.eps, self.fused, self.notes_amax)
 
     def after_residual(
         self, x: Tensor, residual: Tensor, p: float, key: DropoutKey | None, x_bias: Tensor | None = None
@@ -138,7 +142,7 @@ class RMSNorm(nn.Module):
         if self.fp32:  # the fused op supports one dtype
             h = residual + dropout(x if x_bias is None else x + x_bias, p, key, self.fused)
             return self(h), h
-        norm = NormParameters(self._gain(x.dtype), None, self.eps, rms=True)
+        norm = NormParameters(self._gain(x.dtype), None, self.eps, rms=True, amax=self.notes_amax)
         return residual_norm(x, residual, norm, p, key, self.fused, x_bias)
 
     def _gain(self, dtype: torch.dtype) -> Tensor | None:

@@ -18,7 +18,6 @@ from gptlite.models.layers import Head, Linear, ResidualNorm
 from gptlite.models.metrics import Recording
 from gptlite.models.model import Model
 from gptlite.models.parallel_layers import HeadsNorm, VocabParallelHead
-from gptlite.ops.fp8 import fp8_linear
 from gptlite.ops.weight_copies import keep_copies
 from gptlite.parallelism.activation_offload import ActivationOffload
 from gptlite.parallelism.config import ActivationCheckpointing, ParallelismConfig
@@ -127,7 +126,11 @@ def set_dtypes(model: Model, part: nn.Module, policy: Policy, *, recomputes: boo
         if policy.fp8 and isinstance(module, Linear | ExpertWeights):
             module.fp8 = True
         elif policy.fp8 and isinstance(module, IN_BLOCKS):
-            module.multiply = fp8_linear  # type: ignore[method-assign]
+            from gptlite.ops.fp8 import fp8_linear
+
+            module.multiply = partial(fp8_linear, fused=module.fused)  # type: ignore[method-assign]
+        elif policy.fp8 and hasattr(module, "notes_amax"):
+            module.notes_amax = True  # type: ignore[assignment]
 
 
 def materialize(model: Model, parts: Sequence[nn.Module], device: torch.device) -> None:

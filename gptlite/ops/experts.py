@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 
-from gptlite.ops.fp8 import GRADIENT, INPUT, fp8_linear, fp8_product
 from gptlite.ops.weight_copies import as_dtype
 
 ALIGNMENT = 16  # bytes: torch's grouped products take only strides that are multiples of this
@@ -66,7 +65,9 @@ def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor, fused: bool = True, 
     weight = as_dtype(weight, x.dtype)
     if fused:
         return _GroupedLinear.apply(x, weight, ends, fp8)
-    linear = fp8_linear if fp8 else F.linear
+    linear = F.linear
+    if fp8:
+        from gptlite.ops.fp8 import fp8_linear as linear
     groups = [(rows, each) for rows, each in zip(_groups(ends), weight, strict=True) if rows.start < rows.stop]
     return torch.cat([linear(x[rows], each) for rows, each in groups])
 
@@ -81,8 +82,8 @@ class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, ends: Tensor, fp8: bool) -> Tensor:
         ctx.save_for_backward(x, weight, ends)
-        ctx.fp8 = GRADIENT if fp8 else None
-        return grouped_product(x, weight.mT, ends, INPUT if fp8 else None)
+        ctx.fp8 = torch.float8_e5m2 if fp8 else None
+        return grouped_product(x, weight.mT, ends, torch.float8_e4m3fn if fp8 else None)
 
     @staticmethod
     @once_differentiable
@@ -119,6 +120,8 @@ def grouped_product(a: Tensor, b: Tensor, ends: Tensor, fp8: torch.dtype | None 
 
 def _fp8_groups(a: Tensor, b: Tensor, ends: Tensor, fp8: torch.dtype) -> Tensor:
     """Return grouped_product in fp8, in a loop, since torch's grouped GEMM has no scale for a whole group."""
+    from gptlite.ops.fp8 import fp8_product
+
     out = _grouped_shape(a, b, ends).zero_()
     for index, rows in enumerate(_groups(ends)):
         if rows.start == rows.stop:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from gptlite.ops.amax import amax_of
 from gptlite.ops.config import PRODUCTS
 from gptlite.torch_private.modules import inductor_has
 from gptlite.torch_private.ops import scaled_mm
@@ -28,14 +29,14 @@ MULTIPLE = 16  # the hardware requires every dimension of a GEMM to be a multipl
 SMALLEST_AMAX = 1e-12  # avoids a scale of 0 for a tensor of zeros
 
 
-def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, fused: bool = False) -> Tensor:
     """Return x [..., in] weight [out, in]ᵀ + bias [out], in x's dtype. `in` and `out` are multiples of MULTIPLE.
 
-    The GEMMs of the backward pass also run in fp8. The saved copies of x and weight take one byte per element.
+    The GEMMs of the backward pass also run in fp8. The saved copies of x and weight take one byte per element. `fused`:
+    our kernel quantizes, with the amax that the op which wrote the tensor has noted.
     """
     # Grad mode is read here, since it is always off within a Function's forward.
-    rows = _Fp8Product.apply(x.reshape(-1, x.shape[-1]).contiguous(), weight, torch.is_grad_enabled())
-    out = rows.view(*x.shape[:-1], len(weight))
+    out = _Fp8Product.apply(x, weight, torch.is_grad_enabled(), fused)
     return out if bias is None else out + bias
 
 
@@ -46,23 +47,36 @@ def fp8_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     return _product(_filled(a8), a_scale, _filled(b8).t(), b_scale, a.dtype)
 
 
-def quantized(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return x / scale in an fp8 dtype, and the scale, an fp32 scalar tensor."""
+def quantized(x: Tensor, dtype: torch.dtype, fused: bool = False) -> tuple[Tensor, Tensor]:
+    """Return the rows of x / scale, [N, K] for x [..., K], in an fp8 dtype, and the scale, an fp32 scalar tensor.
+    `fused`: by our kernel."""
+    if fused:
+        y, _, scale = _by_kernel(x, dtype, both=False)
+        return y, scale
     scale = scale_of(x, dtype)
-    return _best(to_fp8, x)(x.detach(), scale, dtype), scale
+    return _best(to_fp8, x)(_rows(x), scale, dtype), scale
 
 
-def both_layouts(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Return x / scale, its transpose (also contiguous), and the scale; see `quantized`."""
+def both_layouts(x: Tensor, dtype: torch.dtype, fused: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the rows of x / scale, their transpose (also contiguous), and the scale; see `quantized`."""
+    if fused:
+        return _by_kernel(x, dtype, both=True)
     scale = scale_of(x, dtype)
-    return *_best(rounded_both, x)(x.detach(), scale, dtype), scale
+    return *_best(rounded_both, x)(_rows(x), scale, dtype), scale
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.detach().reshape(-1, x.shape[-1]).contiguous()
+
+
+def _by_kernel(x: Tensor, dtype: torch.dtype, both: bool) -> tuple[Tensor, Tensor, Tensor]:
+    y, transposed, scale = torch.ops.gptlite.quantize_fp8(_rows(x), amax_of(x), dtype == GRADIENT, both)
+    return y.view(dtype), transposed.view(dtype), scale
 
 
 def scale_of(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the scale that maps x's amax to the largest value of `dtype`, an fp32 scalar tensor."""
-    # One reduction. Compiled for all shapes, inductor's reduction ran on one multiprocessor of an H200.
-    amax = torch.linalg.vector_norm(x.detach(), torch.inf)
-    return amax.float().clamp(min=SMALLEST_AMAX) / torch.finfo(dtype).max
+    return amax_of(x).clamp(min=SMALLEST_AMAX) / torch.finfo(dtype).max
 
 
 def to_fp8(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -103,20 +117,20 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 class _Fp8Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, training: bool) -> Tensor:
-        quantize = both_layouts if training else quantized
+    def forward(ctx: Any, x: Tensor, weight: Tensor, training: bool, fused: bool) -> Tensor:
+        quantize, ctx.fused = partial(both_layouts if training else quantized, fused=fused), fused
         (x8, *x8_t, x_scale), (w8, *w8_t, w_scale) = quantize(x, INPUT), quantize(weight, INPUT)
         ctx.save_for_backward(*x8_t, x_scale, *w8_t, w_scale)
-        return _product(x8, x_scale, w8.t(), w_scale, x.dtype)
+        return _product(x8, x_scale, w8.t(), w_scale, x.dtype).view(*x.shape[:-1], len(weight))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor):
         x8_t, x_scale, w8_t, w_scale = ctx.saved_tensors
-        g8, g8_t, g_scale = both_layouts(grad.contiguous(), GRADIENT)
-        dx = _product(g8, g_scale, w8_t.t(), w_scale, grad.dtype)
+        g8, g8_t, g_scale = both_layouts(grad, GRADIENT, ctx.fused)
+        dx = _product(g8, g_scale, w8_t.t(), w_scale, grad.dtype).view(*grad.shape[:-1], len(w8_t))
         dweight = _product(_filled(g8_t), g_scale, _filled(x8_t).t(), x_scale, grad.dtype)
-        return dx, dweight, None
+        return dx, dweight, None, None
 
 
 def _product(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype) -> Tensor:

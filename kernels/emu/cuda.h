@@ -169,6 +169,12 @@ template <typename T>
 GPTLITE_INLINE T __ldg(const T* address) {
   return *address;
 }
+// Only one thread of the emulator runs at a time.
+inline unsigned atomicMax(unsigned* address, unsigned value) {
+  const unsigned old = *address;
+  if (value > old) *address = value;
+  return old;
+}
 inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 inline float __expf(float x) { return expf(x); }
 inline float __logf(float x) { return logf(x); }
