@@ -55,7 +55,7 @@ struct Amax {
       most = max(most, __shfl_xor_sync(kAllLanes, most, offset));
     if (whole && threadIdx.x % kWarp != 0) return;
     unsigned* const out = reinterpret_cast<unsigned*>(at);
-    if (most > *const_cast<volatile unsigned*>(out)) atomicMax(out, most);
+    if (most > __ldcg(out)) atomicMax(out, most);
   }
 };
 

@@ -28,7 +28,7 @@ struct Quantize {
 };
 
 // x / scale, rounded as by a division: an approximation and two corrections, five instructions instead of the 10 to 20
-// of a division. `inverse` is 1 / divisor, rounded.
+// of a division; but -0 becomes 0. `inverse` is 1 / divisor, rounded.
 __device__ __forceinline__ float quotient(float x, float divisor, float inverse) {
   float q = x * inverse;
   q = fmaf(fmaf(-q, divisor, x), inverse, q);
