@@ -33,11 +33,12 @@ def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, fused: boo
     """Return x [..., in] weight [out, in]ᵀ + bias [out], in x's dtype. `in` and `out` are multiples of MULTIPLE.
 
     The GEMMs of the backward pass also run in fp8. The saved copies of x and weight take one byte per element. `fused`:
-    our kernel quantizes, with the amax that the op which wrote the tensor has noted.
+    our kernel quantizes, with the amax that the op which wrote the tensor has noted, and a GPU's GEMM adds the bias.
     """
+    added = bias if fused and PRODUCTS[x.device.type].compiled else None
     # Grad mode is read here, since it is always off within a Function's forward.
-    out = _Fp8Product.apply(x, weight, torch.is_grad_enabled(), fused)
-    return out if bias is None else out + bias
+    out = _Fp8Product.apply(x, weight, added, torch.is_grad_enabled(), fused)
+    return out if bias is added else out + bias
 
 
 def fp8_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
@@ -117,11 +118,11 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 class _Fp8Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, training: bool, fused: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, training: bool, fused: bool) -> Tensor:
         quantize, ctx.fused = partial(both_layouts if training else quantized, fused=fused), fused
         (x8, *x8_t, x_scale), (w8, *w8_t, w_scale) = quantize(x, INPUT), quantize(weight, INPUT)
         ctx.save_for_backward(*x8_t, x_scale, *w8_t, w_scale)
-        return _product(x8, x_scale, w8.t(), w_scale, x.dtype).view(*x.shape[:-1], len(weight))
+        return _product(x8, x_scale, w8.t(), w_scale, x.dtype, bias).view(*x.shape[:-1], len(weight))
 
     @staticmethod
     @once_differentiable
@@ -130,13 +131,16 @@ class _Fp8Product(torch.autograd.Function):
         g8, g8_t, g_scale = both_layouts(grad, GRADIENT, ctx.fused)
         dx = _product(g8, g_scale, w8_t.t(), w_scale, grad.dtype).view(*grad.shape[:-1], len(w8_t))
         dweight = _product(_filled(g8_t), g_scale, _filled(x8_t).t(), x_scale, grad.dtype)
-        return dx, dweight, None, None
+        dbias = grad.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
+        return dx, dweight, dbias, None, None
 
 
-def _product(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the matrix product of a [N, K], row-major, and b [K, M], column-major: the layouts that the hardware
-    requires."""
-    return scaled_mm(a, b, a_scale, b_scale, dtype)
+def _product(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype, bias: Tensor | None = None
+) -> Tensor:
+    """Return the matrix product of a [N, K], row-major, and b [K, M], column-major, the layouts that the hardware
+    requires, plus bias [M]."""
+    return scaled_mm(a, b, a_scale, b_scale, bias, dtype)
 
 
 def _filled(x: Tensor) -> Tensor:

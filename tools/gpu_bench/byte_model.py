@@ -65,6 +65,10 @@ LAUNCHES: dict[str, int | Callable[[Op], int]] = {
     **dict.fromkeys(("gptlite.layer_norm", "gptlite.residual_norm", "gptlite.bias_activation", "gptlite.dropout"), 1),
     **dict.fromkeys(("gptlite.layer_norm_backward", "gptlite.residual_norm_backward"), 2),
     "gptlite.bias_activation_backward": 2,
+    # One more launch sets the amax to 0.
+    **dict.fromkeys(("gptlite.layer_norm_amax", "gptlite.residual_norm_amax", "gptlite.bias_activation_amax"), 2),
+    **dict.fromkeys(("gptlite.residual_norm_amax_backward", "gptlite.bias_activation_amax_backward"), 3),
+    "gptlite.quantize_fp8": 1,
     **dict.fromkeys(("gptlite.cross_entropy_", "gptlite.cross_entropy_stats", "gptlite.cross_entropy_gradient_"), 1),
     "gptlite.norm": _of_lists(128, per_chunk=1, extra=1, lists=1),
     "gptlite.adamw_": _of_lists(64, per_chunk=2, extra=0, lists=5),
