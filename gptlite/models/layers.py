@@ -116,8 +116,8 @@ class LayerNorm(nn.LayerNorm):
 
 
 class RMSNorm(nn.Module):
-    """RMS norm over the last dimension (arXiv:1910.07467), in x's dtype with fp32 statistics; `fp32` and `notes_amax` as in
-    LayerNorm.
+    """RMS norm over the last dimension (arXiv:1910.07467), in x's dtype with fp32 statistics; `fp32` and `notes_amax`
+    as in LayerNorm.
 
     `gain`: the norm has a weight. `of_heads`: the norm is applied to each attention head. A tensor-parallel rank has
     only some of the heads, so the weight's gradient is summed over the ranks.

@@ -1,6 +1,8 @@
-"""Absolute maximum (amax) of a tensor, which its scale in fp8 needs. The kernel that writes a tensor also finds its amax,
-which saves a read of the tensor. The amax travels with the tensor, from the op that wrote it to the one that quantizes
-it, in the forward and in the backward pass."""
+"""Absolute maximum (amax) of a tensor, which its scale in fp8 needs.
+
+The kernel that writes a tensor also finds its amax, which saves a read of the tensor. The amax travels with the tensor,
+from the op that wrote it to the one that quantizes it, in the forward and in the backward pass.
+"""
 
 import torch
 from torch import Tensor

@@ -22,7 +22,7 @@ def layer_norm(
 ) -> Tensor:
     """Return (x - mean) / sqrt(variance + eps) * weight + bias, arXiv:1607.06450. x [..., D]; weight, bias [D].
 
-    `fused` uses our kernel, which notes the amax of the result if `amax`; `apex` uses NVIDIA Apex's, which needs a bias.
+    `fused` uses our kernel, which notes the result's amax if `amax`; `apex` uses NVIDIA Apex's, which needs a bias.
     """
     if apex:
         from apex.normalization.fused_layer_norm import fused_layer_norm_affine  # type: ignore[import-not-found]

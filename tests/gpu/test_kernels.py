@@ -205,7 +205,8 @@ def _noted(name: str, which: int, *arguments: object) -> list[Tensor]:
     results = [plain] if isinstance(plain, Tensor) else list(plain)
     *same, amax = op(*arguments)
     for a, b in zip(results, same, strict=True):
-        assert a.shape == b.shape and torch.equal(a.nan_to_num(), b.nan_to_num())
+        assert a.shape == b.shape
+        assert torch.equal(a.nan_to_num(), b.nan_to_num())
     wanted = results[which].abs().amax().float() if results[which].numel() else torch.zeros_like(amax)
     assert torch.equal(amax.nan_to_num(-1), wanted.nan_to_num(-1)), f"{name}: amax {amax}, not {wanted}"
     return _here(results)

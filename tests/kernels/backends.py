@@ -91,7 +91,9 @@ class Backend:
     ) -> list[Tensor | None]:
         """y, mean (None of an RMS norm), rstd."""
         rows, options = (x.shape[:1], torch.float32), (*x.shape, eps, CODES[x.dtype], _code(weight, x))
-        return self._noted("layer_norm_forward", 0, [_like(x), None if rms else rows, rows], [x, weight, bias], *options)
+        return self._noted(
+            "layer_norm_forward", 0, [_like(x), None if rms else rows, rows], [x, weight, bias], *options
+        )
 
     def layer_norm_backward(
         self,
@@ -210,7 +212,9 @@ class Backend:
         made = [([blocks, 1024 if bits == 1 else 256], torch.float32)]
         return self._op("dequantize_blocks", made, [message.view(torch.int32), mask], blocks, bits)[0]
 
-    def quantize_fp8(self, x: Tensor, amax: Tensor, e5m2: bool, both: bool = True) -> tuple[Tensor, Tensor | None, Tensor]:
+    def quantize_fp8(
+        self, x: Tensor, amax: Tensor, e5m2: bool, both: bool = True
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
         """Bytes of x [rows, width] and of its transpose, and the scale, a scalar."""
         made = (x.shape, torch.uint8), (x.shape[::-1], torch.uint8) if both else None, ([1], torch.float32)
         options = *x.shape, e5m2, CODES[x.dtype]
