@@ -1,4 +1,4 @@
-"""The amax that a kernel notes on what it writes: who reads it, when it no longer holds, and what it changes: nothing."""
+"""The amax that a kernel notes on what it writes: who reads it, and when it no longer holds. It changes no bit."""
 
 from dataclasses import replace
 from typing import Any
@@ -62,8 +62,8 @@ def trained(batch: Any, noting: bool, recompute: str, **overrides: Any) -> tuple
 @pytest.mark.parametrize("recompute", ["none", "full", "selective"])
 @pytest.mark.parametrize("overrides", [{}, {"dropout": 0.2}, LLAMA], ids=["gpt", "dropout", "llama"])
 def test_notes_spare_reads_and_change_no_bit(batch, overrides, recompute) -> None:
-    """Of each layer, the amax of four weights, of attention's output and of the gradient of q, k and v are read; not that
-    of what norms and the activation write, there and back."""
+    """Of each layer, four weights, attention's output and the gradient of q, k and v are read for their amax; not what
+    norms and the activation write, there and back."""
     found, reads = trained(batch, True, recompute, **overrides)
     wanted, before = trained(batch, False, recompute, **overrides)
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
