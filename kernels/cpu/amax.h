@@ -20,7 +20,7 @@ static inline void raise_amax(float* amax, const void* x, int64_t count, const v
     for (int64_t i = first; i < last; ++i) {
       Bits bits;
       memcpy(&bits, data + i * sizeof bits, sizeof bits);
-      bits &= static_cast<Bits>(~Bits{0} >> 1);
+      bits &= static_cast<Bits>(~Bits{0}) >> 1;
       largest = bits > largest ? bits : largest;
     }
     T value;

@@ -1,6 +1,5 @@
 """The amax that a kernel notes on what it writes: who reads it, and when it no longer holds. It changes no bit."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +9,7 @@ from models.conftest import TINY, build, differentiated, planned, policy
 from torch import Tensor
 
 from gptlite.models.gpt.config import MLPKind, Norm, Position
+from gptlite.models.layers import Linear
 from gptlite.ops.amax import amax_of, noted
 from gptlite.ops.config import Attention
 from gptlite.ops.fp8 import GRADIENT, INPUT, both_layouts, fp8_linear, quantized
@@ -49,11 +49,14 @@ def test_a_linear_layer_takes_the_noted_amax() -> None:
 
 def trained(batch: Any, noting: bool, recompute: str, **overrides: Any) -> tuple[list[Tensor], int]:
     """The loss and the gradients of a model in fp8, and how many tensors were read for their amax."""
-    model = planned(build(ops=replace(FUSED, linear=noting), **SIZES | overrides), policy("fp8"), recompute)
+    model = planned(build(ops=FUSED, **SIZES | overrides), policy("fp8"), recompute)
     for module in model.modules():
         if hasattr(module, "notes_amax"):
             assert module.notes_amax
             module.notes_amax = noting
+        elif isinstance(module, Linear):
+            assert module.fused
+            module.fused = noting
     with Dispatched() as dispatched:
         found = differentiated(model, batch)
     return found, dispatched.ops["linalg_vector_norm"]
@@ -73,7 +76,9 @@ def test_notes_spare_reads_and_change_no_bit(batch, overrides, recompute) -> Non
 
 
 def test_compiled_blocks_note_nothing(batch) -> None:
-    model = planned(build(ops=FUSED, **SIZES), policy("fp8"), compile=True)
-    plain = planned(build(ops=replace(FUSED, linear=False), **SIZES), policy("fp8"))
-    for a, b in zip(differentiated(model, batch), differentiated(plain, batch), strict=True):
+    found, wanted = (
+        differentiated(planned(build(ops=FUSED, **SIZES), policy("fp8"), compile=compiled), batch)
+        for compiled in (True, False)
+    )
+    for a, b in zip(found, wanted, strict=True):
         torch.testing.assert_close(a, b, rtol=0.02, atol=0.02 * float(b.abs().max()))
