@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gptlite.models.gpt.config import MLPKind, Norm, Position
 from gptlite.models.layers import Linear
-from gptlite.ops.amax import amax_of, noted
+from gptlite.ops.amax import amax_of, noted, noting
 from gptlite.ops.config import Attention
 from gptlite.ops.fp8 import GRADIENT, INPUT, both_layouts, fp8_linear, quantized
 from gptlite.ops.select import Ops
@@ -75,10 +75,18 @@ def test_notes_spare_reads_and_change_no_bit(batch, overrides, recompute) -> Non
     assert before == (8 + 4 if recompute == "none" else 16 + 4) * TINY["num_layers"]
 
 
+@pytest.mark.slow
 def test_compiled_blocks_note_nothing(batch) -> None:
+    """The kernel quantizes there too, with an amax that compiled code reads."""
     found, wanted = (
         differentiated(planned(build(ops=FUSED, **SIZES), policy("fp8"), compile=compiled), batch)
         for compiled in (True, False)
     )
     for a, b in zip(found, wanted, strict=True):
-        torch.testing.assert_close(a, b, rtol=0.02, atol=0.02 * float(b.abs().max()))
+        torch.testing.assert_close(a, b, rtol=0.02, atol=0.05 * float(b.abs().max()))
+
+
+def test_while_compiling_every_amax_is_read(monkeypatch) -> None:
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert not noting(True)
+    assert amax_of(noted(torch.full((2, 3), 2.0), torch.tensor(5.0))) == 2
