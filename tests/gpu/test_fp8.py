@@ -25,7 +25,7 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", [INPUT, GRADIENT], ids=str)
-@pytest.mark.parametrize("shape", [(ROWS, WIDTH), (2, 16384, 2048), (33, 48)], ids=str)
+@pytest.mark.parametrize("shape", [(ROWS, WIDTH), (2, 300, 1040), (33, 48)], ids=str)
 def test_the_kernel_rounds_as_torch_does(shape, dtype) -> None:
     """On a GPU, torch multiplies the amax by 1 / 448 where the kernel divides it: scales differ by their last bit."""
     x = normal(*shape)
