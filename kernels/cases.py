@@ -99,14 +99,14 @@ def _torch_layer_norm(inputs: Inputs) -> Tensors:
     return (F.layer_norm(inputs["x"], inputs["weight"].shape, inputs["weight"], inputs["beta"], EPS),)
 
 
-def _residual_norm(inputs: Inputs) -> Tensors:
+def _residual_norm(inputs: Inputs, amax: str = "") -> Tensors:
     tensors = (inputs[name] for name in ("x", "bias", "residual", "weight", "beta"))
-    return OPS.residual_norm(*tensors, EPS, *_dropout_key(inputs))
+    return getattr(OPS, f"residual_norm{amax}")(*tensors, EPS, *_dropout_key(inputs))[:4]
 
 
-def _residual_norm_backward(inputs: Inputs, results: Tensors) -> Tensors:
-    options = True, True, *_dropout_key(inputs)
-    return OPS.residual_norm_backward(inputs["dy"], None, results[1], inputs["weight"], *results[2:], *options)
+def _residual_norm_backward(inputs: Inputs, results: Tensors, amax: str = "") -> Tensors:
+    op, options = getattr(OPS, f"residual_norm{amax}_backward"), (True, True, *_dropout_key(inputs))
+    return op(inputs["dy"], None, results[1], inputs["weight"], *results[2:], *options)[:5]
 
 
 def _torch_residual_norm(inputs: Inputs) -> Tensors:
@@ -143,7 +143,8 @@ def _gated(f: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     return lambda x: f(x[..., ::2]) * x[..., 1::2]
 
 
-def _bias_activation(name: str, formula: Callable[[Tensor], Tensor]) -> Case:
+def _bias_activation(name: str, formula: Callable[[Tensor], Tensor], amax: str = "") -> Case:
+    """`amax`: "_amax" for the ops that also return the amax of their result."""
     kind = ACTIVATIONS[name]
 
     def make(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Inputs:
@@ -151,11 +152,18 @@ def _bias_activation(name: str, formula: Callable[[Tensor], Tensor]) -> Case:
         inputs = _row_inputs(rows, 2 * units if is_gated(kind) else units, dtype, device)
         return {"x": inputs["x"], "bias": inputs["bias"], "dy": inputs["dy"][..., :units].contiguous()}
 
+    def forward(given: Inputs) -> Tensors:
+        results = getattr(OPS, f"bias_activation{amax}")(given["x"], given["bias"], kind)
+        return results[:1] if amax else (results,)
+
+    def backward(given: Inputs, _: Tensors) -> Tensors:
+        return getattr(OPS, f"bias_activation{amax}_backward")(given["dy"], given["x"], given["bias"], kind)[:2]
+
     return Case(
-        (f"bias_activation {name}", f"bias_activation_backward {name}"),
+        (f"bias_activation{amax} {name}", f"bias_activation{amax}_backward {name}"),
         make,
-        lambda given: (OPS.bias_activation(given["x"], given["bias"], kind),),
-        lambda given, _: OPS.bias_activation_backward(given["dy"], given["x"], given["bias"], kind),
+        forward,
+        backward,
         lambda given: (formula(given["x"] + given["bias"]),),
         ("x", "bias"),
         *HIDDEN,
@@ -302,9 +310,22 @@ ROWS = (
         plain=_plain_residual_norm,
         compared=2,
     ),
+    Case(
+        ("residual_norm_amax", "residual_norm_amax_backward"),
+        _row_inputs,
+        partial(_residual_norm, amax="_amax"),
+        partial(_residual_norm_backward, amax="_amax"),
+        _torch_residual_norm,
+        ("x", "residual", "bias", "weight", "beta"),
+        *WIDE,
+        traffic=times_first(4, 4),
+        plain=_plain_residual_norm,
+        compared=2,
+    ),
     *_rms_norms(" rms", "weight"),
     *_rms_norms(" rms without gain"),
     _bias_activation("gelu_tanh", partial(F.gelu, approximate="tanh")),
+    _bias_activation("gelu_tanh", partial(F.gelu, approximate="tanh"), amax="_amax"),
     _bias_activation("gelu_erf", F.gelu),
     _bias_activation("relu", F.relu),
     _bias_activation("relu2", lambda x: F.relu(x).square()),

@@ -1,4 +1,4 @@
-"""Test cases of blockwise quantization: a message and back."""
+"""Test cases of quantization: blockwise, to a message and back, and of a matrix to fp8."""
 
 import torch
 from torch import Tensor
@@ -7,6 +7,8 @@ from gptlite.kernels.case import Case, Inputs, Tensors, size_of
 
 OPS = torch.ops.gptlite
 # CPU sizes, then GPU sizes, which exceed the cache: values are rows x width.
+FP8 = torch.float8_e4m3fn
+MATRICES = ((256, 256), (2048, 2048)), ((32768, 2048), (32768, 8192))
 BLOCKS = ((256, 256), (2048, 2048)), ((4096, 4096), (16384, 8192))
 
 
@@ -46,4 +48,30 @@ def _case(name: str, bits: int, width: int) -> Case:
     )
 
 
-QUANTIZATION = (_case("int8", 8, 256), _case("int4", 4, 256), _case("sign", 1, 1024))
+def _numbers(inputs: Inputs, results: Tensors) -> Tensors:
+    return tuple(each.view(FP8).float() for each in results)
+
+
+def _fp8(name: str, both: bool) -> Case:
+    def make(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Inputs:
+        x = torch.randn(rows, width, dtype=dtype, device=device)
+        return {"x": x, "amax": x.abs().max().float()}
+
+    def kernel(inputs: Inputs) -> Tensors:
+        return OPS.quantize_fp8(inputs["x"], inputs["amax"], False, both)[: 1 + both]
+
+    def reference(inputs: Inputs) -> Tensors:
+        y = (inputs["x"].float() / (inputs["amax"].float() / torch.finfo(FP8).max)).to(FP8)
+        return (y.float(), y.t().float()) if both else (y.float(),)
+
+    def traffic(inputs: Inputs) -> tuple[float, ...]:
+        x = inputs["x"]
+        return (size_of(x) + (1 + both) * x.numel(),)
+
+    return Case((name,), make, kernel, None, reference, (), *MATRICES, traffic=traffic, between=_numbers, compared=None)
+
+
+QUANTIZATION = (
+    *(_case("int8", 8, 256), _case("int4", 4, 256), _case("sign", 1, 1024)),
+    *(_fp8("quantize_fp8", both=True), _fp8("quantize_fp8 one layout", both=False)),
+)

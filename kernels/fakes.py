@@ -54,6 +54,25 @@ def _residual_norm(x, bias, residual, weight, beta, eps, *options):
     return _like(x), _like(x), _mean(x, rms), _row(x)
 
 
+def _amax(fake: Callable) -> Callable:
+    """Return the fake of an op that also returns the amax of its first result."""
+
+    def both(x: Tensor, *others: Any) -> tuple[Tensor, ...]:
+        results = fake(x, *others)
+        return *((results,) if isinstance(results, Tensor) else results), _fp32(x)
+
+    return both
+
+
+def _quantize_fp8(x: Tensor, amax: Tensor, e5m2: bool, both: bool) -> tuple[Tensor, Tensor, Tensor]:
+    transposed = (x.shape[1], x.shape[0]) if both else (0,)
+    return x.new_empty(x.shape, dtype=torch.uint8), x.new_empty(transposed, dtype=torch.uint8), _fp32(x)
+
+
+def _bias_activation_backward(dy: Tensor, x: Tensor, bias: Tensor | None, kind: int) -> tuple[Tensor, Tensor]:
+    return _like(x), x.new_empty(0) if bias is None else _like(bias)
+
+
 def _parameter(weight: Tensor | None, x: Tensor, wanted: bool) -> Tensor:
     """Return the gradient of a norm's parameter, in the dtype of the weight, or of x if there is no weight."""
     return (x if weight is None else weight).new_empty(x.shape[-1] if wanted else 0)
@@ -105,7 +124,13 @@ FAKES: dict[str, Callable] = {
     "residual_norm": _residual_norm,
     "residual_norm_backward": _residual_norm_backward,
     "bias_activation": _bias_activation,
-    "bias_activation_backward": lambda dy, x, bias, _: (_like(x), x.new_empty(0) if bias is None else _like(bias)),
+    "bias_activation_backward": _bias_activation_backward,
+    "layer_norm_amax": _amax(_layer_norm),
+    "residual_norm_amax": _amax(_residual_norm),
+    "residual_norm_amax_backward": _amax(_residual_norm_backward),
+    "bias_activation_amax": _amax(_bias_activation),
+    "bias_activation_amax_backward": _amax(_bias_activation_backward),
+    "quantize_fp8": _quantize_fp8,
     "rope": _like,
     "rope_backward": _rope_backward,
     "join_heads": _join_heads,

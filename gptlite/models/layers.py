@@ -54,7 +54,7 @@ class Linear(nn.Linear):
         if self.fp8:
             from gptlite.ops.fp8 import fp8_linear
 
-            return fp8_linear(x, self.weight, cast(bias, x.dtype))
+            return fp8_linear(x, self.weight, cast(bias, x.dtype), self.fused)
         return linear(x, self.weight, bias, self.fused)
 
     def local_bias(self) -> Tensor | None:
@@ -102,16 +102,17 @@ class Head(nn.Linear):
 class ResidualNorm(nn.Module):
     """Norm of the residual stream over the last dimension, in x's dtype with fp32 statistics.
 
-    With `fp32`, it computes in fp32 with uncast parameters and rounds the result to x's dtype.
+    With `fp32`, it computes in fp32 with uncast parameters and rounds the result to x's dtype. With `notes_amax`, our
+    kernel notes the amax of the result and of x's gradient, for fp8.
     """
 
     weight: Any
     bias: Any
     eps: float
-    fp32 = apex = rms = fused = False
+    fp32 = apex = rms = fused = notes_amax = False
 
     def forward(self, x: Tensor) -> Tensor:
-        norm = NormParameters(self.weight, self.bias, self.eps, self.rms)
+        norm = NormParameters(self.weight, self.bias, self.eps, self.rms, self.notes_amax and not self.fp32)
         return normed(x.float() if self.fp32 else x, norm, self.fused, self.apex).to(x.dtype)
 
     def after_residual(
@@ -121,7 +122,7 @@ class ResidualNorm(nn.Module):
         if self.fp32 or self.apex:  # the fused op supports one dtype, and Apex's norm has no residual addition
             h = residual + dropout(biased(x, x_bias), p, key, self.fused)
             return self(h), h
-        norm = NormParameters(self.weight, self.bias, self.eps, self.rms)
+        norm = NormParameters(self.weight, self.bias, self.eps, self.rms, self.notes_amax)
         return residual_norm(x, residual, norm, p, key, self.fused, x_bias)
 
 

@@ -127,7 +127,9 @@ def set_dtypes(model: Model, part: nn.Module, policy: Policy, *, recomputes: boo
         elif policy.fp8 and isinstance(module, IN_BLOCKS):
             from gptlite.ops.fp8 import fp8_linear
 
-            module.multiply = fp8_linear  # type: ignore[method-assign]
+            module.multiply = partial(fp8_linear, fused=module.fused)  # type: ignore[method-assign]
+        elif policy.fp8 and hasattr(module, "notes_amax"):
+            module.notes_amax = True  # type: ignore[assignment]
         elif policy.fp8_head and isinstance(module, Head | VocabParallelHead):
             module.fp8 = True
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from gptlite.kernels.activation import ACTIVATIONS, is_gated
+from gptlite.ops.amax import noted, noting
 
 FORMULAS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": partial(F.gelu, approximate="tanh"),  # arXiv:1606.08415, GPT-2's approximation
@@ -21,16 +22,16 @@ FORMULAS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def bias_activation(x: Tensor, bias: Tensor | None, kind: str, fused: bool = False) -> Tensor:
+def bias_activation(x: Tensor, bias: Tensor | None, kind: str, fused: bool = False, amax: bool = False) -> Tensor:
     """Return f(x + bias) [..., F], with the formula f of `kind`. x [..., F]; bias [F].
 
     For a gated kind, x is [..., 2F] and bias [2F]: columns 2i and 2i + 1 of x + bias are the gate and the value of unit
     i, and the result is f(gate) * value. The fused kernel saves only x and bias for the backward pass, and rounds only
-    the result.
+    the result. With `amax`, it notes the amax of its results, including the gradient of x.
     """
     number = ACTIVATIONS[kind]
     if fused:
-        return _BiasActivation.apply(x, bias, number)
+        return _BiasActivation.apply(x, bias, number, noting(amax))
     total = x if bias is None else x + bias
     if not is_gated(number):
         return FORMULAS[kind](total)
@@ -40,14 +41,20 @@ def bias_activation(x: Tensor, bias: Tensor | None, kind: str, fused: bool = Fal
 
 class _BiasActivation(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor | None, kind: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, kind: int, amax: bool) -> Tensor:
         ctx.save_for_backward(x, bias)
-        ctx.kind = kind
+        ctx.kind, ctx.amax = kind, amax
+        if amax:
+            return noted(*torch.ops.gptlite.bias_activation_amax(x, bias, kind))
         return torch.ops.gptlite.bias_activation(x, bias, kind)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor):
         x, bias = ctx.saved_tensors
-        dx, dbias = torch.ops.gptlite.bias_activation_backward(dy, x, bias, ctx.kind)
-        return dx, None if bias is None else dbias, None
+        ops, largest = torch.ops.gptlite, None
+        if ctx.amax:
+            dx, dbias, largest = ops.bias_activation_amax_backward(dy, x, bias, ctx.kind)
+        else:
+            dx, dbias = ops.bias_activation_backward(dy, x, bias, ctx.kind)
+        return noted(dx, largest), None if bias is None else dbias, None, None

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
+from gptlite.ops.amax import amax_of
 from gptlite.ops.config import E5M2_ONE, PRODUCTS
 from gptlite.ops.weight_copies import as_dtype
 from gptlite.torch_private.modules import inductor_has
@@ -31,17 +32,18 @@ MULTIPLE = 16  # the hardware requires every dimension of a GEMM to be a multipl
 SMALLEST_AMAX = 1e-12  # avoids a scale of 0 for a tensor of zeros
 
 
-def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, fused: bool = False) -> Tensor:
     """Return x [..., in] weight [out, in]ᵀ + bias [out], in x's dtype. `in` and `out` are multiples of MULTIPLE.
 
-    The GEMMs of the backward pass also run in fp8. The saved copies of x and weight take one byte per element.
+    The GEMMs of the backward pass also run in fp8. The saved copies of x and weight take one byte per element. `fused`:
+    our kernel quantizes, with the amax that the op which wrote the tensor has noted, and a GPU's GEMM adds the bias.
     """
     if not hasattr(weight, "fp8_operands"):
         weight = as_dtype(weight, x.dtype)
+    added = bias if fused and PRODUCTS[x.device.type].compiled else None
     # Grad mode is read here, since it is always off within a Function's forward.
-    rows = _Fp8Product.apply(x.reshape(-1, x.shape[-1]).contiguous(), weight, torch.is_grad_enabled())
-    out = rows.view(*x.shape[:-1], len(weight))
-    return out if bias is None else out + bias
+    out = _Fp8Product.apply(x, weight, added, torch.is_grad_enabled(), fused)
+    return out if bias is added else out + bias
 
 
 def fp8_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
@@ -51,23 +53,36 @@ def fp8_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     return scaled_product(filled(a8), a_scale, filled(b8).t(), b_scale, a.dtype)
 
 
-def quantized(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return x / scale in an fp8 dtype, and the scale, an fp32 scalar tensor."""
+def quantized(x: Tensor, dtype: torch.dtype, fused: bool = False) -> tuple[Tensor, Tensor]:
+    """Return the rows of x / scale, [N, K] for x [..., K], in an fp8 dtype, and the scale, an fp32 scalar tensor.
+    `fused`: by our kernel."""
+    if fused:
+        y, _, scale = _by_kernel(x, dtype, both=False)
+        return y, scale
     scale = scale_of(x, dtype)
-    return _best(to_fp8, x)(x.detach(), scale, dtype), scale
+    return _best(to_fp8, x)(_rows(x), scale, dtype), scale
 
 
-def both_layouts(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Return x / scale, its transpose (also contiguous), and the scale; see `quantized`."""
+def both_layouts(x: Tensor, dtype: torch.dtype, fused: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the rows of x / scale, their transpose (also contiguous), and the scale; see `quantized`."""
+    if fused:
+        return _by_kernel(x, dtype, both=True)
     scale = scale_of(x, dtype)
-    return *_best(rounded_both, x)(x.detach(), scale, dtype), scale
+    return *_best(rounded_both, x)(_rows(x), scale, dtype), scale
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.detach().reshape(-1, x.shape[-1]).contiguous()
+
+
+def _by_kernel(x: Tensor, dtype: torch.dtype, both: bool) -> tuple[Tensor, Tensor, Tensor]:
+    y, transposed, scale = torch.ops.gptlite.quantize_fp8(_rows(x), amax_of(x), dtype == GRADIENT, both)
+    return y.view(dtype), transposed.view(dtype), scale
 
 
 def scale_of(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the scale that maps x's amax to the largest value of `dtype`, an fp32 scalar tensor."""
-    # One reduction. Compiled for all shapes, inductor's reduction ran on one multiprocessor of an H200.
-    amax = torch.linalg.vector_norm(x.detach(), torch.inf)
-    return amax.float().clamp(min=SMALLEST_AMAX) / torch.finfo(dtype).max
+    return amax_of(x).clamp(min=SMALLEST_AMAX) / torch.finfo(dtype).max
 
 
 def to_fp8(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -136,43 +151,47 @@ def keep_operands(parts: Iterable[nn.Module]) -> None:
             weight.fp8_operands = KeptOperands()  # type: ignore[attr-defined]
 
 
-def kept(weight: Tensor, values: Callable[[], Tensor], training: bool = True) -> tuple[Tensor, ...]:
+def kept(
+    weight: Tensor, values: Callable[[], Tensor], training: bool = True, fused: bool = False
+) -> tuple[Tensor, ...]:
     """Return `values()`, those of a weight, in both layouts and with their scale; without training, in one layout.
 
     If the weight has an attribute `fp8_operands`, they are from an earlier call, until the weight's version changes.
     """
     place: KeptOperands | None = getattr(weight, "fp8_operands", None)
     if place is None:
-        return (both_layouts if training else quantized)(values(), INPUT)
+        return (both_layouts if training else quantized)(values(), INPUT, fused)
     if place.version != version_of(weight):
-        place.values, place.version = both_layouts(values(), INPUT), version_of(weight)
+        place.values, place.version = both_layouts(values(), INPUT, fused), version_of(weight)
     return place.values
 
 
 class _Fp8Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, training: bool) -> Tensor:
-        quantize = both_layouts if training else quantized
-        x8, *x8_t, x_scale = quantize(x, INPUT)
-        w8, *w8_t, w_scale = kept(weight, lambda: as_dtype(weight, x.dtype), training)
-        ctx.dtype = weight.dtype
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, training: bool, fused: bool) -> Tensor:
+        x8, *x8_t, x_scale = (both_layouts if training else quantized)(x, INPUT, fused)
+        w8, *w8_t, w_scale = kept(weight, lambda: as_dtype(weight, x.dtype), training, fused)
+        ctx.fused, ctx.dtype = fused, weight.dtype
         ctx.save_for_backward(*x8_t, x_scale, *w8_t, w_scale)
-        return scaled_product(x8, x_scale, w8.t(), w_scale, x.dtype)
+        return scaled_product(x8, x_scale, w8.t(), w_scale, x.dtype, bias).view(*x.shape[:-1], len(weight))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor):
         x8_t, x_scale, w8_t, w_scale = ctx.saved_tensors
-        g8, g8_t, g_scale = both_layouts(grad.contiguous(), GRADIENT)
-        dx = scaled_product(g8, g_scale, w8_t.t(), w_scale, grad.dtype)
+        g8, g8_t, g_scale = both_layouts(grad, GRADIENT, ctx.fused)
+        dx = scaled_product(g8, g_scale, w8_t.t(), w_scale, grad.dtype).view(*grad.shape[:-1], len(w8_t))
         dweight = scaled_product(filled(g8_t), g_scale, filled(x8_t).t(), x_scale, grad.dtype)
-        return dx, dweight.to(ctx.dtype), None
+        dbias = grad.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
+        return dx, dweight.to(ctx.dtype), dbias, None, None
 
 
-def scaled_product(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the matrix product of a [N, K], row-major, and b [K, M], column-major: the layouts that the hardware
-    requires."""
-    return scaled_mm(a, b, a_scale, b_scale, dtype)
+def scaled_product(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype, bias: Tensor | None = None
+) -> Tensor:
+    """Return the matrix product of a [N, K], row-major, and b [K, M], column-major, the layouts that the hardware
+    requires, plus bias [M]."""
+    return scaled_mm(a, b, a_scale, b_scale, bias, dtype)
 
 
 def filled(x: Tensor) -> Tensor:

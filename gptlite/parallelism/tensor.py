@@ -125,7 +125,7 @@ class ColumnParallelLinear(nn.Module):
 
     def __init__(self, whole: nn.Linear, axis: TensorAxis) -> None:
         super().__init__()
-        self.axis = axis
+        self.axis, self.fused = axis, getattr(whole, "fused", False)
         self.weight = cut(whole.weight, axis, 0)
         self.bias = None if whole.bias is None else cut(whole.bias, axis, 0)
 
@@ -157,7 +157,7 @@ class RowParallelLinear(nn.Module):
 
     def __init__(self, whole: nn.Linear, axis: TensorAxis) -> None:
         super().__init__()
-        self.axis = axis
+        self.axis, self.fused = axis, getattr(whole, "fused", False)
         self.weight = cut(whole.weight, axis, 1)
         self.bias = whole.bias  # added after the sum over ranks, so every rank holds all of it
 

@@ -41,12 +41,19 @@ def flash_window_attention(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tens
     return out.transpose(1, 2)
 
 
-def scaled_mm(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Return the fp8 product of a [N, K], row-major, and b [K, M], column-major, in a dtype.
+def scaled_mm(
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor,
+    b_scale: Tensor,
+    bias: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Return the fp8 product of a [N, K], row-major, and b [K, M], column-major, plus bias [M], in a dtype.
 
     torch 2.11 cannot trace F.scaled_mm, which calls the same kernel.
     """
-    return torch.ops.aten._scaled_mm(a, b, a_scale, b_scale, out_dtype=dtype)
+    return torch.ops.aten._scaled_mm(a, b, a_scale, b_scale, bias, out_dtype=dtype)
 
 
 def version_of(tensor: Tensor) -> int:

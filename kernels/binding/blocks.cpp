@@ -1,4 +1,4 @@
-// Blockwise quantization.
+// Blockwise quantization, and that of a matrix to fp8.
 #include "common.h"
 
 namespace gptlite::binding {
@@ -20,13 +20,13 @@ OptionalTensor mask_of(const OptionalTensor& mask, const Sizes& sizes, const Ten
   return as_contiguous(*mask);
 }
 
-Tensor new_bytes(int64_t count, const Tensor& like) {
+Tensor new_bytes(const Sizes& sizes, const Tensor& like) {
   int32_t device;
   AtenTensorHandle handle;
-  const int64_t stride = 1;
+  const Sizes strides = sizes.size() == 2 ? Sizes{sizes[1], 1} : Sizes{1};
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device));
-  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(1, &count, &stride, aoti_torch_dtype_uint8(), device,
-                                                  like.get_device_index(), &handle));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(int64_t(sizes.size()), sizes.data(), strides.data(),
+                                                  aoti_torch_dtype_uint8(), device, like.get_device_index(), &handle));
   return Tensor(handle);
 }
 
@@ -35,7 +35,7 @@ Tensor quantize_blocks(const Tensor& x, const OptionalTensor& mask, int64_t bits
   STD_TORCH_CHECK(x.dim() == 2 && x.size(1) == width_of(bits), "x must be [blocks, ", width_of(bits), "], not ",
                   text(sizes_of(x)));
   const int64_t blocks = x.size(0);
-  const Tensor input = as_contiguous(x), message = new_bytes(message_bytes(blocks, bits), x);
+  const Tensor input = as_contiguous(x), message = new_bytes({message_bytes(blocks, bits)}, x);
   const OptionalTensor kept = mask_of(mask, sizes_of(x), x);
   GPTLITE_CALL(x, quantize_blocks, mutable_data(message), floats(input), data(kept), blocks, int(bits));
   return message;
@@ -54,7 +54,22 @@ Tensor dequantize_blocks(const Tensor& message, const OptionalTensor& mask, int6
   return x;
 }
 
+std::tuple<Tensor, Tensor, Tensor> quantize_fp8(const Tensor& x, const Tensor& amax, bool e5m2, bool both) {
+  const int dtype = float_dtype(x, "x");
+  STD_TORCH_CHECK(x.dim() == 2 && x.numel() > 0, "x must be a matrix with elements, not ", text(sizes_of(x)));
+  check_device(amax, "amax", x);
+  check_fp32(amax, "amax");
+  check_sizes(amax, "amax", {});
+  const int64_t rows = x.size(0), width = x.size(1);
+  const Tensor input = as_contiguous(x), y = new_bytes({rows, width}, x), scale = empty({}, GPTLITE_FP32, x);
+  const Tensor transposed = new_bytes(both ? Sizes{width, rows} : Sizes{0}, x);
+  GPTLITE_CALL(x, quantize_fp8, mutable_data(y), both ? mutable_data(transposed) : nullptr, mutable_floats(scale),
+               data(input), floats(amax), rows, width, int(e5m2), dtype);
+  return {y, transposed, scale};
+}
+
 GPTLITE_OPS(m) {
+  m.impl("quantize_fp8", TORCH_BOX(&quantize_fp8));
   m.impl("quantize_blocks", TORCH_BOX(&quantize_blocks));
   m.impl("dequantize_blocks", TORCH_BOX(&dequantize_blocks));
 }

@@ -106,7 +106,7 @@ OptionalTensor row_mean(const OptionalTensor& mean, const Rows& size, const Tens
   return mean ? OptionalTensor(row_statistic(*mean, "mean", size, like)) : std::nullopt;
 }
 
-Three layer_norm(const Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias, double eps, bool rms) {
+Three layer_norm(float* amax, const Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias, double eps, bool rms) {
   const int dtype = float_dtype(x, "x");
   const Rows size(x, "x");
   const Gain gain(weight, bias.has_value(), rms, size, x);
@@ -115,7 +115,7 @@ Three layer_norm(const Tensor& x, const OptionalTensor& weight, const OptionalTe
   const Tensor y = new_like(x);
   const Tensor mean = new_mean(rms, size, x), rstd = empty(size.leading, GPTLITE_FP32, x);
   GPTLITE_CALL(x, layer_norm_forward, mutable_data(y), mean_data(rms, mean), mutable_floats(rstd), data(input),
-               data(gain.weight), data(beta), size.rows, size.width, float(eps), dtype, gain.dtype);
+               data(gain.weight), data(beta), size.rows, size.width, float(eps), dtype, gain.dtype, amax);
   return {y, mean, rstd};
 }
 
@@ -135,7 +135,7 @@ Three layer_norm_backward(const Tensor& dy, const Tensor& x, const OptionalTenso
   return {dx, dweight, dbias};
 }
 
-Four residual_norm(const Tensor& x, const OptionalTensor& bias, const Tensor& residual, const OptionalTensor& weight,
+Four residual_norm(float* amax, const Tensor& x, const OptionalTensor& bias, const Tensor& residual, const OptionalTensor& weight,
                    const OptionalTensor& beta, double eps, double p, int64_t seed, const OptionalTensor& site,
                    const OptionalTensor& sample_ids, int64_t first_position, bool rms) {
   const int dtype = float_dtype(x, "x");
@@ -150,11 +150,11 @@ Four residual_norm(const Tensor& x, const OptionalTensor& bias, const Tensor& re
   const Tensor mean = new_mean(rms, size, x), rstd = empty(size.leading, GPTLITE_FP32, x);
   GPTLITE_CALL(x, residual_norm_forward, mutable_data(y), mutable_data(h), mean_data(rms, mean), mutable_floats(rstd),
                data(input), data(added), data(stream), data(gain.weight), data(shift), batch, positions, size.width,
-               float(eps), dropout.get(), dtype, gain.dtype);
+               float(eps), dropout.get(), dtype, gain.dtype, amax);
   return {y, h, mean, rstd};
 }
 
-Five residual_norm_backward(const Tensor& dy, const OptionalTensor& dh, const Tensor& h, const OptionalTensor& weight,
+Five residual_norm_backward(float* amax, const Tensor& dy, const OptionalTensor& dh, const Tensor& h, const OptionalTensor& weight,
                             const OptionalTensor& mean, const Tensor& rstd, bool has_bias, bool has_beta, double p,
                             int64_t seed, const OptionalTensor& site, const OptionalTensor& sample_ids,
                             int64_t first_position) {
@@ -175,7 +175,7 @@ Five residual_norm_backward(const Tensor& dy, const OptionalTensor& dh, const Te
   GPTLITE_CALL(h, residual_norm_backward, data_if(drops, dx), mutable_data(dresidual), data_if(has_bias, dbias),
                data_if(gain.there(), dweight), data_if(has_beta, dbeta), mutable_floats(workspace), data(gradient),
                data(passed), data(input), data(gain.weight), floats(means), floats(rstds), batch, positions, size.width,
-               dropout.get(), dtype, gain.dtype);
+               dropout.get(), dtype, gain.dtype, amax);
   return {dx, dresidual, dbias, dweight, dbeta};
 }
 
@@ -189,18 +189,18 @@ Sizes activated_sizes(const Tensor& x, int64_t kind) {
   return sizes;
 }
 
-Tensor bias_activation(const Tensor& x, const OptionalTensor& bias, int64_t kind) {
+std::tuple<Tensor> bias_activation(float* amax, const Tensor& x, const OptionalTensor& bias, int64_t kind) {
   const int dtype = float_dtype(x, "x");
   const Rows size(x, "x");
   const Sizes sizes = activated_sizes(x, kind);
   const Tensor input = as_contiguous(x), y = empty(sizes, dtype, x);
   const OptionalTensor added = row_vector(bias, "bias", size.width, x, dtype, "x");
   GPTLITE_CALL(x, bias_activation_forward, mutable_data(y), data(input), data(added), size.rows, sizes.back(), int(kind),
-               dtype);
-  return y;
+               dtype, amax);
+  return {y};
 }
 
-Two bias_activation_backward(const Tensor& dy, const Tensor& x, const OptionalTensor& bias, int64_t kind) {
+Two bias_activation_backward(float* amax, const Tensor& dy, const Tensor& x, const OptionalTensor& bias, int64_t kind) {
   const int dtype = float_dtype(x, "x");
   const Rows size(x, "x");
   const Sizes sizes = activated_sizes(x, kind);
@@ -212,7 +212,7 @@ Two bias_activation_backward(const Tensor& dy, const Tensor& x, const OptionalTe
   const bool has_bias = added.has_value();
   const Tensor dbias = new_vector(has_bias, size.width, dtype, x), workspace = new_workspace(size, x);
   GPTLITE_CALL(x, bias_activation_backward, mutable_data(dx), data_if(has_bias, dbias), mutable_floats(workspace),
-               data(gradient), data(input), data(added), size.rows, sizes.back(), int(kind), dtype);
+               data(gradient), data(input), data(added), size.rows, sizes.back(), int(kind), dtype, amax);
   return {dx, dbias};
 }
 
@@ -331,13 +331,38 @@ Tensor dropout(const Tensor& x, double p, int64_t seed, const Tensor& site, cons
   return y;
 }
 
+// Two ops of one function: without the amax of its result, and with it as a further result, an fp32 scalar.
+template <auto function>
+struct Op;
+
+template <typename... Results, typename First, typename... Others,
+          std::tuple<Results...> (*function)(float* amax, First, Others...)>
+struct Op<function> {
+  static auto plain(First first, Others... others) {
+    auto results = function(nullptr, first, others...);
+    if constexpr (sizeof...(Results) == 1) return std::get<0>(results);
+    else return results;
+  }
+
+  static std::tuple<Results..., Tensor> amax(First first, Others... others) {
+    Tensor largest = empty({}, GPTLITE_FP32, first);
+    torch::stable::zero_(largest);
+    return std::tuple_cat(function(mutable_floats(largest), first, others...), std::make_tuple(largest));
+  }
+};
+
 GPTLITE_OPS(m) {
-  m.impl("layer_norm", TORCH_BOX(&layer_norm));
+  m.impl("layer_norm", TORCH_BOX(&Op<&layer_norm>::plain));
+  m.impl("layer_norm_amax", TORCH_BOX(&Op<&layer_norm>::amax));
   m.impl("layer_norm_backward", TORCH_BOX(&layer_norm_backward));
-  m.impl("residual_norm", TORCH_BOX(&residual_norm));
-  m.impl("residual_norm_backward", TORCH_BOX(&residual_norm_backward));
-  m.impl("bias_activation", TORCH_BOX(&bias_activation));
-  m.impl("bias_activation_backward", TORCH_BOX(&bias_activation_backward));
+  m.impl("residual_norm", TORCH_BOX(&Op<&residual_norm>::plain));
+  m.impl("residual_norm_amax", TORCH_BOX(&Op<&residual_norm>::amax));
+  m.impl("residual_norm_backward", TORCH_BOX(&Op<&residual_norm_backward>::plain));
+  m.impl("residual_norm_amax_backward", TORCH_BOX(&Op<&residual_norm_backward>::amax));
+  m.impl("bias_activation", TORCH_BOX(&Op<&bias_activation>::plain));
+  m.impl("bias_activation_amax", TORCH_BOX(&Op<&bias_activation>::amax));
+  m.impl("bias_activation_backward", TORCH_BOX(&Op<&bias_activation_backward>::plain));
+  m.impl("bias_activation_amax_backward", TORCH_BOX(&Op<&bias_activation_backward>::amax));
   m.impl("rope", TORCH_BOX(&rope));
   m.impl("rope_backward", TORCH_BOX(&rope_backward));
   m.impl("join_heads", TORCH_BOX(&join_heads));

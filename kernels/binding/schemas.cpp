@@ -20,21 +20,36 @@ STABLE_TORCH_LIBRARY(gptlite, m) {
   m.def("causal_softmax_backward(Tensor dy, Tensor y, float scale) -> Tensor");
   m.def("causal_softmax_backward_(Tensor(a!) dy, Tensor y, float scale) -> ()");
 
+  // *_amax: the same op, which also returns the largest absolute value of y, or of dx (dresidual without dropout).
   // rms: RMS norm, whose weight may be None. Its mean has no elements. The backward op takes None for the mean.
   m.def(
       "layer_norm(Tensor x, Tensor? weight, Tensor? bias, float eps, bool rms=False) -> "
       "(Tensor y, Tensor mean, Tensor rstd)");
+  m.def(
+      "layer_norm_amax(Tensor x, Tensor? weight, Tensor? bias, float eps, bool rms=False) -> "
+      "(Tensor y, Tensor mean, Tensor rstd, Tensor amax)");
   m.def(
       "layer_norm_backward(Tensor dy, Tensor x, Tensor? weight, Tensor? mean, Tensor rstd, bool has_bias) -> "
       "(Tensor dx, Tensor dweight, Tensor dbias)");
   m.def("residual_norm(Tensor x, Tensor? bias, Tensor residual, Tensor? weight, Tensor? beta, float eps, " GPTLITE_DROPOUT
         ", bool rms=False) -> (Tensor y, Tensor h, Tensor mean, Tensor rstd)");
   m.def(
+      "residual_norm_amax(Tensor x, Tensor? bias, Tensor residual, Tensor? weight, Tensor? beta, float eps, " GPTLITE_DROPOUT
+      ", bool rms=False) -> (Tensor y, Tensor h, Tensor mean, Tensor rstd, Tensor amax)");
+  m.def(
       "residual_norm_backward(Tensor dy, Tensor? dh, Tensor h, Tensor? weight, Tensor? mean, Tensor rstd, bool has_bias, "
       "bool has_beta, " GPTLITE_DROPOUT
       ") -> (Tensor dx, Tensor dresidual, Tensor dbias, Tensor dweight, Tensor dbeta)");
+  m.def(
+      "residual_norm_amax_backward(Tensor dy, Tensor? dh, Tensor h, Tensor? weight, Tensor? mean, Tensor rstd, "
+      "bool has_bias, bool has_beta, " GPTLITE_DROPOUT
+      ") -> (Tensor dx, Tensor dresidual, Tensor dbias, Tensor dweight, Tensor dbeta, Tensor amax)");
   m.def("bias_activation(Tensor x, Tensor? bias, int kind) -> Tensor");
+  m.def("bias_activation_amax(Tensor x, Tensor? bias, int kind) -> (Tensor y, Tensor amax)");
   m.def("bias_activation_backward(Tensor dy, Tensor x, Tensor? bias, int kind) -> (Tensor dx, Tensor dbias)");
+  m.def(
+      "bias_activation_amax_backward(Tensor dy, Tensor x, Tensor? bias, int kind) -> "
+      "(Tensor dx, Tensor dbias, Tensor amax)");
   m.def("rope(Tensor qkv, Tensor? cos, Tensor? sin, Tensor? q_gain, Tensor? k_gain, float? eps) -> Tensor");
   m.def(
       "rope_backward(Tensor dout, Tensor? qkv, Tensor? cos, Tensor? sin, Tensor? q_gain, Tensor? k_gain, float? eps) -> "
@@ -58,6 +73,9 @@ STABLE_TORCH_LIBRARY(gptlite, m) {
   // mask: of x, for 1 bit alone. message: of uint8, with the scales of all blocks, then their codes.
   m.def("quantize_blocks(Tensor x, Tensor? mask, int bits) -> Tensor");
   m.def("dequantize_blocks(Tensor message, Tensor? mask, int blocks, int bits) -> Tensor");
+
+  // amax: fp32 scalar. y and the transpose, of uint8, are e4m3, or e5m2. Without `both`, the transpose has no elements.
+  m.def("quantize_fp8(Tensor x, Tensor amax, bool e5m2, bool both) -> (Tensor y, Tensor transposed, Tensor scale)");
 
   m.def("norm(Tensor[] tensors) -> Tensor");
   m.def(

@@ -4,17 +4,17 @@
 namespace gptlite {
 namespace GPTLITE_ISA {
 
-int bias_activation_forward(void* y, const void* x, const void* bias, int64_t rows, int64_t width, int kind, int dtype,
+int bias_activation_forward(void* y, const void* x, const void* bias, int64_t rows, int64_t width, int kind, int dtype, float* amax,
                             void* context) {
   return with_dtype(dtype, [&](auto element) {
-    return bias_activation_forward_of<decltype(element)>(y, x, bias, rows, width, kind, context);
+    return bias_activation_forward_of<decltype(element)>(y, x, bias, rows, width, kind, amax, context);
   });
 }
 
 int bias_activation_backward(void* dx, void* dbias, float* workspace, const void* dy, const void* x, const void* bias,
-                             int64_t rows, int64_t width, int kind, int dtype, void* context) {
+                             int64_t rows, int64_t width, int kind, int dtype, float* amax, void* context) {
   return with_dtype(dtype, [&](auto element) {
-    return bias_activation_backward_of<decltype(element)>(dx, dbias, workspace, dy, x, bias, rows, width, kind,
+    return bias_activation_backward_of<decltype(element)>(dx, dbias, workspace, dy, x, bias, rows, width, kind, amax,
                                                           context);
   });
 }

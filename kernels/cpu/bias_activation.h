@@ -3,6 +3,7 @@
 #pragma once
 
 #include "activations.h"
+#include "amax.h"
 #include "column_sums.h"
 #include "pairs.h"
 
@@ -168,21 +169,24 @@ GPTLITE_INLINE int with_activation(int kind, Function f) {
 
 template <class T>
 static int bias_activation_forward_of(void* y, const void* x, const void* bias, int64_t rows, int64_t width, int kind,
-                                      const void* context) {
+                                      float* amax, const void* context) {
   return with_activation<T>(kind, [&](auto activation) {
     activation_forward<decltype(activation)>(static_cast<T*>(y), static_cast<const T*>(x), static_cast<const T*>(bias),
                                              rows, width, context);
+    raise_amax<T>(amax, y, rows * width, context);
     return 0;
   });
 }
 
 template <class T>
 static int bias_activation_backward_of(void* dx, void* dbias, float* workspace, const void* dy, const void* x,
-                                       const void* bias, int64_t rows, int64_t width, int kind, const void* context) {
+                                       const void* bias, int64_t rows, int64_t width, int kind, float* amax,
+                                       const void* context) {
   return with_activation<T>(kind, [&](auto activation) {
     activation_backward<decltype(activation)>(static_cast<T*>(dx), static_cast<T*>(dbias), workspace,
                                               static_cast<const T*>(dy), static_cast<const T*>(x),
                                               static_cast<const T*>(bias), rows, width, context);
+    raise_amax<T>(amax, dx, rows * width * decltype(activation)::kColumns, context);
     return 0;
   });
 }

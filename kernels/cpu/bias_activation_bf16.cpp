@@ -4,16 +4,16 @@
 namespace gptlite {
 namespace avx512_bf16 {
 
-int bias_activation_forward(void* y, const void* x, const void* bias, int64_t rows, int64_t width, int kind, int dtype,
+int bias_activation_forward(void* y, const void* x, const void* bias, int64_t rows, int64_t width, int kind, int dtype, float* amax,
                             void* context) {
   if (dtype != GPTLITE_BF16) return GPTLITE_UNSUPPORTED;
-  return bias_activation_forward_of<Bf16>(y, x, bias, rows, width, kind, context);
+  return bias_activation_forward_of<Bf16>(y, x, bias, rows, width, kind, amax, context);
 }
 
 int bias_activation_backward(void* dx, void* dbias, float* workspace, const void* dy, const void* x, const void* bias,
-                             int64_t rows, int64_t width, int kind, int dtype, void* context) {
+                             int64_t rows, int64_t width, int kind, int dtype, float* amax, void* context) {
   if (dtype != GPTLITE_BF16) return GPTLITE_UNSUPPORTED;
-  return bias_activation_backward_of<Bf16>(dx, dbias, workspace, dy, x, bias, rows, width, kind, context);
+  return bias_activation_backward_of<Bf16>(dx, dbias, workspace, dy, x, bias, rows, width, kind, amax, context);
 }
 
 }  // namespace avx512_bf16

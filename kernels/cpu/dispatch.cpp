@@ -45,6 +45,7 @@ namespace gptlite {
   X(cross_entropy_gradient)        \
   X(quantize_blocks)               \
   X(dequantize_blocks)             \
+  X(quantize_fp8)                  \
   X(norm)                          \
   X(adamw)                         \
   X(attention_forward)             \
@@ -196,8 +197,8 @@ int gptlite_cpu_causal_softmax_backward(void* dx, const void* dy, const void* y,
 
 int gptlite_cpu_layer_norm_forward(void* y, float* mean, float* rstd, const void* x, const void* weight,
                                    const void* bias, int64_t rows, int64_t width, float eps, int dtype,
-                                   int weight_dtype, void* context) {
-  return GPTLITE_RUN(layer_norm_forward, y, mean, rstd, x, weight, bias, rows, width, eps, dtype, weight_dtype,
+                                   int weight_dtype, float* amax, void* context) {
+  return GPTLITE_RUN(layer_norm_forward, y, mean, rstd, x, weight, bias, rows, width, eps, dtype, weight_dtype, amax,
                      context);
 }
 
@@ -211,31 +212,31 @@ int gptlite_cpu_layer_norm_backward(void* dx, void* dweight, void* dbias, float*
 int gptlite_cpu_residual_norm_forward(void* y, void* h, float* mean, float* rstd, const void* x, const void* bias,
                                       const void* residual, const void* weight, const void* beta, int64_t batch,
                                       int64_t positions, int64_t width, float eps, const GptliteDropout* dropout,
-                                      int dtype, int weight_dtype, void* context) {
+                                      int dtype, int weight_dtype, float* amax, void* context) {
   return GPTLITE_RUN(residual_norm_forward, y, h, mean, rstd, x, bias, residual, weight, beta, batch, positions,
-                     width, eps, dropout, dtype, weight_dtype, context);
+                     width, eps, dropout, dtype, weight_dtype, amax, context);
 }
 
 int gptlite_cpu_residual_norm_backward(void* dx, void* dresidual, void* dbias, void* dweight, void* dbeta,
                                        float* workspace, const void* dy, const void* dh, const void* h,
                                        const void* weight, const float* mean, const float* rstd, int64_t batch,
                                        int64_t positions, int64_t width, const GptliteDropout* dropout, int dtype,
-                                       int weight_dtype, void* context) {
+                                       int weight_dtype, float* amax, void* context) {
   return GPTLITE_RUN(residual_norm_backward, dx, dresidual, dbias, dweight, dbeta, workspace, dy, dh, h, weight, mean,
-                     rstd, batch, positions, width, dropout, dtype, weight_dtype, context);
+                     rstd, batch, positions, width, dropout, dtype, weight_dtype, amax, context);
 }
 
 int gptlite_cpu_bias_activation_forward(void* y, const void* x, const void* bias, int64_t rows, int64_t width, int kind,
-                                        int dtype, void* context) {
-  GPTLITE_TRY_BF16(bias_activation_forward, y, x, bias, rows, width, kind, dtype, context);
-  return GPTLITE_RUN(bias_activation_forward, y, x, bias, rows, width, kind, dtype, context);
+                                        int dtype, float* amax, void* context) {
+  GPTLITE_TRY_BF16(bias_activation_forward, y, x, bias, rows, width, kind, dtype, amax, context);
+  return GPTLITE_RUN(bias_activation_forward, y, x, bias, rows, width, kind, dtype, amax, context);
 }
 
 int gptlite_cpu_bias_activation_backward(void* dx, void* dbias, float* workspace, const void* dy, const void* x,
-                                         const void* bias, int64_t rows, int64_t width, int kind, int dtype,
+                                         const void* bias, int64_t rows, int64_t width, int kind, int dtype, float* amax,
                                          void* context) {
-  GPTLITE_TRY_BF16(bias_activation_backward, dx, dbias, workspace, dy, x, bias, rows, width, kind, dtype, context);
-  return GPTLITE_RUN(bias_activation_backward, dx, dbias, workspace, dy, x, bias, rows, width, kind, dtype, context);
+  GPTLITE_TRY_BF16(bias_activation_backward, dx, dbias, workspace, dy, x, bias, rows, width, kind, dtype, amax, context);
+  return GPTLITE_RUN(bias_activation_backward, dx, dbias, workspace, dy, x, bias, rows, width, kind, dtype, amax, context);
 }
 
 int gptlite_cpu_rope_forward(void* out, const void* qkv, const float* cos, const float* sin, const void* q_gain,
@@ -297,6 +298,11 @@ int gptlite_cpu_quantize_blocks(void* message, const float* x, const void* mask,
 int gptlite_cpu_dequantize_blocks(float* x, const void* message, const void* mask, int64_t blocks, int bits,
                                   void* context) {
   return GPTLITE_RUN(dequantize_blocks, x, message, mask, blocks, bits, context);
+}
+
+int gptlite_cpu_quantize_fp8(void* y, void* transposed, float* scale, const void* x, const float* amax, int64_t rows,
+                             int64_t width, int e5m2, int dtype, void* context) {
+  return GPTLITE_RUN(quantize_fp8, y, transposed, scale, x, amax, rows, width, e5m2, dtype, context);
 }
 
 int gptlite_cpu_norm(float* out, float* workspace, const void* const* tensors, const int64_t* counts,

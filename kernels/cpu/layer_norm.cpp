@@ -1,4 +1,5 @@
 // Layer norm (arXiv:1607.06450) and RMS norm (arXiv:1910.07467) over rows, forward and backward.
+#include "amax.h"
 #include "column_sums.h"
 #include "norm.h"
 
@@ -56,7 +57,7 @@ void backward(T* dx, W* dweight, W* dbias, float* workspace, const T* dy, const 
 }  // namespace
 
 int layer_norm_forward(void* y, float* mean, float* rstd, const void* x, const void* weight, const void* bias,
-                       int64_t rows, int64_t width, float eps, int dtype, int weight_dtype, void* context) {
+                       int64_t rows, int64_t width, float eps, int dtype, int weight_dtype, float* amax, void* context) {
   return with_dtype(dtype, [&](auto element) {
     return with_dtype(weight_dtype, [&](auto weight_element) {
       using T = decltype(element);
@@ -65,6 +66,7 @@ int layer_norm_forward(void* y, float* mean, float* rstd, const void* x, const v
         forward<decltype(rms)::value>(static_cast<T*>(y), mean, rstd, static_cast<const T*>(x),
                                       static_cast<const W*>(weight), static_cast<const W*>(bias), rows, width, eps,
                                       context);
+        raise_amax<T>(amax, y, rows * width, context);
         return 0;
       });
     });

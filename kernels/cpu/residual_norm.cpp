@@ -1,5 +1,6 @@
 // Residual sum fused with the norm after it, forward and backward: h = residual + dropout(x + bias), and y = layer norm
 // or RMS norm of h.
+#include "amax.h"
 #include "column_sums.h"
 #include "norm.h"
 #include "random_words.h"
@@ -117,7 +118,7 @@ void backward(const Backward<Rms, T, W>& pass, W* dbias, W* dweight, W* dbeta, f
 
 int residual_norm_forward(void* y, void* h, float* mean, float* rstd, const void* x, const void* bias,
                           const void* residual, const void* weight, const void* beta, int64_t batch, int64_t positions,
-                          int64_t width, float eps, const GptliteDropout* dropout, int dtype, int weight_dtype,
+                          int64_t width, float eps, const GptliteDropout* dropout, int dtype, int weight_dtype, float* amax,
                           void* context) {
   return with_dtype(dtype, [&](auto element) {
     return with_dtype(weight_dtype, [&](auto weight_element) {
@@ -140,6 +141,7 @@ int residual_norm_forward(void* y, void* h, float* mean, float* rstd, const void
             rstd[row] = found.rstd;
           }
         });
+        raise_amax<T>(amax, y, batch * positions * width, context);
         return 0;
       });
     });
@@ -149,7 +151,7 @@ int residual_norm_forward(void* y, void* h, float* mean, float* rstd, const void
 int residual_norm_backward(void* dx, void* dresidual, void* dbias, void* dweight, void* dbeta, float* workspace,
                            const void* dy, const void* dh, const void* h, const void* weight, const float* mean,
                            const float* rstd, int64_t batch, int64_t positions, int64_t width,
-                           const GptliteDropout* dropout, int dtype, int weight_dtype, void* context) {
+                           const GptliteDropout* dropout, int dtype, int weight_dtype, float* amax, void* context) {
   return with_dtype(dtype, [&](auto element) {
     return with_dtype(weight_dtype, [&](auto weight_element) {
       return with_norm(mean == nullptr, [&](auto rms) {
@@ -161,6 +163,7 @@ int residual_norm_backward(void* dx, void* dresidual, void* dbias, void* dweight
             width};
         backward(pass, static_cast<W*>(dbias), static_cast<W*>(dweight), static_cast<W*>(dbeta), workspace, mean, rstd,
                  batch * positions, positions, dropout, context);
+        raise_amax<T>(amax, dropout != nullptr ? dx : dresidual, batch * positions * width, context);
         return 0;
       });
     });

@@ -7,6 +7,7 @@
 //
 // Traffic, the minimum in both directions: the forward pass reads x and writes y, 2 elements moved per element of x
 // (1.5 if gated). The backward pass reads dy and x and writes dx, 3 elements (2.5 if gated).
+#include "amax.cuh"
 #include "columns.cuh"
 
 namespace gptlite {
@@ -92,7 +93,9 @@ struct Columns {
   Pack<T, C> pack;
   __device__ __forceinline__ void load(const T* from) { pack = load_pack<C>(from); }
   __device__ __forceinline__ float at(int k) const { return pack.at(k); }
-  __device__ __forceinline__ static void store(T* to, const float* values) { store_floats<C>(to, values); }
+  __device__ __forceinline__ static void store(T* to, const float* values, Amax<T>& amax) {
+    store_floats<C>(to, values, amax);
+  }
 };
 
 template <typename T, int C>
@@ -103,9 +106,9 @@ struct Columns<T, C, false> {
     for (int k = 0; k < C; ++k) single[k] = from[k];
   }
   __device__ __forceinline__ float at(int k) const { return to_float(single[k]); }
-  __device__ __forceinline__ static void store(T* to, const float* values) {
+  __device__ __forceinline__ static void store(T* to, const float* values, Amax<T>& amax) {
 #pragma unroll
-    for (int k = 0; k < C; ++k) to[k] = from_float<T>(values[k]);
+    for (int k = 0; k < C; ++k) store_floats<1>(to + k, values + k, amax);
   }
 };
 
@@ -124,10 +127,12 @@ __device__ __forceinline__ void load_bias(float* bias, const T* from, bool insid
 // them.
 template <typename T, int V, int Kind>
 __global__ void __launch_bounds__(kColumnBlock)
-    forward_kernel(T* y, const T* x, const T* bias_row, int64_t rows, int64_t width, ColumnGrid grid) {
+    forward_kernel(T* y, const T* x, const T* bias_row, int64_t rows, int64_t width, float* amax_at,
+                   ColumnGrid grid) {
   using F = Function<T, Kind>;
   constexpr int K = kColumns<Kind>, C = K * V;
   const ColumnThread at(grid, V);
+  Amax<T> amax(amax_at);
   float bias[C];
   load_bias<C, Inputs<T, V, Kind>>(bias, bias_row == nullptr ? nullptr : bias_row + K * at.column, at.column < width);
   for (int64_t row = at.row; row < rows && at.column < width; row += kRowsAtOnce * at.step) {
@@ -145,20 +150,22 @@ __global__ void __launch_bounds__(kColumnBlock)
         v[k] = F::value(inputs[i].at(K * k) + bias[K * k]);
         if constexpr (K == 2) v[k] *= inputs[i].at(2 * k + 1) + bias[2 * k + 1];
       }
-      store_floats<V>(y + (row + i * at.step) * width + at.column, v);
+      store_floats<V>(y + (row + i * at.step) * width + at.column, v, amax);
     }
   }
+  amax.write();
 }
 
 // Same grid and block as the forward kernel. `parts` is NULL if dbias is not wanted.
 template <typename T, int V, int Kind>
 __global__ void __launch_bounds__(kColumnBlock)
     backward_kernel(T* dx, float* parts, const T* dy, const T* x, const T* bias_row, int64_t rows, int64_t width,
-                    ColumnGrid grid) {
+                    float* amax_at, ColumnGrid grid) {
   using F = Function<T, Kind>;
   constexpr int K = kColumns<Kind>, C = K * V;
   GPTLITE_SHARED(float, shared);
   ColumnThread at(grid, V);
+  Amax<T> amax(amax_at);
   float bias[C], sum[C] = {};
   load_bias<C, Inputs<T, V, Kind>>(bias, bias_row == nullptr ? nullptr : bias_row + K * at.column, at.column < width);
   for (int64_t row = at.row; row < rows && at.column < width; row += kRowsAtOnce * at.step) {
@@ -185,31 +192,32 @@ __global__ void __launch_bounds__(kColumnBlock)
       }
 #pragma unroll
       for (int k = 0; k < C; ++k) sum[k] += v[k];
-      Inputs<T, V, Kind>::store(dx + K * ((row + i * at.step) * width + at.column), v);
+      Inputs<T, V, Kind>::store(dx + K * ((row + i * at.step) * width + at.column), v, amax);
     }
   }
+  amax.write();
   if (parts == nullptr) return;
   at.column *= K;
   store_part<C>(parts, sum, grid, at, K * width, shared);
 }
 
 template <typename T, int V, int Kind>
-int forward(void* y, const void* x, const void* bias, int64_t rows, int64_t width, void* stream) {
+int forward(void* y, const void* x, const void* bias, int64_t rows, int64_t width, float* amax, void* stream) {
   const int64_t tiles = divide_up(divide_up(width, V), kColumnBlock);
   const ColumnGrid grid = column_grid(rows, width, V, divide_up(32 * processors(), tiles));
   return launch(forward_kernel<T, V, Kind>, grid.blocks(), grid.block(), 0, stream, static_cast<T*>(y),
-                static_cast<const T*>(x), static_cast<const T*>(bias), rows, width, grid);
+                static_cast<const T*>(x), static_cast<const T*>(bias), rows, width, amax, grid);
 }
 
 template <typename T, int V, int Kind>
 int backward(void* dx, void* dbias, float* parts, const void* dy, const void* x, const void* bias, int64_t rows,
-             int64_t width, int dtype, void* stream) {
+             int64_t width, int dtype, float* amax, void* stream) {
   constexpr int K = kColumns<Kind>;
   const ColumnGrid grid = column_grid(rows, width, V, kMaxParts);
   const int error = launch(backward_kernel<T, V, Kind>, grid.blocks(), grid.block(),
                            grid.block() * K * V * sizeof(float), stream, static_cast<T*>(dx),
                            dbias != nullptr ? parts : nullptr, static_cast<const T*>(dy), static_cast<const T*>(x),
-                           static_cast<const T*>(bias), rows, width, grid);
+                           static_cast<const T*>(bias), rows, width, amax, grid);
   if (error != 0) return error;
   return add_parts(ColumnSums{{dbias, nullptr, nullptr}, parts, grid.chunks, K * width, dtype}, stream);
 }
@@ -239,7 +247,7 @@ int by_kind(int kind, F f) {
 }  // namespace gptlite
 
 int gptlite_cuda_bias_activation_forward(void* y, const void* x, const void* bias, int64_t rows, int64_t width, int kind,
-                                         int dtype, void* stream) {
+                                         int dtype, float* amax, void* stream) {
   using namespace gptlite;
   if (width == 0) return 0;
   return by_dtype(dtype, [&](auto element) {
@@ -247,8 +255,8 @@ int gptlite_cuda_bias_activation_forward(void* y, const void* x, const void* bia
       using T = decltype(element);
       constexpr int Kind = decltype(kind_)::value, V = kFullPack<T>;
       const bool packs = width % V == 0 && aligned(y, x, bias);
-      return packs ? forward<T, V, Kind>(y, x, bias, rows, width, stream)
-                   : forward<T, 1, Kind>(y, x, bias, rows, width, stream);
+      return packs ? forward<T, V, Kind>(y, x, bias, rows, width, amax, stream)
+                   : forward<T, 1, Kind>(y, x, bias, rows, width, amax, stream);
     });
   });
 }
@@ -257,7 +265,7 @@ int gptlite_cuda_bias_activation_forward(void* y, const void* x, const void* bia
 // thread would take too many registers.
 int gptlite_cuda_bias_activation_backward(void* dx, void* dbias, float* workspace, const void* dy, const void* x,
                                           const void* bias, int64_t rows, int64_t width, int kind, int dtype,
-                                          void* stream) {
+                                          float* amax, void* stream) {
   using namespace gptlite;
   if (width == 0) return 0;
   return by_dtype(dtype, [&](auto element) {
@@ -265,8 +273,8 @@ int gptlite_cuda_bias_activation_backward(void* dx, void* dbias, float* workspac
       using T = decltype(element);
       constexpr int Kind = decltype(kind_)::value, V = kFullPack<T> / kColumns<Kind>;
       const bool packs = width % V == 0 && aligned(dx, dy, x, bias);
-      return packs ? backward<T, V, Kind>(dx, dbias, workspace, dy, x, bias, rows, width, dtype, stream)
-                   : backward<T, 1, Kind>(dx, dbias, workspace, dy, x, bias, rows, width, dtype, stream);
+      return packs ? backward<T, V, Kind>(dx, dbias, workspace, dy, x, bias, rows, width, dtype, amax, stream)
+                   : backward<T, 1, Kind>(dx, dbias, workspace, dy, x, bias, rows, width, dtype, amax, stream);
     });
   });
 }

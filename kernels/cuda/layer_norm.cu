@@ -49,12 +49,12 @@ __global__ void __launch_bounds__(kLongBlock) forward_long(Norm norm, const T* x
 
 int gptlite_cuda_layer_norm_forward(void* y, float* mean, float* rstd, const void* x, const void* weight,
                                     const void* bias, int64_t rows, int64_t width, float eps, int dtype,
-                                    int weight_dtype, void* stream) {
+                                    int weight_dtype, float* amax, void* stream) {
   using namespace gptlite;
   if (!is_float_dtype(weight_dtype)) return static_cast<int>(cudaErrorInvalidValue);
   if (width == 0) return 0;
   const Norm norm = {y, mean, rstd, weight, bias, weight_dtype, rows, width, eps,
-                     1.0f / static_cast<float>(width)};
+                     1.0f / static_cast<float>(width), amax};
   return by_dtype(dtype, [&](auto element) {
     using T = decltype(element);
     return by_layout<T>(rows_in_packs<T>(width) && aligned(y, x, weight, bias), width, [&](auto layout) {

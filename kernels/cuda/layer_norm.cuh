@@ -4,6 +4,7 @@
 
 #include <type_traits>
 
+#include "amax.cuh"
 #include "row.cuh"
 
 namespace gptlite {
@@ -19,6 +20,7 @@ struct Norm {
   int64_t width;
   float eps;
   float inverse_width;  // avoids a division, which takes registers and stack
+  float* amax;          // or NULL
 };
 
 // Calls f with `rms` as a compile-time constant.
@@ -33,7 +35,7 @@ constexpr int64_t kNormShared = 3 * kMaxWarps * sizeof(float);
 // Normalizes v, which holds columns column to column + V - 1, and writes it to `row` of y.
 template <typename T, int V, bool Rms>
 __device__ __forceinline__ void store_normed(const Norm& norm, int64_t row, int64_t column, const float* v, float mean,
-                                             float rstd) {
+                                             float rstd, Amax<T>& amax) {
   float weight[V], bias[V], y[V];
   if constexpr (Rms) {
 #pragma unroll
@@ -43,7 +45,7 @@ __device__ __forceinline__ void store_normed(const Norm& norm, int64_t row, int6
 #pragma unroll
       for (int k = 0; k < V; ++k) y[k] *= weight[k];
     }
-    store_floats<V>(static_cast<T*>(norm.y) + row * norm.width + column, y);
+    store_floats<V>(static_cast<T*>(norm.y) + row * norm.width + column, y, amax);
     return;
   }
   load_floats<V>(weight, norm.weight, norm.weight_dtype, column);
@@ -54,7 +56,7 @@ __device__ __forceinline__ void store_normed(const Norm& norm, int64_t row, int6
 #pragma unroll
     for (int k = 0; k < V; ++k) y[k] += bias[k];
   }
-  store_floats<V>(static_cast<T*>(norm.y) + row * norm.width + column, y);
+  store_floats<V>(static_cast<T*>(norm.y) + row * norm.width + column, y, amax);
 }
 
 // Normalizes a held row: v has a thread's E elements, with zeros past the row's end. Computes the mean first and then
@@ -79,11 +81,13 @@ __device__ __forceinline__ void norm_held(const Norm& norm, const RowThread& at,
   }
   squares = group_reduce<Sum>(squares, at.threads, slots + kMaxWarps);
   const float rstd = rsqrtf(fmaf(squares, norm.inverse_width, norm.eps));
+  Amax<T> amax(norm.amax);
 #pragma unroll
   for (int i = 0; i < kPacks; ++i) {
     const int column = (at.lane + i * at.threads) * V;
-    if (column < width) store_normed<T, V, Rms>(norm, at.row, column, v + i * V, mean, rstd);
+    if (column < width) store_normed<T, V, Rms>(norm, at.row, column, v + i * V, mean, rstd, amax);
   }
+  amax.write();
   if (at.lane == 0 && width > 0) {
     if constexpr (!Rms) norm.mean[at.row] = mean;
     norm.rstd[at.row] = rstd;
@@ -153,12 +157,14 @@ __device__ __forceinline__ void norm_long(const Norm& norm, const RowThread& at,
                                           float* slots) {
   moments.merge_block(slots);
   const float rstd = rsqrtf(fmaf(moments.squares, norm.inverse_width, norm.eps));
+  Amax<T> amax(norm.amax);
 #pragma unroll 4
   for (int64_t column = static_cast<int64_t>(at.lane) * V; column < norm.width; column += kLongBlock * V) {
     float v[V];
     load_floats<V>(v, x + at.row * norm.width + column);
-    store_normed<T, V, Rms>(norm, at.row, column, v, moments.mean, rstd);
+    store_normed<T, V, Rms>(norm, at.row, column, v, moments.mean, rstd, amax);
   }
+  amax.write();
   if (at.lane == 0) {
     if constexpr (!Rms) norm.mean[at.row] = moments.mean;
     norm.rstd[at.row] = rstd;

@@ -17,6 +17,7 @@
 // updates its parts in memory, where they stay in the L2 cache.
 #pragma once
 
+#include "amax.cuh"
 #include "columns.cuh"
 #include "dropout.cuh"
 
@@ -37,6 +38,7 @@ struct NormGradient {
   int64_t positions;
   GptliteDropout dropout;  // used if dx is not NULL
   int weight_dtype;
+  float* amax;          // of dx, or of dh if dx is NULL; or NULL
   float inverse_width;  // set below; avoids a division, which takes registers and stack
 };
 
@@ -169,6 +171,7 @@ __global__ void __launch_bounds__(kGradientBlock<Layout::E, B, Sums>)
     for (int k = 0; k < V; ++k) weights[held_at<V>(i * V + k, at.lane, threads)] = weight[k];
   }
   __syncthreads();
+  Amax<T> amax(B == Before::nothing ? nullptr : g.amax);
   int64_t row = at.row;
   int turn = 0;
   // All groups of a block run as many iterations as its first group, because the reduction has a barrier. A group with
@@ -211,17 +214,18 @@ __global__ void __launch_bounds__(kGradientBlock<Layout::E, B, Sums>)
       // This pack is used up: load the next row's pack into its registers.
       held.load(g, i, place_at + step * width, more);
       if (B != Before::nothing && !kHoldAdd) add_pack<T, V>(v, g, place_at);
-      store_floats<V>(static_cast<T*>(g.dh) + place_at, v);
       if constexpr (B == Before::dropout) {
+        store_floats<V>(static_cast<T*>(g.dh) + place_at, v);
         drop<V>(v, g.dropout, place, column + i * across);
-        store_floats<V>(static_cast<T*>(g.dx) + place_at, v);
       }
+      store_floats<V>(static_cast<T*>(B == Before::dropout ? g.dx : g.dh) + place_at, v, amax);
       if constexpr (kSumBefore<Rms, Sums>) {
 #pragma unroll
         for (int k = 0; k < V; ++k) sum[Sums - 1][i * V + k] += v[k];
       }
     }
   }
+  amax.write();
 #pragma unroll
   for (int which = 0; which < Sums; ++which)
     store_part_of_groups<V, E>(g.parts + (static_cast<int64_t>(which) * gridDim.x + blockIdx.x) * width, sum[which],
@@ -268,6 +272,7 @@ __global__ void __launch_bounds__(kLongBlock) norm_backward_long(NormGradient g)
   constexpr int kProduct = Rms ? 0 : 1;
   const int64_t start = static_cast<int64_t>(threadIdx.x) * V, step = kLongBlock * V;
   int turn = 0;
+  Amax<T> amax(Residual ? g.amax : nullptr);
   for (int64_t row = blockIdx.x; row < g.rows; row += gridDim.x, turn ^= 1) {
     const float mean = Rms ? 0.0f : g.mean[row], rstd = g.rstd[row];
     float c[kProduct + 1] = {};
@@ -296,14 +301,15 @@ __global__ void __launch_bounds__(kLongBlock) norm_backward_long(NormGradient g)
         v[k] = rstd * (pack.dy[k] * pack.weight[k] -
                        (Rms ? pack.xhat[k] * c[0] : c[0] + pack.xhat[k] * c[kProduct]) * g.inverse_width);
       if (Residual) add_pack<T, V>(v, g, row * g.width + column);
-      store_floats<V>(static_cast<T*>(g.dh) + row * g.width + column, v);
       if (Residual && g.dx != nullptr) {
+        store_floats<V>(static_cast<T*>(g.dh) + row * g.width + column, v);
         drop<V>(v, g.dropout, place, column);
-        store_floats<V>(static_cast<T*>(g.dx) + row * g.width + column, v);
       }
+      store_floats<V>(static_cast<T*>(Residual && g.dx != nullptr ? g.dx : g.dh) + row * g.width + column, v, amax);
       if constexpr (kSumBefore<Rms, Sums>) add_to_part<V>(g, Sums - 1, column, v, first);
     }
   }
+  amax.write();
 }
 
 // Returns the number of threads of a block: as many whole groups as fit into `most`. If a group has several warps,

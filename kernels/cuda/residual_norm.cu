@@ -100,13 +100,13 @@ __global__ void __launch_bounds__(kLongBlock) forward_long(Norm norm, Branch bra
 int gptlite_cuda_residual_norm_forward(void* y, void* h, float* mean, float* rstd, const void* x, const void* bias,
                                        const void* residual, const void* weight, const void* beta, int64_t batch,
                                        int64_t positions, int64_t width, float eps, const GptliteDropout* dropout,
-                                       int dtype, int weight_dtype, void* stream) {
+                                       int dtype, int weight_dtype, float* amax, void* stream) {
   using namespace gptlite;
   if (!is_float_dtype(weight_dtype)) return static_cast<int>(cudaErrorInvalidValue);
   if (width == 0) return 0;
   const int64_t rows = batch * positions;
   const Norm norm = {y, mean, rstd, weight, beta, weight_dtype, rows, width, eps,
-                     1.0f / static_cast<float>(width)};
+                     1.0f / static_cast<float>(width), amax};
   Branch branch = {h, x, bias, residual, positions, dropout != nullptr, {}};
   if (dropout != nullptr) branch.dropout = *dropout;
   return by_dtype(dtype, [&](auto element) {

@@ -6,7 +6,7 @@ int gptlite_cuda_residual_norm_backward(void* dx, void* dresidual, void* dbias, 
                                         float* workspace, const void* dy, const void* dh, const void* h,
                                         const void* weight, const float* mean, const float* rstd, int64_t batch,
                                         int64_t positions, int64_t width, const GptliteDropout* dropout, int dtype,
-                                        int weight_dtype, void* stream) {
+                                        int weight_dtype, float* amax, void* stream) {
   using namespace gptlite;
   NormGradient g = {};
   g.dx = dropout != nullptr ? dx : nullptr;
@@ -22,6 +22,7 @@ int gptlite_cuda_residual_norm_backward(void* dx, void* dresidual, void* dbias, 
   g.rows = batch * positions;
   g.width = width;
   g.positions = positions;
+  g.amax = amax;
   if (dropout != nullptr) g.dropout = *dropout;
   if (mean == nullptr && g.rows > 0) {  // with 0 rows, `mean` may be NULL for a layer norm too
     if (dbias == nullptr) return norm_backward<true, true, 1>(g, {dweight}, dtype, stream);

@@ -95,6 +95,9 @@ GPTLITE_INLINE T shuffle_value(Shuffle kind, unsigned mask, T value, int operand
   return value;
 }
 
+// Raises *address to `value`, and returns what was there.
+unsigned atomic_max(unsigned* address, unsigned value);
+
 // Returns the dynamic shared memory of the block.
 void* shared_memory();
 
@@ -168,6 +171,11 @@ GPTLITE_INLINE T __shfl_xor_sync(unsigned mask, T value, int lane_mask, int widt
 template <typename T>
 GPTLITE_INLINE T __ldg(const T* address) {
   return *address;
+}
+inline unsigned atomicMax(unsigned* address, unsigned value) { return ::gptlite::emu::atomic_max(address, value); }
+// A load that sees what atomic operations of other blocks have written.
+inline unsigned __ldcg(const unsigned* address) {
+  return ::gptlite::emu::atomic_max(const_cast<unsigned*>(address), 0);
 }
 inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 inline float __expf(float x) { return expf(x); }

@@ -5,6 +5,7 @@
 #include <stdint.h>
 
 #include "block.h"
+#include "cuda.h"
 #include "fault.h"
 #include "memory.h"
 
@@ -24,6 +25,13 @@ inline void check(const void* address, size_t bytes, size_t alignment, Access ac
 }  // namespace
 
 #define CODE __builtin_return_address(0)
+
+unsigned gptlite::emu::atomic_max(unsigned* address, unsigned value) {
+  check(address, sizeof value, sizeof value, Access::atomic, CODE);
+  const unsigned old = *address;  // one thread runs at a time
+  if (value > old) *address = value;
+  return old;
+}
 
 #define ACCESS(bytes)                                                                                           \
   void __tsan_read##bytes(void* address) { check(address, bytes, bytes, Access::read, CODE); }                  \

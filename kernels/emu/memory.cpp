@@ -79,7 +79,9 @@ uint64_t readers(uint64_t record_before, Epoch since) {
   return record(kSeveralLanes + warp);
 }
 
-const char* name(Access access) { return access == Access::write ? "write" : "read"; }
+const char* name(Access access) {
+  return access == Access::write ? "write" : access == Access::read ? "read" : "atomic access";
+}
 const char* space(const Region& region) { return region.shared ? "shared" : "global"; }
 
 void fault_of_race(const Region& region, uintptr_t address, Access access, uint64_t other, Access other_access,
@@ -97,6 +99,7 @@ void fault_of_race(const Region& region, uintptr_t address, Access access, uint6
 }
 
 void check_byte(const Region& region, uintptr_t address, Access access, const void* code) {
+  if (access == Access::atomic) return;
   Cell& cell = region.cells[address - region.first];
   const Epoch since = region.shared ? running.block : running.launch;
   if (unordered(cell.write, since))
@@ -171,7 +174,7 @@ void check_access(const void* pointer, size_t bytes, size_t alignment, Access ac
     fault(code, "misaligned %s of %zu bytes at an address that is no multiple of %zu", name(access), bytes, alignment);
   const Region* region = find(address);
   if (!region || bytes > region->end() - address) return fault_outside(address, bytes, access, code);
-  if (access == Access::write && !region->writable)
+  if (access != Access::read && !region->writable)
     return fault(code, "write of %zu bytes at byte %zu of %zu bytes of memory that is only to be read", bytes,
                  static_cast<size_t>(address - region->first), region->bytes);
   if (!region->cells) return;

@@ -6,7 +6,7 @@
 
 namespace gptlite::emu {
 
-enum class Access { read, write };
+enum class Access { read, write, atomic };  // an atomic access races with nothing
 
 // Access that a test grants to registered global memory. Shared memory is always `fresh`.
 enum class Mode {

@@ -6,6 +6,8 @@
 // - Elements are of `dtype`. Arithmetic is in fp32. Sums over rows or columns have a fixed order, so the same inputs
 //   give the same bits with any number of threads. Inputs do not change, unless a comment says that the output may be
 //   the input.
+// - If `amax` is not NULL, amax[0] is raised to the largest absolute value that the op writes into y, or dx (dresidual
+//   if dx is NULL), after rounding. NaN counts as larger than infinity.
 // - The return value is 0 or an error number: a cudaError_t, or on a CPU GPTLITE_UNSUPPORTED.
 #pragma once
 
@@ -117,7 +119,7 @@ GPTLITE_KERNEL(causal_softmax_backward, void* dx, const void* dy, const void* y,
 // mean and rstd [rows] are fp32. If mean is NULL, it is an RMS norm: y = x * rstd * weight with
 // rstd = 1 / sqrt(mean of x^2 + eps), bias is NULL, and weight may be NULL.
 GPTLITE_KERNEL(layer_norm_forward, void* y, float* mean, float* rstd, const void* x, const void* weight, const void* bias,
-               int64_t rows, int64_t width, float eps, int dtype, int weight_dtype)
+               int64_t rows, int64_t width, float eps, int dtype, int weight_dtype, float* amax)
 
 // workspace: gptlite_rows_workspace(rows, width) floats with any contents. dbias may be NULL. mean is NULL for an RMS
 // norm; then dbias is NULL, and dweight is NULL if weight is.
@@ -130,7 +132,7 @@ GPTLITE_KERNEL(layer_norm_backward, void* dx, void* dweight, void* dbias, float*
 // dtype before it is normalized. dropout: NULL for none.
 GPTLITE_KERNEL(residual_norm_forward, void* y, void* h, float* mean, float* rstd, const void* x, const void* bias,
                const void* residual, const void* weight, const void* beta, int64_t batch, int64_t positions,
-               int64_t width, float eps, const GptliteDropout* dropout, int dtype, int weight_dtype)
+               int64_t width, float eps, const GptliteDropout* dropout, int dtype, int weight_dtype, float* amax)
 
 // dy and dh (or NULL) are the gradients of y and h. dresidual is the whole gradient of h. dx is dresidual after
 // dropout; NULL without dropout, as it equals dresidual. dbias (or NULL), dweight and dbeta (or NULL) are of
@@ -138,16 +140,16 @@ GPTLITE_KERNEL(residual_norm_forward, void* y, void* h, float* mean, float* rstd
 GPTLITE_KERNEL(residual_norm_backward, void* dx, void* dresidual, void* dbias, void* dweight, void* dbeta,
                float* workspace, const void* dy, const void* dh, const void* h, const void* weight, const float* mean,
                const float* rstd, int64_t batch, int64_t positions, int64_t width, const GptliteDropout* dropout,
-               int dtype, int weight_dtype)
+               int dtype, int weight_dtype, float* amax)
 
 // y = f(x + bias) for x [rows, width]. bias (or NULL) is of dtype and as wide as x. `kind` is one of GPTLITE_GELU_TANH
 // etc. For a gated kind, x is [rows, 2 * width], its columns 2 i and 2 i + 1 are the gate and the value of unit i, and
 // y = f(gate + bias) * (value + bias). dx and dbias are as wide as x. workspace: gptlite_rows_workspace(rows, x's
 // width). x + bias is not rounded before f.
 GPTLITE_KERNEL(bias_activation_forward, void* y, const void* x, const void* bias, int64_t rows, int64_t width, int kind,
-               int dtype)
+               int dtype, float* amax)
 GPTLITE_KERNEL(bias_activation_backward, void* dx, void* dbias, float* workspace, const void* dy, const void* x,
-               const void* bias, int64_t rows, int64_t width, int kind, int dtype)
+               const void* bias, int64_t rows, int64_t width, int kind, int dtype, float* amax)
 
 // Norm and rotation of the query and key heads of a packed tensor qkv [tokens, groups, queries + 2, width]. A head is a
 // row. The last row of a group is v, which is copied, and the row before it is k. Heads are RMS-normed if eps >= 0,
@@ -204,6 +206,12 @@ GPTLITE_KERNEL(cross_entropy_gradient, void* logits, int64_t row_stride, const i
 // are the values of the block.
 GPTLITE_KERNEL(quantize_blocks, void* message, const float* x, const void* mask, int64_t blocks, int bits)
 GPTLITE_KERNEL(dequantize_blocks, float* x, const void* message, const void* mask, int64_t blocks, int bits)
+
+// y = x / scale in fp8 for x [rows, width], and `transposed` [width, rows] (or NULL) its transpose. scale[0] = amax[0] /
+// the largest number of the format, with amax at least 1e-12. The quotient is rounded to fp32, then to e4m3, or to e5m2
+// if `e5m2` is not 0, to nearest even; quotients beyond the largest number become that number.
+GPTLITE_KERNEL(quantize_fp8, void* y, void* transposed, float* scale, const void* x, const float* amax, int64_t rows,
+               int64_t width, int e5m2, int dtype)
 
 // out[0] = square root of the sum of squares of all elements, fp32, accurate to 1e-6 for any number of elements.
 // workspace: gptlite_norm_workspace(total elements, tensors) floats with any contents.

@@ -6,6 +6,7 @@ cannot express: dropout of p=0 and the norm of no tensors.
 
 import inspect
 import types
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import pytest
@@ -27,6 +28,7 @@ from kernels import (
     test_join_heads,
     test_layer_norm,
     test_norm,
+    test_quantize_fp8,
     test_residual_norm,
     test_rms_norm,
     test_rope,
@@ -68,7 +70,7 @@ class TorchOps:
         return OPS.causal_softmax_backward(*self._there(dy, y), scale).cpu()
 
     def layer_norm_forward(self, x, weight, bias, eps, rms=False) -> list[Tensor | None]:
-        y, mean, rstd = _here(OPS.layer_norm(*self._there(x, weight, bias), eps, rms))
+        y, mean, rstd = _noted("layer_norm", 0, *self._there(x, weight, bias), eps, rms)
         return [y, None if rms else mean, rstd]
 
     def layer_norm_backward(self, dy, x, weight, mean, rstd, want_bias=True) -> list[Tensor | None]:
@@ -77,7 +79,7 @@ class TorchOps:
 
     def residual_norm_forward(self, x, bias, residual, weight, beta, eps, dropout, rms=False) -> list[Tensor | None]:
         tensors = self._there(x, bias, residual, weight, beta)
-        y, h, mean, rstd = _here(OPS.residual_norm(*tensors, eps, *_dropout(dropout), rms))
+        y, h, mean, rstd = _noted("residual_norm", 0, *tensors, eps, *_dropout(dropout), rms)
         return [y, h, None if rms else mean.flatten(), rstd.flatten()]
 
     def residual_norm_backward(
@@ -85,17 +87,18 @@ class TorchOps:
     ) -> list[Tensor | None]:
         mean, rstd = None if mean is None else mean.view(h.shape[:2]), rstd.view(h.shape[:2])
         tensors, options = self._there(dy, dh, h, weight, mean, rstd), (want_bias, want_beta, *_dropout(dropout))
-        dx, dresidual, dbias, dweight, dbeta = _here(OPS.residual_norm_backward(*tensors, *options))
+        written = 0 if dropout else 1
+        dx, dresidual, dbias, dweight, dbeta = _noted("residual_norm_backward", written, *tensors, *options)
         return [
             dx if dropout else None, dresidual, dbias if want_bias else None, None if weight is None else dweight,
             dbeta if want_beta else None,
         ]  # fmt: skip
 
     def bias_activation_forward(self, x, bias, kind) -> Tensor:
-        return OPS.bias_activation(*self._there(x, bias), ACTIVATIONS[kind]).cpu()
+        return _noted("bias_activation", 0, *self._there(x, bias), ACTIVATIONS[kind])[0]
 
     def bias_activation_backward(self, dy, x, bias, kind) -> tuple[Tensor, Tensor | None]:
-        dx, dbias = _here(OPS.bias_activation_backward(*self._there(dy, x, bias), ACTIVATIONS[kind]))
+        dx, dbias = _noted("bias_activation_backward", 0, *self._there(dy, x, bias), ACTIVATIONS[kind])
         return dx, None if bias is None else dbias
 
     def rope_forward(self, qkv, angles, gains, eps) -> Tensor:
@@ -160,6 +163,10 @@ class TorchOps:
         message, mask = self.having(offsets=(0,))._there(message, mask)  # an unaligned message is refused
         return OPS.dequantize_blocks(message, mask, blocks, bits).cpu()
 
+    def quantize_fp8(self, x, amax, e5m2, both=True) -> tuple[Tensor, Tensor | None, Tensor]:
+        y, transposed, scale = _here(OPS.quantize_fp8(*self._there(x), amax.to(DEVICE), e5m2, both))
+        return y, transposed if both else None, scale
+
     def norm(self, tensors, dtype=torch.float32) -> Tensor:
         if not tensors:
             pytest.skip("torch finds the op by its tensors' device")
@@ -218,8 +225,22 @@ def _unpadded(whole: Tensor, data: Tensor) -> Tensor:
     return data.cpu()
 
 
-def _here(tensors: tuple[Tensor, ...]) -> list[Tensor]:
+def _here(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [each.cpu() for each in tensors]
+
+
+def _noted(name: str, which: int, *arguments: object) -> list[Tensor]:
+    """What an op returns, and it also with the amax of one of its results, which must be right."""
+    op = getattr(OPS, f"{name.removesuffix('_backward')}_amax{'_backward' if name.endswith('_backward') else ''}")
+    plain = getattr(OPS, name)(*arguments)
+    results = [plain] if isinstance(plain, Tensor) else list(plain)
+    *same, amax = op(*arguments)
+    for a, b in zip(results, same, strict=True):
+        assert a.shape == b.shape
+        assert torch.equal(a.nan_to_num(), b.nan_to_num())
+    wanted = results[which].abs().amax().float() if results[which].numel() else torch.zeros_like(amax)
+    assert torch.equal(amax.nan_to_num(-1), wanted.nan_to_num(-1)), f"{name}: amax {amax}, not {wanted}"
+    return _here(results)
 
 
 def _dropout(dropout: Dropout | None) -> tuple:
@@ -282,8 +303,9 @@ CPU_TESTS = (
 )
 _NORMS = test_layer_norm, test_residual_norm, test_rms_norm, test_norm
 _HEADS_AND_TOKENS = test_rope, test_join_heads, test_token_rows
-_OTHERS = test_bias_activation, test_dropout, test_blocks, test_cross_entropy, test_adamw, test_alignment
-for _module in (test_softmax, *_NORMS, *_HEADS_AND_TOKENS, *_OTHERS):
+_QUANTIZED = test_blocks, test_quantize_fp8
+_OTHERS = test_bias_activation, test_dropout, test_cross_entropy, test_adamw, test_alignment
+for _module in (test_softmax, *_NORMS, *_HEADS_AND_TOKENS, *_QUANTIZED, *_OTHERS):
     for _name, _test in vars(_module).items():
         own = _name.startswith("test_") and _test.__module__ == _module.__name__ and hasattr(_test, "pytestmark")
         if own and _name not in CPU_TESTS:

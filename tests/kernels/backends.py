@@ -92,7 +92,9 @@ class Backend:
     ) -> list[Tensor | None]:
         """y, mean (None of an RMS norm), rstd."""
         rows, options = (x.shape[:1], torch.float32), (*x.shape, eps, CODES[x.dtype], _code(weight, x))
-        return self._op("layer_norm_forward", [_like(x), None if rms else rows, rows], [x, weight, bias], *options)
+        return self._noted(
+            "layer_norm_forward", 0, [_like(x), None if rms else rows, rows], [x, weight, bias], *options
+        )
 
     def layer_norm_backward(
         self,
@@ -123,7 +125,7 @@ class Backend:
         rows = [x.shape[0] * x.shape[1]], torch.float32
         made = [_like(x), _like(x), None if rms else rows, rows]
         options = eps, dropout, CODES[x.dtype], _code(weight, x)
-        return self._op("residual_norm_forward", made, [x, bias, residual, weight, beta], *x.shape, *options)
+        return self._noted("residual_norm_forward", 0, made, [x, bias, residual, weight, beta], *x.shape, *options)
 
     def residual_norm_backward(
         self,
@@ -144,16 +146,18 @@ class Backend:
         options = *h.shape, dropout, CODES[h.dtype], _code(weight, h)
         workspace = self._workspace(h.shape[0] * h.shape[1], h.shape[2])
         given = [dy, dh, h, weight, mean, rstd]
-        return self._op("residual_norm_backward", [*made, workspace], given, *options)[:5]
+        written = 0 if dropout else 1
+        return self._noted("residual_norm_backward", written, [*made, workspace], given, *options)[:5]
 
     def bias_activation_forward(self, x: Tensor, bias: Tensor | None, kind: str) -> Tensor:
         size, number = units_of(x, kind), ACTIVATIONS[kind]
-        return self._op("bias_activation_forward", [(size, x.dtype)], [x, bias], *size, number, CODES[x.dtype])[0]
+        options = *size, number, CODES[x.dtype]
+        return self._noted("bias_activation_forward", 0, [(size, x.dtype)], [x, bias], *options)[0]
 
     def bias_activation_backward(self, dy: Tensor, x: Tensor, bias: Tensor | None, kind: str) -> list[Tensor | None]:
         """dx, and dbias where there is a bias."""
         made, options = [_like(x), _like(bias), self._workspace(*x.shape)], (*dy.shape, ACTIVATIONS[kind])
-        return self._op("bias_activation_backward", made, [dy, x, bias], *options, CODES[x.dtype])[:2]
+        return self._noted("bias_activation_backward", 0, made, [dy, x, bias], *options, CODES[x.dtype])[:2]
 
     def rope_forward(self, qkv: Tensor, angles: Pair, gains: Pair, eps: float | None) -> Tensor:
         """qkv [tokens, groups, queries + 2, width]; `angles`: cos and sin [rows, width / 2], or None; eps None: no
@@ -249,6 +253,15 @@ class Backend:
         made = [([blocks, 1024 if bits == 1 else 256], torch.float32)]
         return self._op("dequantize_blocks", made, [message.view(torch.int32), mask], blocks, bits)[0]
 
+    def quantize_fp8(
+        self, x: Tensor, amax: Tensor, e5m2: bool, both: bool = True
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Bytes of x [rows, width] and of its transpose, and the scale, a scalar."""
+        made = (x.shape, torch.uint8), (x.shape[::-1], torch.uint8) if both else None, ([1], torch.float32)
+        options = *x.shape, e5m2, CODES[x.dtype]
+        y, transposed, scale = self._op("quantize_fp8", made, [x, amax.view(1)], *options)
+        return y, transposed, scale[0]
+
     def norm(self, tensors: Sequence[Tensor], dtype: torch.dtype = torch.float32) -> Tensor:
         memory, count = self._memory(), len(tensors)
         out, data = memory.new([1], torch.float32), [memory.copy(each) for each in tensors]
@@ -341,6 +354,23 @@ class Backend:
         memory = self._memory()
         outs = [None if each is None else memory.new(*each) for each in made]
         self._call(memory, op, *outs, *map(memory.optional, given), *options)
+        return [None if each is None else each.tensor for each in outs]
+
+    def _noted(
+        self, op: str, which: int, made: Sequence[Made | None], given: Sequence[Tensor | None], *options: object
+    ) -> list:
+        """The same of an op that also notes the amax of one of its outputs, `which`, if it is asked to, here unless
+        the count of its first tensor's rows is 2, 6, ..."""
+        memory = self._memory()
+        outs = [None if each is None else memory.new(*each) for each in made]
+        first = next(each for each in given if each is not None)
+        amax = None if first.shape[0] % 4 == 2 else memory.copy(torch.zeros(1), written=True)
+        self._call(memory, op, *outs, *map(memory.optional, given), *options, amax)
+        written = outs[which]
+        assert written is not None
+        if amax is not None and (written.tensor.numel() or amax.tensor[0] != 0):
+            wanted = written.tensor.abs().amax().float()  # NaN if one is
+            assert torch.equal(amax.tensor.nan_to_num(-1), wanted.view(1).nan_to_num(-1)), f"{op}: amax {amax.tensor}"
         return [None if each is None else each.tensor for each in outs]
 
     def _rewritten(self, op: str, x: Tensor, arguments: tuple, in_place: bool, memory: Memory | None = None) -> Tensor:

@@ -17,6 +17,7 @@ from kernels import (
     test_join_heads,
     test_layer_norm,
     test_norm,
+    test_quantize_fp8,
     test_residual_norm,
     test_rms_norm,
     test_rope,
@@ -44,6 +45,7 @@ SOURCES = {
     "dropout": ("dropout.cu",),
     "cross_entropy": ("cross_entropy.cu",),
     "blocks": ("blocks.cu",),
+    "quantize_fp8": ("quantize_fp8.cu",),
     "norm": ("norm.cu",),
     "adamw": ("adamw.cu",),
 }
@@ -197,6 +199,15 @@ def blocks(backend: Emulated) -> None:
         test_blocks.test_halves_are_rounded_to_even(backend, name)
 
 
+def quantize_fp8(backend: Emulated) -> None:
+    for size in test_quantize_fp8.CORE:
+        test_quantize_fp8.test_sizes(backend, size, BF16, e5m2=size[0] == 48)
+    test_quantize_fp8.test_every_number_of_16_bits(backend, 0.013, e5m2=False)
+    for value in (float("nan"), float("inf")):
+        test_quantize_fp8.test_what_is_not_finite(backend, value, e5m2=True)
+    test_quantize_fp8.test_one_layout_zeros_and_alignment(backend, FP32, 1)
+
+
 def norm(backend: Emulated) -> None:
     for width, dtype in ((1, FP32), (33, BF16), (5000, FP32)):
         test_norm.test_one_tensor(backend, width, dtype)
@@ -233,6 +244,7 @@ CHECKS: dict[str, Callable[[Emulated], None]] = {
         dropout,
         cross_entropy,
         blocks,
+        quantize_fp8,
         norm,
         adamw,
     )

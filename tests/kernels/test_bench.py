@@ -82,6 +82,8 @@ TRAFFIC = {  # in bytes, at [5, 8] in bf16
     "rope qk_norm": (2 * 2 * ROPE, 2 * 3 * ROPE),
     "join_heads": (2 * 6 * 2 * 5 * 6 * 8,),
     "add_token_rows_": (2 * 5 * 8 + 8 * 3 * 8,),  # 5 rows of 3 tokens
+    "residual_norm_amax": (2 * 4 * X, 2 * 4 * X),
+    "bias_activation_amax gelu_tanh": (2 * 2 * X, 2 * 3 * X),
     "dropout": (2 * 2 * X,),
     "cross_entropy_": (2 * 2 * 5 * 8,),
     "cross_entropy_ plain": (2 * 2 * 5 * 8,),
@@ -91,6 +93,8 @@ TRAFFIC = {  # in bytes, at [5, 8] in bf16
     "quantize_blocks int8": (2 * (1024 + 260),),  # one block of fp32, and its message
     "quantize_blocks int4": (2 * (1024 + 132),),
     "quantize_blocks sign": (2 * (4096 + 132),),
+    "quantize_fp8": (4 * 5 * 8,),
+    "quantize_fp8 one layout": (3 * 5 * 8,),
     "attention": (2 * 4 * 2 * 5 * 4 * 8, 2 * 8 * 2 * 5 * 4 * 8),
     "attention_packed": (2 * 4 * 2 * 5 * 4 * 8, 2 * 8 * 2 * 5 * 4 * 8),
 }

@@ -111,9 +111,9 @@ def test_compiled_it_reads_a_tensor_once(function, loops, dtype):
 def test_the_linear_layers_of_blocks_multiply_in_fp8_and_the_head_does_not(monkeypatch):
     shapes, multiply = [], fp8.scaled_product
 
-    def product(a, a_scale, b, b_scale, dtype):
+    def product(a, a_scale, b, b_scale, dtype, bias=None):
         shapes.append((a.shape[1], b.shape[1]))
-        return multiply(a, a_scale, b, b_scale, dtype)
+        return multiply(a, a_scale, b, b_scale, dtype, bias)
 
     monkeypatch.setattr(fp8, "scaled_product", product)
     config = GPTConfig(

@@ -19,12 +19,14 @@ GOALS = (
     ("layer_norm", "forward", 0, 88),
     ("layer_norm", "backward", 0, 88),
     ("residual_norm", "backward", 0, 88),
+    ("residual_norm_amax", "backward", 0, 88),
+    ("quantize_fp8", "", 0, 90),
     ("masked_softmax", "", 2048, 97),
     ("causal_softmax", "", 2048, 97),
     ("cross_entropy_", "", 32768, 98),
 )
 # Ops that are also timed with torch.compile, which takes minutes.
-FIRST = "layer_norm,cross_entropy_,causal_softmax,residual_norm,bias_activation gelu_tanh"
+FIRST = "layer_norm,cross_entropy_,causal_softmax,residual_norm,bias_activation gelu_tanh,quantize_fp8"
 
 
 def run(part: Part, options: Arguments) -> None:
