@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gptlite.ops.amax import amax_of
 from gptlite.ops.config import PRODUCTS
+from gptlite.ops.weight_copies import amax_of
 from gptlite.torch_private.modules import inductor_has
 from gptlite.torch_private.ops import scaled_mm
 
