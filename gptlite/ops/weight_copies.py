@@ -1,7 +1,7 @@
 """Facts about a tensor that the kernel which writes it also provides, kept on the tensor together with its version:
 16-bit copies of fp32 weights, and the absolute maximum (amax) of activations and gradients.
 
-They are valid as long as the tensor has this version. Any other write (initialization, a checkpoint, a test) changes it.
+They are valid as long as the tensor has this version. Any other write (initialization, a checkpoint) changes it.
 AdamW's kernel writes a copy together with its weight, and a forward pass uses it instead of casting the weight each
 time. The amax, which a tensor's scale in fp8 needs, travels with the tensor from the op that wrote it to the one that
 quantizes it, in the forward and in the backward pass.
