@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from gptlite.kernels.activation import ACTIVATIONS, is_gated
-from gptlite.ops.amax import noted, noting
+from gptlite.ops.weight_copies import noted, noting
 
 FORMULAS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": partial(F.gelu, approximate="tanh"),  # arXiv:1606.08415, GPT-2's approximation

@@ -21,9 +21,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-from gptlite.ops.amax import amax_of
 from gptlite.ops.config import E5M2_ONE, PRODUCTS
-from gptlite.ops.weight_copies import as_dtype
+from gptlite.ops.weight_copies import amax_of, as_dtype
 from gptlite.torch_private.modules import inductor_has
 from gptlite.torch_private.ops import scaled_mm, version_of
 

@@ -7,10 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gptlite.ops.amax import noted, noting
 from gptlite.ops.dropout import DropoutKey, dropout, kernel_key
 from gptlite.ops.linear import cast
-from gptlite.ops.weight_copies import as_dtype
+from gptlite.ops.weight_copies import as_dtype, noted, noting
 
 
 def layer_norm(
@@ -134,11 +133,11 @@ class _ResidualNorm(torch.autograd.Function):
         ctx.key, ctx.has = (p, seed, first), (x_bias is not None, weight is not None, bias is not None)
         ctx.set_materialize_grads(False)  # the model's last sum h is not used elsewhere, so it has no gradient
         ops, largest = torch.ops.gptlite, None
-        given = x, x_bias, residual, weight, bias, eps, p, seed, site, sample_ids, first, rms
+        inputs = x, x_bias, residual, weight, bias, eps, p, seed, site, sample_ids, first, rms
         if ctx.amax:
-            y, h, mean, rstd, largest = ops.residual_norm_amax(*given)
+            y, h, mean, rstd, largest = ops.residual_norm_amax(*inputs)
         else:
-            y, h, mean, rstd = ops.residual_norm(*given)
+            y, h, mean, rstd = ops.residual_norm(*inputs)
         ctx.save_for_backward(h, weight, None if rms else mean, rstd, site, sample_ids)
         return noted(y, largest), h
 
@@ -149,12 +148,12 @@ class _ResidualNorm(torch.autograd.Function):
         dy = torch.zeros_like(h) if dy is None else dy
         p, seed, first = ctx.key
         has_x_bias, _, has_bias = ctx.has
-        given = dy, dh, h, weight, mean, rstd, has_x_bias, has_bias, p, seed, site, sample_ids, first
+        inputs = dy, dh, h, weight, mean, rstd, has_x_bias, has_bias, p, seed, site, sample_ids, first
         largest, ops = None, torch.ops.gptlite
         if ctx.amax:
-            dx, dresidual, *grads, largest = ops.residual_norm_amax_backward(*given)
+            dx, dresidual, *grads, largest = ops.residual_norm_amax_backward(*inputs)
         else:
-            dx, dresidual, *grads = ops.residual_norm_backward(*given)
+            dx, dresidual, *grads = ops.residual_norm_backward(*inputs)
         dx = noted(dx if p > 0.0 and site is not None else dresidual, largest)
         dx_bias, dweight, dbias = (grad if has else None for grad, has in zip(grads, ctx.has, strict=True))
         return dx, dx_bias, dresidual, dweight, dbias, None, None

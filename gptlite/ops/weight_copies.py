@@ -1,8 +1,10 @@
-"""16-bit copies of fp32 weights, which a forward pass uses instead of casting the weights each time.
+"""Facts about a tensor that the kernel which writes it also provides, kept on the tensor together with its version:
+16-bit copies of fp32 weights, and the absolute maximum (amax) of activations and gradients.
 
-AdamW's kernel writes a copy together with its weight, and the weight's version is recorded. The copy is valid as long
-as the weight has this version. Any other write to the weight (initialization, a checkpoint, a test) changes the
-version, which makes the copy stale.
+They are valid as long as the tensor has this version. Any other write (initialization, a checkpoint) changes it.
+AdamW's kernel writes a copy together with its weight, and a forward pass uses it instead of casting the weight each
+time. The amax, which a tensor's scale in fp8 needs, travels with the tensor from the op that wrote it to the one that
+quantizes it, in the forward and in the backward pass.
 """
 
 from __future__ import annotations
@@ -75,3 +77,25 @@ class _Copy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor):
         return gradient.to(ctx.dtype), None
+
+
+def noted(x: Tensor, amax: Tensor | None) -> Tensor:
+    """Return x, with its amax, an fp32 scalar, noted on it. Views and copies of x do not have the note."""
+    if amax is not None:
+        x.noted_amax = amax, version_of(x)  # type: ignore[attr-defined]
+    return x
+
+
+def amax_of(x: Tensor) -> Tensor:
+    """Return the amax of x: the noted one, unless x has been written to since, or a reduction of x."""
+    # The compiler does not trace notes. `noting` is false for it, too.
+    amax, version = (None, 0) if torch.compiler.is_compiling() else getattr(x, "noted_amax", (None, 0))
+    if amax is not None and version == version_of(x):
+        return amax
+    # One reduction. Compiled for all shapes, inductor's reduction ran on one multiprocessor of an H200.
+    return torch.linalg.vector_norm(x.detach(), torch.inf).float()
+
+
+def noting(wanted: bool) -> bool:
+    """Return True if ops note the amax of what they write: if `wanted`, and not in compiled code."""
+    return wanted and not torch.compiler.is_compiling()

@@ -5,9 +5,9 @@ import torch
 from torch import Tensor
 
 from gptlite.kernels.library import LoadedLibrary, load
-from gptlite.ops.amax import amax_of
 from gptlite.ops.bias_activation import bias_activation
 from gptlite.ops.fp8 import GRADIENT, INPUT, both_layouts, fp8_linear
+from gptlite.ops.weight_copies import amax_of
 from gpu.device import DEVICE
 
 ROWS, WIDTH = 256, 512

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from gptlite.models.gpt.config import MLPKind, Norm, Position
 from gptlite.models.layers import Linear
-from gptlite.ops.amax import amax_of, noted, noting
 from gptlite.ops.config import Attention
 from gptlite.ops.fp8 import GRADIENT, INPUT, both_layouts, fp8_linear, quantized
 from gptlite.ops.select import Ops
+from gptlite.ops.weight_copies import amax_of, noted, noting
 
 pytestmark = pytest.mark.usefixtures("kernels")
 FUSED = Ops(Attention.matmul, layer_norm=True, activation=True, dropout=True, linear=True, deferred_add=True)
