@@ -144,13 +144,18 @@ def _backends(choice: Attention, device: torch.device, several: bool) -> list[SD
 
 
 def _takes_flash(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Return True if flash attention, with its causal mask, supports fewer queries than keys here.
+    """Return True if flash attention supports fewer queries than keys, and windows, here. torch's causal_lower_right
+    cannot be created under a dispatch mode, such as the one of selective checkpointing."""
+    if q.device.type != "cuda" or q.shape[-1] % 8:
+        return False
+    if torch.compiler.is_compiling():  # torch.compile cannot trace SDPAParams before torch 2.15
+        return q.element_size() == 2 and q.shape[-1] <= 256 and _from_ampere_on(q.device.index)
+    return can_use_flash_attention(SDPAParams(q, k, v, None, 0.0, False, False))
 
-    torch's causal_lower_right does this too, but its tensor subclass cannot be created under a dispatch mode, such as
-    the one of selective checkpointing.
-    """
-    aligned = q.device.type == "cuda" and q.shape[-1] % 8 == 0
-    return aligned and can_use_flash_attention(SDPAParams(q, k, v, None, 0.0, False, False))
+
+@torch.compiler.assume_constant_result
+def _from_ampere_on(device: int | None) -> bool:
+    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def _written_out(

@@ -173,6 +173,19 @@ def test_windows_take_flash_attention_without_a_mask(choice: Attention, monkeypa
     assert asked == [(None, None, 10, S, 0.0, False, False, {"window_size_left": 6, "window_size_right": 0})]
 
 
+def test_compiled_code_asks_for_the_gpus_generation_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On older ones windows are masks."""
+    for capability, known in (((7, 5), False), ((9, 0), True)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, capability=capability: capability)
+        torch.compiler.reset()
+
+        def flashed(x: Tensor) -> Tensor:
+            return x + 1 if torch.compiler.is_compiling() and attention._from_ampere_on(0) else x
+
+        out = torch.compile(flashed, backend="eager", fullgraph=True)(torch.zeros(2))
+        assert out.tolist() == [float(known)] * 2
+
+
 def test_documents_and_windows_take_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 

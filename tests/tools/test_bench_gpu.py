@@ -94,6 +94,18 @@ def test_all_parts_run_on_a_cpu_into_one_report(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_contenders_run_on_a_cpu_and_what_needs_a_gpu_is_named(tmp_path: Path) -> None:
+    done = call("part=graph", "device=cpu", "size=tiny", f"output={tmp_path / 'out'}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    (row,) = json.loads((tmp_path / "out" / "graph.json").read_text())["results"]
+    assert row["lowest"] <= row["seconds"] <= row["highest"]
+    assert row["tokens_per_second"] == pytest.approx(2 * 64 / row["seconds"])
+    report = (tmp_path / "out" / "report.md").read_text()
+    assert "Not measured: graph, tiny: " in report
+    assert "(graph.png)" in report
+
+
+@pytest.mark.slow
 def test_a_part_that_fails_is_recorded_and_the_exit_code_is_1(tmp_path: Path, script: Callable) -> None:
     bad = tmp_path / "test_bad.py"
     bad.write_text("def test_bad():\n    assert 1 == 2, 'planted'\n")

@@ -87,7 +87,7 @@ def run(part: Part, options: Arguments) -> None:
     part.table(head, rows)
     for index, (who, size) in enumerate(cells):
         part.progress(index, len(cells), f"{who}, {size}")
-        if reason := CONTENDERS[who].lacks(options.peer):
+        if reason := CONTENDERS[who].lacks(options.peer, options.device):
             part.text(f"Not measured: {who}, {size}: {reason}.")
         elif part.seconds - part.spent < LEAST and not tiny:
             part.text(f"Not reached in time: {'; '.join(', '.join(cell) for cell in cells[index:])}.")

@@ -42,7 +42,7 @@ class Contender:
     fp8_head: bool = False
     graph: bool = False
 
-    def lacks(self, peer: str | None) -> str:
+    def lacks(self, peer: str | None, device: str) -> str:
         """Return what this machine or this source tree lacks for the measurement; an empty string if nothing."""
         if self.package == "nanogpt":
             return "" if peer else "peer=NANOGPT is not given"
@@ -52,7 +52,7 @@ class Contender:
             return "this source tree has no precision.fp8_head"
         if self.graph and find_spec("gptlite.satellites.graph") is None:
             return "this source tree has no trainer.cuda_graph"
-        return ""
+        return "CUDA graphs need a GPU" if self.graph and device == "cpu" else ""
 
 
 # What is compared, by name. All have no biases, and a vocabulary that needs no padding.
