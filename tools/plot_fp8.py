@@ -42,8 +42,10 @@ def main(arguments: Arguments) -> None:
             differences.plot(steps[MEAN - 1 :], means, label=label, color=color)
             loss = sum(curves[name][step] for step in steps[-MEAN:]) / MEAN
             print(f"| {title} | {label} | {steps[-1]:,} | {loss:.4f} | {means[-1]:+.4f} |")
-        losses.set(xlabel="optimizer steps", ylabel="training loss, nats per token", title=title)
-        differences.set(xlabel="optimizer steps", ylabel=f"difference from bf16, mean of {MEAN} logged steps")
+        losses.set(xlabel="optimizer steps", ylabel="nats per token")
+        losses.set_title(f"{title}: training loss", fontsize="medium")
+        differences.set(xlabel="optimizer steps", ylabel="nats per token")
+        differences.set_title(f"{title}: difference from bf16 (mean of {MEAN})", fontsize="medium")
         for axes in (losses, differences):
             axes.grid(alpha=0.3)
         losses.legend(frameon=False)
