@@ -56,16 +56,7 @@ GPTLITE_LAMBDA inline Half from_float<Half>(float value) {
 
 template <>
 GPTLITE_LAMBDA inline E5m2 from_float<E5m2>(float value) {
-  const uint32_t bits = float_to_bits(value), sign = (bits >> 24) & 0x80u, magnitude = bits & 0x7FFFFFFFu;
-  if (magnitude > 0x7F800000u) return E5m2{static_cast<uint8_t>(sign | 0x7Fu)};
-  if (magnitude >= 0x47600000u) return E5m2{static_cast<uint8_t>(sign | 0x7Bu)};  // 57344, the largest
-  if (magnitude < 0x38800000u) {
-    // Subnormal: adding 128 leaves the rounded number, as a multiple of 2^-16, in the low bits.
-    const float shifted = bits_to_float(magnitude) + 128.0f;
-    return E5m2{static_cast<uint8_t>(sign | (float_to_bits(shifted) - 0x43000000u))};
-  }
-  const uint32_t rounded = magnitude - 0x38000000u + 0xFFFFFu + ((magnitude >> 21) & 1u);
-  return E5m2{static_cast<uint8_t>(sign | (rounded >> 21))};
+  return E5m2{static_cast<uint8_t>(fp8_bits<E5m2>(value))};
 }
 
 // ---- loads and stores of vectors

@@ -7,6 +7,7 @@
 #include <type_traits>
 #include <utility>
 
+#include "fp8.h"
 #include "gptlite_kernels.h"
 
 #if defined(__AVX2__) || defined(__AVX512F__)
@@ -29,9 +30,6 @@ struct Bf16 {
 };
 struct Half {
   uint16_t bits;
-};
-struct E5m2 {  // an fp8 format, which is only written
-  uint8_t bits;
 };
 
 #if defined(__AVX512F__)

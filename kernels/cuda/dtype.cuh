@@ -1,7 +1,9 @@
-// Element types (fp32, bf16, fp16; e5m2 to be written only), packs of elements that one instruction loads or stores, and dispatch from a dtype
-// number to a template argument. Arithmetic is in fp32: elements are converted when loaded and rounded when stored.
+// Element types (fp32, bf16, fp16; e5m2 to be written only), packs of elements that one instruction loads or stores, and
+// dispatch from a dtype number to a template argument. Arithmetic is in fp32: elements are converted when loaded and
+// rounded when stored.
 #pragma once
 
+#include "fp8.h"
 #include "launch.cuh"
 #ifdef GPTLITE_EMU
 #include "half_bits.cuh"
@@ -15,10 +17,6 @@ struct Bf16 {
 
 struct Fp16 {
   uint16_t bits;
-};
-
-struct E5m2 {
-  uint8_t bits;
 };
 
 __device__ __forceinline__ float to_float(float x) { return x; }
@@ -63,7 +61,7 @@ __device__ __forceinline__ Fp16 from_float<Fp16>(float x) {
 template <>
 __device__ __forceinline__ E5m2 from_float<E5m2>(float x) {
 #ifdef GPTLITE_EMU
-  return E5m2{float_to_e5m2(x)};
+  return E5m2{static_cast<uint8_t>(fp8_bits<E5m2>(x))};
 #else
   return E5m2{__nv_cvt_float_to_fp8(x, __NV_SATFINITE, __NV_E5M2)};
 #endif
@@ -143,7 +141,7 @@ __device__ __forceinline__ uint32_t four_of(const float* values) {
 #pragma unroll
   for (int i = 0; i < 4; i += 2) {
 #ifdef GPTLITE_EMU
-    const uint32_t pair = float_to_e5m2(values[i]) | static_cast<uint32_t>(float_to_e5m2(values[i + 1])) << 8;
+    const uint32_t pair = fp8_bits<E5m2>(values[i]) | fp8_bits<E5m2>(values[i + 1]) << 8;
 #else
     const uint32_t pair = __nv_cvt_float2_to_fp8x2(make_float2(values[i], values[i + 1]), __NV_SATFINITE, __NV_E5M2);
 #endif

@@ -1,4 +1,4 @@
-// Conversion between fp32 and bf16, fp16 or e5m2 bits in plain C++, for the emulator (kernels/emu), which has no GPU
+// Conversion between fp32 and bf16 or fp16 bits in plain C++, for the emulator (kernels/emu), which has no GPU
 // instructions. Rounds to nearest, ties to even, like the GPU.
 #pragma once
 
@@ -36,18 +36,6 @@ inline uint16_t float_to_fp16(float x) {
   if (magnitude < 0x38800000)
     return static_cast<uint16_t>(sign | (float_bits(bits_float(magnitude) + 0.5f) - 0x3f000000));
   return static_cast<uint16_t>(sign | ((magnitude - 0x38000000 + 0xfff + (magnitude >> 13 & 1)) >> 13));
-}
-
-// Values beyond the largest become the largest.
-inline uint8_t float_to_e5m2(float x) {
-  const uint32_t bits = float_bits(x), magnitude = bits & 0x7fffffff;
-  const uint8_t sign = static_cast<uint8_t>(bits >> 24 & 0x80);
-  if (magnitude > 0x7f800000) return 0x7f;
-  if (magnitude >= 0x47600000) return sign | 0x7b;  // 57344
-  // Below 2^-14, e5m2 values are multiples of 2^-16. So are fp32 values in [128, 256).
-  if (magnitude < 0x38800000)
-    return static_cast<uint8_t>(sign | (float_bits(bits_float(magnitude) + 128.0f) - 0x43000000));
-  return static_cast<uint8_t>(sign | ((magnitude - 0x38000000 + 0xfffff + (magnitude >> 21 & 1)) >> 21));
 }
 
 inline float fp16_to_float(uint16_t bits) {

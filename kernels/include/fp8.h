@@ -13,6 +13,7 @@ namespace gptlite {
 constexpr float kSmallestAmax = 1e-12f;
 
 struct E4m3 {
+  uint8_t bits;
   static constexpr int kFraction = 3;   // bits
   static constexpr int kLowest = -6;    // exponent of the smallest normal number
   static constexpr uint32_t kMost = 0x7e;
@@ -20,6 +21,7 @@ struct E4m3 {
 };
 
 struct E5m2 {
+  uint8_t bits;
   static constexpr int kFraction = 2;
   static constexpr int kLowest = -14;
   static constexpr uint32_t kMost = 0x7b;
