@@ -50,7 +50,7 @@ def test_many_parameters_and_imports_that_go_up_or_around_are_listed(tmp_path):
 
 def test_training_imports_no_more_than_promised():
     """docs/decisions/0036-the-core-imports-no-satellite.md"""
-    for inside_functions, most_files, most_lines in ((False, 160, 19_000), (True, 175, 21_000)):
+    for inside_functions, most_files, most_lines in ((False, 160, 19_000), (True, 175, 21_100)):
         files = SIZE["imported"](ROOT, SIZE["CORE"], inside_functions)
         assert len(files) <= most_files
         assert sum(SIZE["count_lines"](ROOT / file) for file in files) <= most_lines

@@ -101,14 +101,6 @@ def _of_main(mesh: Mesh, folder: Path, log: Log, agree: dist.ProcessGroup | None
     return Manifest(**from_main(mesh, lambda: vars(verify(folder, log, hashes=False)), agree))
 
 
-def not_finite(tensor: Tensor) -> str:
-    """Return e.g. `has 3 NaN or infinite elements, the first at [0, 7]`, or an empty string if all are finite."""
-    if tensor.isfinite().all():
-        return ""
-    places = (~tensor.isfinite()).nonzero()
-    return f"has {counted(len(places), 'NaN or infinite element')}, the first at {places[0].tolist()}"
-
-
 def read_config(path: Path) -> str:
     """Return the resolved configuration of the run that wrote the checkpoint, as YAML. Raises DamagedCheckpoint."""
     try:

@@ -42,12 +42,7 @@ def flash_window_attention(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tens
 
 
 def scaled_mm(
-    a: Tensor,
-    b: Tensor,
-    a_scale: Tensor,
-    b_scale: Tensor,
-    bias: Tensor | None = None,
-    dtype: torch.dtype | None = None,
+    a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None
 ) -> Tensor:
     """Return the fp8 product of a [N, K], row-major, and b [K, M], column-major, plus bias [M], in a dtype.
 

@@ -7,7 +7,7 @@ from gptlite.config import load
 from gptlite.data.build import prepare
 from gptlite.data.registry import Vocabulary
 from gptlite.data.vocabulary import find_vocabulary
-from gptlite.models.gpt.flops import num_parameters
+from gptlite.satellites.plan.parameters import num_parameters
 from gptlite.satellites.plan.planning import make_plan
 from gptlite.tokenizers.base import CharTokenizer
 

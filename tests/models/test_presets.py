@@ -13,11 +13,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from gptlite.config import load
 from gptlite.models.gpt.config import GPTConfig
-from gptlite.models.gpt.flops import num_parameters
 from gptlite.models.gpt.model import GPT
 from gptlite.models.gpt.spec import GPTSpec
 from gptlite.optimizer.config import MuonConfig
 from gptlite.satellites.huggingface.adapters import BUILT_IN
+from gptlite.satellites.plan.parameters import num_parameters
 
 ROOT = Path(__file__).parents[2]
 UNITS = {"M": 1e6, "B": 1e9}

@@ -1,6 +1,6 @@
-"""FLOPs of a training step, for MFU and for balancing pipeline stages, and the number of parameters."""
+"""FLOPs of a training step, for MFU and for balancing pipeline stages."""
 
-from gptlite.models.gpt.config import GPTConfig, Norm, Position
+from gptlite.models.gpt.config import GPTConfig
 
 
 def flops_per_token(config: GPTConfig, sequence_length: int) -> int:
@@ -23,15 +23,13 @@ def layer_flops(config: GPTConfig, sequence_length: int | None = None) -> int:
     return round(6 * _matrices(config) / config.num_layers + 6 * config.query_size * keys)
 
 
-def _matrices(config: GPTConfig, *, all_experts: bool = False) -> int:
-    """Return the number of weights in the blocks' matrices, by default without the experts that a token is not routed
-    to."""
+def _matrices(config: GPTConfig) -> int:
+    """Return the number of weights in the blocks' matrices, without the experts that a token is not routed to."""
     moe, dense = config.moe, config.num_layers - config.moe_layers
     hidden = dense * (config.up_size + config.ffn_size)
     expert = config.up_width(config.expert_size) + config.expert_size
     hidden += config.moe_layers * (moe.experts + (moe.shared + moe.top_k) * expert)
-    idle = idle_parameters(config) if all_experts else 0
-    return config.d_model * (config.num_layers * (config.qkv_size + config.query_size) + hidden) + idle
+    return config.d_model * (config.num_layers * (config.qkv_size + config.query_size) + hidden)
 
 
 def idle_parameters(config: GPTConfig) -> int:
@@ -43,19 +41,3 @@ def idle_parameters(config: GPTConfig) -> int:
 def head_flops(config: GPTConfig) -> int:
     """Return the FLOPs per token of the output head."""
     return 6 * config.d_model * (config.vocab_size or config.padded_vocab_size)
-
-
-def num_parameters(config: GPTConfig) -> int:
-    """Return the number of parameters of the whole model, including the embedding's padding rows. `vocab_size` must be
-    set."""
-    width, rows = config.d_model, config.padded_vocab_size
-    norm = width * (config.norm_gain + (config.bias and config.norm is Norm.layer_norm))
-    heads = 2 * config.head_width if config.qk_norm_heads else config.query_size + config.kv_size
-    heads = heads if config.qk_norm and config.norm_gain else 0
-    mlp_biases = (config.num_layers - config.moe_layers) * (config.up_size + width)
-    biases = config.num_layers * (config.qkv_size + width) + mlp_biases if config.bias else 0
-    embeddings = rows * width * (1 if config.tied_embeddings else 2)
-    positions = config.sequence_length * width if config.position is Position.learned else 0
-    mixes = 2 * (config.num_layers - 1) if config.value_residual else 0
-    matrices = _matrices(config, all_experts=True)
-    return embeddings + positions + mixes + matrices + biases + config.num_layers * (2 * norm + heads) + norm

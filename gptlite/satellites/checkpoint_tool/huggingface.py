@@ -20,7 +20,7 @@ from gptlite.checkpoint.checkpointer import Checkpointer
 from gptlite.checkpoint.config import CheckpointConfig
 from gptlite.checkpoint.find import find_checkpoint
 from gptlite.checkpoint.huggingface import INDEX, PICKLE, Stored, open_weights, read_object, write_weights
-from gptlite.checkpoint.load import load_tensors, not_finite, read_config
+from gptlite.checkpoint.load import load_tensors, read_config
 from gptlite.checkpoint.manifest import read_file, read_manifest
 from gptlite.config.compose import load
 from gptlite.config.overrides import hydra_value
@@ -38,6 +38,7 @@ from gptlite.models.registry import spec_of
 from gptlite.progress import Log
 from gptlite.satellites.checkpoint_tool.check_export import MOST_BYTES, can_load, check_export, transformers_version
 from gptlite.satellites.checkpoint_tool.meta import PARAMS, is_meta, open_meta
+from gptlite.satellites.checkpoint_tool.statistics import not_finite
 from gptlite.satellites.corpus.config import TextConfig
 from gptlite.satellites.huggingface.adapter import Adapter, Weight
 from gptlite.satellites.huggingface.adapters import adapters_of, all_adapters

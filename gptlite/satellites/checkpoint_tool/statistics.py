@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gptlite.progress import counted
+
 BLOCK = 1 << 24  # elements converted to fp64 at a time
 
 
@@ -76,3 +78,11 @@ def _blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     flat = [tensor.reshape(-1) for tensor in tensors]
     for start in range(0, flat[0].numel(), BLOCK):
         yield tuple(each[start : start + BLOCK].to(torch.float64) for each in flat)
+
+
+def not_finite(tensor: Tensor) -> str:
+    """Return e.g. `has 3 NaN or infinite elements, the first at [0, 7]`, or an empty string if all are finite."""
+    if tensor.isfinite().all():
+        return ""
+    places = (~tensor.isfinite()).nonzero()
+    return f"has {counted(len(places), 'NaN or infinite element')}, the first at {places[0].tolist()}"

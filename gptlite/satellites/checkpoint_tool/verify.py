@@ -35,8 +35,9 @@ def run(paths: list[str], options: Options) -> int:
 
 
 def _verify(folder: Path, hashes: bool) -> bool:
-    from gptlite.checkpoint.load import not_finite, whole_tensors
+    from gptlite.checkpoint.load import whole_tensors
     from gptlite.checkpoint.metadata import read_metadata
+    from gptlite.satellites.checkpoint_tool.statistics import not_finite
 
     began = time.monotonic()
     try:
