@@ -123,7 +123,7 @@ class Step:
             if state.scaler is not None:
                 state.scaler.update(overflow=result.skipped)
             state.optimizer.zero_grad(set_to_none=True)
-            result_of = partial(_known, result)
+            result_of = partial(replace, result)
         else:
             set_lr(state.optimizer, counters.lr)
             enqueue = partial(self.execute, self._on_device) if self.execute else self._on_device
@@ -185,11 +185,9 @@ class Step:
         # Count each gradient element on only one of the ranks that hold it.
         first = mesh.is_first("all")
         alone = all(mesh.coordinate(axis) == 0 for axis in DATA_AXES)
-        counted = (p for p in state.weights() if _counts(p, first if p.ndim else alone, computes))
-        # fp64: the square of a norm above 1.8e19 would overflow fp32.
-        counted = list(counted)
+        counted = [p for p in state.weights() if _counts(p, first if p.ndim else alone, computes)]
 
-        def dense() -> Tensor:
+        def dense() -> Tensor:  # fp64: the square of a norm above 1.8e19 would overflow fp32
             return grad_norm(state.optimizer, counted).double() ** 2
 
         square = dense() if mesh.reduction is None else mesh.reduction.gradient_square(counted, dense)
@@ -293,7 +291,3 @@ def _counts(parameter: Tensor, first: bool, computes: bool) -> bool:
     if of_experts(parameter):  # sharded in the experts' mesh
         return all(cut.rank == 0 for cut in copies(parameter))
     return first and (computes or is_cut(parameter))
-
-
-def _known(result: StepResult) -> StepResult:
-    return result

@@ -117,8 +117,7 @@ class Trainer:
         lag = lag_of(state.optimizer, mesh.device, lag, state.scaler)
         self._clock = Clock(config.max_time, around.started, state.num_bytes() / SLOW_DISK, lag)
         self._stopping = Stopping(mesh, around.stop, self._clock.over, lambda: self._folder.save_failed)
-        step = Step(mesh, passes, optimizer.lr, optimizer.clip_norm, self._stopping, around.execute)
-        self._steps = Steps(step, lag)
+        self._steps = Steps(Step(mesh, passes, optimizer.lr, optimizer.clip_norm, self._stopping, around.execute), lag)
         self._observers = self._reporter.observers
         self._evaluation: Evaluation | None = None
         self._checkpoint: Path | None = None
