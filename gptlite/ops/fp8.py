@@ -224,7 +224,7 @@ class Fp8HeadProducts:
     def memory(self, logits: Tensor) -> Tensor:
         """Return memory for the gradient in e5m2, with zeros at the padding."""
         gradient = torch.empty_like(logits, dtype=torch.uint8)
-        gradient[:, self.rows :] = 0
+        gradient[:, self.rows :].zero_()
         return gradient.view(GRADIENT)
 
     def hidden_gradient(self, gradient: Tensor) -> Tensor:

@@ -30,8 +30,9 @@ READS = tuple(
 
 # Arguments that our kernels write without reading: AdamW's 16-bit copies of weights, cross entropy's gradient in e5m2.
 WRITTEN_ALONE = ("copies", "gradient")
-# Reads in this file do not block: their copies were started a step earlier, and on a GPU they have finished by then.
-ARRIVED = "parallelism/host_copy.py"
+# Reads below this function do not block: their copies were started a step earlier, and on a GPU they have finished by
+# then.
+ARRIVED = ("trainer/step.py", "_arrived")
 MEMORY = (*WITHOUT_COPY, "lift_fresh", "detach", "alias", "set_")  # ops that touch no memory
 
 
@@ -144,8 +145,8 @@ class _Functions(TorchFunctionMode):
             return func(*args, **kwargs)
         if func in READS:
             place = _caller()
-            arrived = place.startswith(ARRIVED)
-            (self.trace.copies_to_host if arrived else self.trace.blocking_reads).append(f"{func.__name__} at {place}")
+            if not any(path == ARRIVED[0] and function == ARRIVED[1] for path, function, _ in _callers()):
+                self.trace.blocking_reads.append(f"{func.__name__} at {place}")
             if func is Tensor.tolist:
                 return torch.ones(args[0].shape, dtype=args[0].dtype, device="cpu").tolist()
             return {"__bool__": True, "__int__": 1, "__index__": 1}.get(func.__name__, 1.0)
@@ -227,12 +228,16 @@ def _on_host(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     return None
 
 
-def _caller() -> str:
-    """Return the path and line of the innermost frame in gptlite, or an empty string."""
+def _callers() -> Iterator[tuple[str, str, int]]:
+    """Yield path, function and line of the frames in gptlite, the innermost first."""
     frame = sys._getframe(1)
     while frame is not None:
         path = frame.f_code.co_filename.replace("\\", "/")
         if "gptlite/" in path and "/torch/" not in path:
-            return f"{path.rpartition('gptlite/')[2]}:{frame.f_lineno}"
+            yield path.rpartition("gptlite/")[2], frame.f_code.co_name, frame.f_lineno
         frame = frame.f_back
-    return ""
+
+
+def _caller() -> str:
+    """Return the path and line of the innermost frame in gptlite, or an empty string."""
+    return next((f"{path}:{line}" for path, _, line in _callers()), "")
