@@ -77,13 +77,14 @@ def test_notes_spare_reads_and_change_no_bit(batch, overrides, recompute) -> Non
 
 @pytest.mark.slow
 def test_compiled_blocks_note_nothing(batch) -> None:
-    """The kernel quantizes there too, with an amax that compiled code reads."""
-    found, wanted = (
-        differentiated(planned(build(ops=FUSED, **SIZES), policy("fp8"), compile=compiled), batch)
-        for compiled in (True, False)
+    """The kernel quantizes there too, with an amax that compiled code reads: as far from bf16 as eager code, within 2 times,
+    since other roundings of an activation fall on other values of fp8."""
+    compiled, eager, bf16 = (
+        differentiated(planned(build(ops=FUSED, **SIZES), policy(kind), compile=compile), batch)
+        for kind, compile in (("fp8", True), ("fp8", False), ("bf16", False))
     )
-    for a, b in zip(found, wanted, strict=True):
-        torch.testing.assert_close(a, b, rtol=0.02, atol=0.05 * float(b.abs().max()))
+    for ours, theirs, near in zip(compiled, eager, bf16, strict=True):
+        assert (ours - near).norm() <= 2 * (theirs - near).norm()
 
 
 def test_while_compiling_every_amax_is_read(monkeypatch) -> None:

@@ -109,7 +109,7 @@ def test_a_kill_meanwhile_changes_nothing(
                 Reporter, "step", lambda self, state, *a: die() if state.step == 13 else real(self, state, *a)
             )
         elif where == "before the rewind is done":
-            patch.setattr("gptlite.trainer.folder.load_tensors", die)
+            patch.setattr("gptlite.trainer.state.load_tensors", die)
         else:
             patch.setattr(Reporter, "rewound", die)
         with pytest.raises(Killed):
