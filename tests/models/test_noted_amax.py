@@ -77,8 +77,8 @@ def test_notes_spare_reads_and_change_no_bit(batch, overrides, recompute) -> Non
 
 @pytest.mark.slow
 def test_compiled_blocks_note_nothing(batch) -> None:
-    """The kernel quantizes there too, with an amax that compiled code reads: as far from bf16 as eager code, within 2 times,
-    since other roundings of an activation fall on other values of fp8."""
+    """The kernel quantizes there too, with an amax that compiled code reads: at most twice as far from bf16 as eager
+    code, since an activation that is rounded otherwise may become another value of fp8."""
     compiled, eager, bf16 = (
         differentiated(planned(build(ops=FUSED, **SIZES), policy(kind), compile=compile), batch)
         for kind, compile in (("fp8", True), ("fp8", False), ("bf16", False))

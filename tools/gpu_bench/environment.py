@@ -49,8 +49,8 @@ def prepare(root: Path, arguments: Sequence[str]) -> str:
     if still := missing():
         names = ", ".join(CARRIED[name] for name in still)
         return (
-            f"missing: {names}, neither installed nor in {folder}; on a machine with network access, "
-            f"python tools/bench_gpu.py part=wheels downloads them; then copy the folder to {folder}"
+            f"missing: {names}; pip install -e '.[dev]' installs them. Without network access: run python "
+            f"tools/bench_gpu.py part=wheels on a machine that has it, and copy its folder to {folder}"
         )
     return ""
 
