@@ -31,7 +31,7 @@ SHARES = {"gates": 4.5, "ceilings": 0.7, "kernels": 3.3, "steps": 5.0, "profile"
 # Maximum minutes of each part of part=session, which fits in a loan of 15 minutes with the build of the kernels.
 SESSION = {"gates": 2.0, "compare": 5.0, "graph": 1.2, "fp8": 1.8, "kernels": 2.0}
 PLANS = {"all": SHARES, "session": SESSION}
-NEW_TESTS = f"{FOLDER} -k 'window or graph or fp8 or head or epilogue or segments'"  # gates of part=session
+NEW_TESTS = f"{FOLDER} -k 'window or graph or fp8 or head or segments or token or amax or adamw'"  # for part=session
 BUILD = 1.5
 GRACE = 15.0  # seconds after a part's time limit until it is killed
 CPU_PARTS = ("gates", "model")  # parts that a CPU can run at full size
