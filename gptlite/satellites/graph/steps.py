@@ -58,7 +58,8 @@ class RecordedSteps:
         """Execute a step, see Step.execute. The result's tensors are valid until the next call."""
         if self._failed:
             return step(state, batches, decisions)
-        inputs, shape = _tensors(batches), _shape(batches)
+        inputs = _tensors(batches)
+        shape = _shape(batches, inputs)
         if self._records and self._held != _held(state):
             self._records.clear()
             self._warmed.clear()
@@ -116,10 +117,10 @@ def _tensors(batches: Sequence[Batch]) -> list[Tensor]:
     return tensors
 
 
-def _shape(batches: Sequence[Batch]) -> Any:
+def _shape(batches: Sequence[Batch], inputs: Sequence[Tensor]) -> Any:
     """Return what must be equal for a record to fit: the tensors' shapes, and the bound on documents' lengths."""
     longest = [None if batch.documents is None else batch.documents.longest for batch in batches]
-    return tuple(tensor.shape for tensor in _tensors(batches)), tuple(longest)
+    return tuple(tensor.shape for tensor in inputs), tuple(longest)
 
 
 def _mark_updated(state: TrainState) -> None:
