@@ -198,6 +198,6 @@ def test_a_disk_that_fails_later_ends_the_run_and_the_last_checkpoint_resumes(be
     """What the kernel refuses is beyond the limit on the size of files; a broken disk answers otherwise, no later."""
     run = begun(1)
     assert run.train(6, run.good, CASES + "disturbed", "refuse", at) == [1]
-    words = "the optimizer state in parallelism.offload_path cannot be read or written: File too large"
+    words = "the model state in parallelism.offload_path cannot be read or written: File too large"
     assert run.error() == f"error: {words}; once that is fixed, the same command resumes from the last checkpoint"
     check_goes_on(run)

@@ -24,6 +24,7 @@ from gptlite.models.gpt import attention
 from gptlite.models.gpt import model as gpt
 from gptlite.ops.inputs import Inputs
 from gptlite.parallelism import boxes, collectives, context, expert, pipeline, tensor, zero
+from gptlite.parallelism.mesh import Mesh
 from gptlite.trainer import build as run_build
 from gptlite.trainer import parts as trainer_build
 from gptlite.trainer import step
@@ -188,6 +189,25 @@ def _without_experts(parameter: torch.Tensor, *whether: bool) -> bool:
     return not tensor.of_experts(parameter) and _counts(parameter, *whether)
 
 
+def _first_of_all(self: Any, parameters: Any) -> bool:
+    return parameters == "all" or _is_first(self, parameters)
+
+
+def _losses_times(factor: float) -> Any:
+    return lambda self, *args: _losses(self, *args) * factor
+
+
+def _experts_divided_by(factor: float) -> Any:
+    """The gradients of modules of experts, divided by a factor."""
+
+    def divide(self: Any, _: float) -> None:
+        _divide(self, factor if isinstance(self, expert.ExpertWeights) else 1.0)
+
+    return divide
+
+
+_is_first, _losses = Mesh.is_first, experts.Router._losses
+_divide = zero.FSDPModule.set_gradient_divide_factor
 _exchange_backward, _count_forward, _counts = expert._Exchange.backward, experts._Counted.forward, step._counts
 _sum_sliced_gradients, _key, _batch = tensor.sum_sliced_gradients, gpt.Block._key, Loader.batch
 _set_requires_all_reduce = zero.FSDPModule.set_requires_all_reduce
@@ -257,6 +277,31 @@ BUGS: dict[str, Bug] = {
     ),
     "expert: loads are those of one rank": Bug(
         moe.EXPERT, ((experts, "all_reduce", _local),), "buffer of layers.1.mlp.router.bias"
+    ),
+    "tensor: shards count on one rank in the norm": Bug(
+        TENSOR, ((step, "is_cut", lambda parameter: False),), "gradient norm"
+    ),
+    "zero: what copies hold counts on each in the norm": Bug(
+        HYBRID, ((Mesh, "is_first", _first_of_all),), "gradient norm"
+    ),
+    "expert: the norm misses the experts beside tensor ranks": Bug(
+        moe.BOTH, ((step, "_counts", _without_experts),), "gradient norm"
+    ),
+    "expert: gradients of weights are divided by the degree": Bug(
+        moe.COPIED,
+        ((zero.FSDPModule, "set_gradient_divide_factor", _experts_divided_by(2.0)),),
+        "gradient of layers.0.mlp",
+    ),
+    "expert: gradients of weights are doubled": Bug(
+        moe.COPIED,
+        ((zero.FSDPModule, "set_gradient_divide_factor", _experts_divided_by(0.5)),),
+        "gradient of layers.0.mlp",
+    ),
+    "expert: the router's losses grow with the tensor degree": Bug(
+        moe.SLICED, ((experts.Router, "_losses", _losses_times(2.0)),)
+    ),
+    "expert: the router's losses shrink with the context degree": Bug(
+        moe.HALVED, ((experts.Router, "_losses", _losses_times(0.5)),)
     ),
     "data: the valid tokens are those of one rank": Bug(DATA, ((step, "all_reduce", _counted_here),)),
     "data: every rank reads the samples of rank 0": Bug(DATA, ((run_build, "build_loader", _loader_of_rank_0),)),

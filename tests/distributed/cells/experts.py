@@ -62,3 +62,6 @@ QUICK = [
 EXPERT = Cell(data=2, accumulation=2, shared=BIAS, more=("parallelism.expert=2",))
 SLICED = Cell(tensor=2, accumulation=2, shared=LOSSES)
 RECOMPUTED = Cell(data=2, accumulation=2, checkpointing="full", shared=BIAS)
+BOTH = Cell(tensor=2, data=2, accumulation=2, shared=SIGMOID, more=("parallelism.expert=2",))
+COPIED = Cell(data=4, zero=2, accumulation=2, shared=LOSSES, more=("parallelism.expert=2",))
+HALVED = Cell(context=2, accumulation=2, shared=LOSSES)
