@@ -17,7 +17,7 @@ from gptlite.config.changed_presets import changed_presets
 from gptlite.config.checks import check
 from gptlite.config.keys import choices, presets_of, whole_number_keys
 from gptlite.config.messages import refusals, unknown_key
-from gptlite.config.overrides import key_of, whole_number
+from gptlite.config.overrides import NAMELESS, key_of, whole_number
 from gptlite.config.plugins import import_plugins, named_in, refuse_unnamed
 from gptlite.config.resume import saved_config, saved_overrides
 from gptlite.config.saved import leaves
@@ -68,7 +68,13 @@ def resumed(overrides: list[str], config_dir: Path = CONF_DIR) -> list[str]:
 
 
 def with_whole_numbers(overrides: list[str]) -> list[str]:
-    """Return the overrides, with whole numbers that are written as 1e3 as Hydra reads them. To Hydra, 1e3 is 1000.0."""
+    """Return the overrides, with whole numbers that are written as 1e3 as Hydra reads them. To Hydra, 1e3 is 1000.0.
+
+    Raises ConfigError for a group whose value is no name, for example a number, of which Hydra does not name the key.
+    """
+    for key, _, value in (each.partition("=") for each in overrides):
+        if key_of(key) in (*SCHEMAS, "experiment", "sweep") and NAMELESS.fullmatch(value):
+            raise ConfigError(f"{key}={value} is not the name of a preset; {choices(key_of(key))}")
     changed = ["".join((*parts[:2], whole_number(parts[2]))) for parts in (each.partition("=") for each in overrides)]
     if changed == overrides:
         return overrides

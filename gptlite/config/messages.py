@@ -63,6 +63,8 @@ def plain(line: str) -> str:
     """Return a plain message for OmegaConf's error about a value's type. Other errors are returned unchanged."""
     if kind := re.match(r"Invalid value assigned: (\w+) is not a ListConfig", line):
         return f"{kind[1]} is not a list; give one in brackets, e.g. [4,4]"
+    if line.startswith("Cannot merge DictConfig with ListConfig"):
+        return "a list is given in brackets, e.g. [4,4], and the keys of a section are set one by one"
     if section := re.match(r"Invalid type assigned: .*Config. value: (.*)", line):
         return f"{section[1]} is not a section of keys; set one of its keys instead"
     found = re.match(r"Value '(.*)' (?:of type '\w+' could not be converted to|is not a valid) (\w+)", line)

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 # Text that Hydra reads as it is, unless all of it is a number or another value.
 PLAIN = re.compile(r"[\w./:+@-]+", re.ASCII)
 OTHER = re.compile(r"null|true|false|[+-]?(inf|nan|[0-9_.]+(e[+-]?[0-9_]+)?)", re.IGNORECASE)
+NAMELESS = re.compile(rf"(?!null){OTHER.pattern}|[\[{{].*", re.IGNORECASE)  # values other than null that name no preset
 EXPONENT = re.compile(r"[0-9]+(\.[0-9]*)?[eE][+]?[0-9]+")
 INTERPOLATION = re.compile(r"(\\*)\$\{")
 

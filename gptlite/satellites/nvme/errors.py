@@ -21,5 +21,5 @@ def told() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        words = "the optimizer state in parallelism.offload_path cannot be read or written"
+        words = "the model state in parallelism.offload_path cannot be read or written"
         raise OffloadFailed(f"{words}: {error.strerror or error}") from error
