@@ -55,6 +55,6 @@ def test_every_report_has_an_analogue_or_a_reason() -> None:
 
 def test_the_page_counts_what_it_shows() -> None:
     rows = {name: {way: "x" if way == "parity" else "" for way in WAYS} for name in faults()}
-    rows[faults()[0]] = {way: "" for way in WAYS}
+    rows[faults()[0]] = dict.fromkeys(WAYS, "")
     assert page(rows).startswith(f"Of {len(rows)} faults: types 0, parity {len(rows) - 1}, ")
     assert f"together {len(rows) - 1}." in page(rows)

@@ -110,7 +110,7 @@ def run_cell(
             records = recorded(config, steps, mesh)
             if twin:
                 records = same_as_without(records, config, steps, mesh)
-            wanted = _read(reference)[:steps] if mesh.is_main else [None] * steps
+            wanted = read_records(reference)[:steps] if mesh.is_main else [None] * steps
             found = [
                 compare(step, expected, limits)
                 for step, expected in zip(records, wanted, strict=True)
@@ -141,13 +141,13 @@ def judge(references: References, cell: Cell, result: Result) -> tuple[bool, str
 
 
 @lru_cache(maxsize=8)
-def _read(path: str) -> list[StepRecord]:
+def read_records(path: str) -> list[StepRecord]:
     return pickle.loads(Path(path).read_bytes())
 
 
 @lru_cache(maxsize=8)
 def _apart(half: str, exact: str) -> list[Distances]:
-    return [distances(a, b, rms=True) for a, b in zip(_read(half), _read(exact), strict=True)]
+    return [distances(a, b, rms=True) for a, b in zip(read_records(half), read_records(exact), strict=True)]
 
 
 class References:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from distributed.cells.bugs import BUGS, planted
-from distributed.cells.compare import _read, limits_of, same_bits
+from distributed.cells.compare import limits_of, read_records, same_bits
 from distributed.cells.layouts import Cell
 from distributed.cells.mutations import drawn, every, mutated
 from distributed.cells.public_faults import REPORTS
@@ -76,7 +76,7 @@ def _parity(config: Config, reference: str, apart: Sequence[Distances] | None, m
     comparisons = []
     for index, record in enumerate(recorded(config, STEPS, mesh)):
         if record is not None:
-            comparisons.append(compare(record, _read(reference)[index], limits))
+            comparisons.append(compare(record, read_records(reference)[index], limits))
     if not mesh.is_main:
         return ""
     same, text = verdict(comparisons, limits)
