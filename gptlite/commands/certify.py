@@ -14,6 +14,7 @@ The number of ranks is that of the layout or, if parallelism.data is not set, th
 Exit codes: 0 certified, 1 a stage failed, 2 refused.
 """
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -40,7 +41,12 @@ class Arguments:
 
 def main() -> NoReturn:
     """Run the command line and exit."""
-    run_command(run, __doc__)
+    usage = __doc__
+    if sys.argv[1:2] == ["fuzz"]:
+        from gptlite.satellites.certify.fuzz import command  # type: ignore[import-not-found]
+
+        usage = command.__doc__
+    run_command(run, usage)
 
 
 def run(arguments: list[str]) -> int:
@@ -49,7 +55,7 @@ def run(arguments: list[str]) -> int:
         raise ConfigError(f"certify starts the ranks itself; run it as a single process, without {outer.name}")
     command = arguments.pop(0) if arguments and "=" not in arguments[0] else ""
     if command == "fuzz":
-        from gptlite.satellites.certify.fuzz.command import run as fuzz  # type: ignore[import-not-found]
+        from gptlite.satellites.certify.fuzz.command import run as fuzz  # type: ignore[import-not-certificate]
 
         return fuzz(arguments)
     if command == "verify":
@@ -103,11 +109,11 @@ def certify(own: Arguments, config: Config) -> int:
     folder = Path(own.out).expanduser() if own.out else Path(FOLDER) / name_of(config, world)
     if reason := unwritable(folder, "out"):
         raise ConfigError(reason)
-    found = run_stages(config, world, lambda line: print(printable(line, "\n"), flush=True), log)
-    file, page = found.write(folder), write_page(found, folder)
-    print("not covered:", *(f"  {line}" for line in found.uncovered), sep="\n")
+    certificate = run_stages(config, world, lambda line: print(printable(line, "\n"), flush=True), log)
+    file, page = certificate.write(folder), write_page(certificate, folder)
+    print("not covered:", *(f"  {line}" for line in certificate.uncovered), sep="\n")
     print(printable(f"-> {file}, {page}"))
-    return 0 if found.passed else 1
+    return 0 if certificate.passed else 1
 
 
 def verify(arguments: list[str]) -> int:
@@ -117,18 +123,18 @@ def verify(arguments: list[str]) -> int:
     from gptlite.satellites.certify.certificate import read
 
     path, *overrides = arguments
-    found = read(Path(path).expanduser())
+    certificate = read(Path(path).expanduser())
     stages = ", ".join(
         f"{row['stage']} {'not checked' if row['passed'] is None else 'ok' if row['passed'] else 'FAILED'}"
-        for row in found.rows
+        for row in certificate.rows
     )
-    print(printable(f"{found.model}, {found.layout}: {found.world_size:,} ranks; {stages}"))
+    print(printable(f"{certificate.model}, {certificate.layout}: {certificate.world_size:,} ranks; {stages}"))
     if not overrides:
-        return 0 if found.passed else 1
+        return 0 if certificate.passed else 1
     config = configured(overrides)
     from gptlite.satellites.certify.match import differences
 
-    reasons = list(differences(found, config, world_of(config)))
+    reasons = list(differences(certificate, config, world_of(config)))
     for reason in reasons:
         print(printable(f"different: {reason}"))
     print("it does not cover this configuration" if reasons else "it covers this configuration")

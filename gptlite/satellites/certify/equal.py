@@ -7,8 +7,8 @@ from pathlib import Path
 
 from gptlite.config.schema import Config
 from gptlite.satellites.certify.ranks import RankFailed, run
-from gptlite.satellites.certify.reduction import Reduction, exact
-from gptlite.satellites.certify.rows import Row
+from gptlite.satellites.certify.reduction import ReducedRuns, exact
+from gptlite.satellites.certify.rows import StageRow
 from gptlite.satellites.certify.tasks import Compared
 from gptlite.satellites.certify.worlds import World
 
@@ -17,7 +17,7 @@ STEPS = 3
 APART = 1e-4  # relative difference of a block's mean square that is no rounding
 
 
-def check_parity(reduction: Reduction, folder: Path, done: Callable[[], None]) -> Row:
+def check_parity(reduction: ReducedRuns, folder: Path, done: Callable[[], None]) -> StageRow:
     """Compare the first steps of each world with one process. `done` is called after each run."""
     reference = folder / "reference"
     reference.mkdir()
@@ -26,13 +26,15 @@ def check_parity(reduction: Reduction, folder: Path, done: Callable[[], None]) -
     worst = [0.0, 0.0]
     for world in reduction.worlds:
         config = _exact(reduction, world)
-        found = compared(config, folder, reference)
+        result = compared(config, folder, reference)
         done()
-        if problem := found if isinstance(found, str) else difference(found):
-            words = f"{reduction.describe(world)}: {problem}"
-            return Row("parity", False, words, details=traced(reduction, world, found, folder, reference))
-        assert isinstance(found, Compared)
-        distances = [step.distances for step in found.steps]
+        if problem := result if isinstance(result, str) else difference(result):
+            failed = f"{reduction.describe(world)} does not train like one process"
+            return StageRow(
+                "parity", False, failed, details=(problem, *traced(reduction, world, result, folder, reference))
+            )
+        assert isinstance(result, Compared)
+        distances = [step.distances for step in result.steps]
         worst[0] = max(worst[0], *(each.loss for each in distances))
         worst[1] = max(worst[1], *(value for each in distances for value in each.gradients.values()))
     first, *others = reduction.worlds
@@ -40,7 +42,7 @@ def check_parity(reduction: Reduction, folder: Path, done: Callable[[], None]) -
     blocks = f", {reduction.model.blocks[1]} blocks" if reduction.model.blocks else ""
     precision = reduction.base.precision.dtype.name
     words = f"{reduction.describe(first)}{more}{blocks}, {precision}: loss {worst[0]:.0e}, gradients {worst[1]:.0e}"
-    return Row("parity", True, words)
+    return StageRow("parity", True, words)
 
 
 def compared(config: Config, folder: Path, reference: Path) -> Compared | str:
@@ -51,14 +53,16 @@ def compared(config: Config, folder: Path, reference: Path) -> Compared | str:
         return str(error)
 
 
-def difference(found: Compared) -> str:
+def difference(result: Compared) -> str:
     """Return the first difference beyond its limit, in words; an empty string if there is none."""
-    return next((str(each) for step in found.steps for each in step.differences), "")
+    return next((str(each) for step in result.steps for each in step.differences), "")
 
 
-def traced(reduction: Reduction, world: World, found: Compared | str, folder: Path, reference: Path) -> tuple[str, ...]:
+def traced(
+    reduction: ReducedRuns, world: World, result: Compared | str, folder: Path, reference: Path
+) -> tuple[str, ...]:
     """Return lines that name the layer and the axis of a difference."""
-    lines = [] if isinstance(found, str) else [_layer(reduction, world, found, folder)]
+    lines = [] if isinstance(result, str) else [_layer(reduction, world, result, folder)]
     if len(world.names) == 1:
         return (*lines, f"axis: {world.names[0]}, the only one of this layout")
     healing = []
@@ -71,12 +75,12 @@ def traced(reduction: Reduction, world: World, found: Compared | str, folder: Pa
     return (*lines, f"axis: {' with '.join(healing)}, since parity holds if its degree is 1")
 
 
-def _layer(reduction: Reduction, world: World, found: Compared, folder: Path) -> str:
+def _layer(reduction: ReducedRuns, world: World, result: Compared, folder: Path) -> str:
     """Return the layer of the first difference: in the forward pass, the first block whose output differs; in the
     backward pass, which runs from the loss on, the last layer whose gradient does."""
-    step = next(each for each in found.steps if each.differences)
+    step = next(each for each in result.steps if each.differences)
     wrong = [each for each in step.differences if each.what == "gradient"]
-    if step.step == 1 and not step.distances.loss <= found.limits[0]:
+    if step.step == 1 and not step.distances.loss <= result.limits[0]:
         alone, ranks = (
             run(f"{TASKS}:outputs", each, folder)[0] for each in (reduction.alone, _exact(reduction, world))
         )
@@ -93,5 +97,5 @@ def _layer(reduction: Reduction, world: World, found: Compared, folder: Path) ->
     return f"layer: {named.name or named.what}, the first that differs in step {named.step}"
 
 
-def _exact(reduction: Reduction, world: World) -> Config:
+def _exact(reduction: ReducedRuns, world: World) -> Config:
     return reduction.of(exact(world.parallelism))

@@ -27,8 +27,14 @@ def resolved(config: Config, world: int) -> Config:
 
 
 def differences(certificate: Certificate, config: Config, world: int) -> Iterator[str]:
-    """Yield what of a run on `world` ranks is not as certified, e.g. `it is for parallelism.tensor=4, this run has 8`,
-    the most telling first."""
+    """Yield what of a run on `world` ranks is not as certified: first its settings, then sources and versions."""
+    yield from of_settings(certificate, config, world)
+    yield from of_sources(certificate, config)
+
+
+def of_settings(certificate: Certificate, config: Config, world: int) -> Iterator[str]:
+    """Yield e.g. `it is for parallelism.tensor=4, this run has 8` for each key that changes what was certified, and
+    what failed."""
     if not certificate.passed:
         failed = [row["stage"] for row in certificate.rows if row["passed"] is False]
         yield f"its {' and '.join(failed)} failed"
@@ -41,6 +47,10 @@ def differences(certificate: Certificate, config: Config, world: int) -> Iterato
             continue
         name = key.removeprefix("schemas.")
         yield f"it is for {name}={_short(then)}, this run has {_short(now)}"
+
+
+def of_sources(certificate: Certificate, config: Config) -> Iterator[str]:
+    """Yield what has changed in source files and versions since. The model is built, without memory."""
     if model_digest(config) != certificate.model_digest:
         yield "the source of the model or of its plug-ins has changed"
     if gptlite_digest() != certificate.gptlite_digest:
@@ -60,7 +70,7 @@ def certificate_words(config: Config, world: int, folder: Path) -> str:
     for file in files:
         try:
             certificate = read(file)
-            reasons = list(differences(certificate, config, world))
+            reasons = list(of_settings(certificate, config, world)) or list(of_sources(certificate, config))
         except ConfigError as error:
             reasons = [str(error)] * 99
         if not reasons:

@@ -10,21 +10,21 @@ from gptlite.config.schema import Config
 from gptlite.models.model import Model
 from gptlite.parallelism.reduction import PREFIX
 from gptlite.precision import Precision
-from gptlite.satellites.certify.rows import Row
+from gptlite.satellites.certify.rows import StageRow
 from gptlite.satellites.certify.shrink import built
 
 COUNTERS = "step", "consumed_samples", "tokens"
 
 
-def check_state(config: Config, whole: Path | None, single: Path | None) -> Row:
+def check_state(config: Config, whole: Path | None, single: Path | None) -> StageRow:
     """Compare the checkpoint `whole` of a layout with the model's names and with the checkpoint of one process."""
     if whole is None or single is None:
-        return Row("state", None, "there is no checkpoint, as the stage resume failed")
+        return StageRow("state", None, "there is no checkpoint, as the stage resume failed")
     try:
         manifest, alone = (verify(each, lambda _: None) for each in (whole, single))
         metadata = read_metadata(whole, manifest)  # refuses gaps and overlaps of the boxes of a tensor
     except DamagedCheckpoint as error:
-        return Row("state", False, error.reason)
+        return StageRow("state", False, error.reason)
     ours = {key: entry for key, entry in manifest.tensors.items() if not key.startswith(PREFIX)}
     theirs = {key: entry for key, entry in alone.tensors.items() if not key.startswith(PREFIX)}
     named = names_of(config)
@@ -47,11 +47,11 @@ def check_state(config: Config, whole: Path | None, single: Path | None) -> Row:
     if config.precision.dtype is Precision.fp16 and not manifest.meta.get("loss_scale"):
         wrong.append("the loss scale is missing")
     if wrong:
-        return Row("state", False, f"{wrong[0]}{f', and {len(wrong) - 1} more' if wrong[1:] else ''}")
+        return StageRow("state", False, f"{wrong[0]}{f', and {len(wrong) - 1} more' if wrong[1:] else ''}")
     boxes = [box for key in manifest.tensors for box in boxes_of(metadata, key)]
     owners = len({place.relative_path for _, place in boxes})
     words = f"{len(ours)} tensors in {len(boxes)} boxes of {owners} ranks, each element once, none missing"
-    return Row("state", True, f"{words}; sampler at {manifest.meta['consumed_samples']}")
+    return StageRow("state", True, f"{words}; sampler at {manifest.meta['consumed_samples']}")
 
 
 def names_of(config: Config) -> dict[str, bool]:

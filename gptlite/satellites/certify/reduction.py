@@ -26,23 +26,24 @@ from gptlite.parallelism.layout import (
 )
 from gptlite.precision import Precision, PrecisionConfig
 from gptlite.satellites.certify.shrink import Need, Shrunk, row_counts, shrunk
-from gptlite.satellites.certify.worlds import Axis, World, axes_of, cover, thirds, world_of
+from gptlite.satellites.certify.worlds import MOST_RANKS, CutAxis, World, axes_of, cover, thirds, world_of
 
-STEPS = 8  # of the runs that are killed and resumed
+STEPS = 10  # of the runs that are killed and resumed
 INTERVAL = 2  # steps between checkpoints
 TOKENS, ROWS = 20_000, 61  # of the synthetic data; 61 rows divide evenly by no degree
 SINGLE = ParallelismConfig(data=1)
+DDP = ParallelismConfig(data=2)
 ZERO3 = ParallelismConfig(data=2, zero=3)
 
 
 @dataclass(frozen=True)
-class Reduction:
+class ReducedRuns:
     """Runs that stand for a configuration. All have the same model, data, and number of micro-batches a step.
 
     `alone` runs on one process. `uncovered` has a line for each thing that they do not show.
     """
 
-    axes: tuple[Axis, ...]
+    axes: tuple[CutAxis, ...]
     worlds: tuple[World, ...]
     source: ParallelismConfig
     base: Config
@@ -65,14 +66,14 @@ class Reduction:
         """Return a world with all its axes but one; None if there is no such legal world."""
         rest = tuple(axis for axis in self.axes if axis.name in world.names and axis.name != name)
         made = _plain(world_of(self.source, rest))
-        return made if rest and _legal(self.of(made.parallelism)) else None
+        return made if rest and legal(self.of(made.parallelism)) else None
 
     def describe(self, world: World) -> str:
         """Describe a world, e.g. `pipeline 2 x data 2 (zero 2) x tensor 2, 1f1b`."""
         return resolve(world.parallelism, world.ranks).describe(world.parallelism)
 
 
-def reduce(config: Config, world: int) -> Reduction:
+def reduce(config: Config, world: int) -> ReducedRuns:
     """Return the runs that stand for `config` on `world` ranks. Raises ConfigError if it cannot be reduced."""
     layout = check_world(config, world)
     spec = spec_of(config.model)
@@ -89,22 +90,24 @@ def reduce(config: Config, world: int) -> Reduction:
     base = _short(config, everything, count, odd)
     need = _need(sized, base, everything, rows, odd)
     need = replace(need, blocks=max([need.blocks, *(each.parallelism.pipeline for each in extra)]))
-    small = shrunk(spec, config.model, need, lambda model: _legal(replace(base, model=model, parallelism=everything)))
+    small = shrunk(spec, config.model, need, lambda model: legal(replace(base, model=model, parallelism=everything)))
     base = replace(base, model=small.config)
     if any(each % 2 for each in row_counts(spec, spec.with_vocabulary(small.config, ROWS))):
         extra = [each for each in extra if each.names != ("data",)]  # two ranks have uneven shards too
-    found = Reduction(axes, (), config.parallelism, base, count, small, ())
+    runs = ReducedRuns(axes, (), config.parallelism, base, count, small, ())
 
-    def made(some: tuple[Axis, ...]) -> World:
+    def made(some: tuple[CutAxis, ...]) -> World:
         return _plain(world_of(config.parallelism, some))
 
-    worlds, missing = cover(axes, made, lambda each: _legal(found.of(each.parallelism)))
+    worlds, missing = cover(axes, made, lambda each: legal(runs.of(each.parallelism)))
     if not worlds:
-        check(found.of(made(axes).parallelism))
-        raise ConfigError(f"{layout.describe(config.parallelism)}: no axis can be reduced to at most 8 ranks")
-    extra = [each for each in map(_plain, extra) if _legal(found.of(each.parallelism))]
+        check(runs.of(made(axes).parallelism))
+        raise ConfigError(
+            f"{layout.describe(config.parallelism)}: no axis can be reduced to at most {MOST_RANKS} ranks"
+        )
+    extra = [each for each in map(_plain, extra) if legal(runs.of(each.parallelism))]
     lines = (*_missing(axes, worlds, missing), *_uncovered(config, extra))
-    return replace(found, worlds=(*worlds, *extra), uncovered=lines)
+    return replace(runs, worlds=(*worlds, *extra), uncovered=lines)
 
 
 def _micro_batches(config: Config, data: int, layouts: list[ParallelismConfig]) -> int:
@@ -199,7 +202,7 @@ def _plain(world: World) -> World:
     return replace(world, parallelism=parallelism)
 
 
-def _legal(config: Config) -> bool:
+def legal(config: Config) -> bool:
     """Return True if the configuration passes the checks of train."""
     with suppress(ConfigError):
         check(config)
@@ -207,10 +210,10 @@ def _legal(config: Config) -> bool:
     return False
 
 
-def _missing(axes: tuple[Axis, ...], worlds: list[World], missing: list[tuple[str, ...]]) -> list[str]:
+def _missing(axes: tuple[CutAxis, ...], worlds: list[World], missing: list[tuple[str, ...]]) -> list[str]:
     """Return lines on axes that do not meet."""
     lines = [
-        f"{' with '.join(pair)}: no legal world of at most 8 ranks has {'both' if pair[1:] else 'it'}"
+        f"{' with '.join(pair)}: no legal world of at most {MOST_RANKS} ranks has {'both' if pair[1:] else 'it'}"
         for pair in missing
     ]
     if not any(len(world.names) == len(axes) for world in worlds):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import random
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,95 +21,101 @@ from gptlite.config.schema import Config
 from gptlite.metrics.jsonl import read_rows
 from gptlite.parallelism.config import Compression
 from gptlite.precision import Precision
-from gptlite.satellites.certify.ranks import RankFailed, Ranks, run, start
-from gptlite.satellites.certify.reduction import INTERVAL, SINGLE, STEPS, ZERO3, Reduction, lossy
-from gptlite.satellites.certify.rows import Row
+from gptlite.satellites.certify.ranks import RankFailed, run, start
+from gptlite.satellites.certify.reduction import DDP, INTERVAL, SINGLE, STEPS, ZERO3, ReducedRuns, legal, lossy
+from gptlite.satellites.certify.rows import StageRow
 
 TRAIN = "gptlite.satellites.certify.tasks:train"
 # Of losses and gradient norms: those of parity in fp32, and about epsilon of bf16 in 16-bit precision.
 LIMITS = {Precision.fp32: (1e-5, 1e-5)}
 HALF_LIMITS = 2e-3, 2e-2
 VALUES = 0.1  # of a learning rate, in fp32
+LONGEST_SAVE = 0.03  # seconds from the beginning of a save within which the ranks are killed
 
 
 @dataclass(frozen=True)
 class Resumed:
     """Row of the stage, and the last checkpoints of the uninterrupted run and of one process, for the stage `state`."""
 
-    row: Row
+    row: StageRow
     whole: Path | None = None
     single: Path | None = None
 
 
-def check_resume(reduction: Reduction, folder: Path, seed: int, done: Callable[[], None]) -> Resumed:
+def check_resume(reduction: ReducedRuns, folder: Path, seed: int, done: Callable[[], None]) -> Resumed:
     """Run the stage. The moments of death follow from `seed`. `done` is called after each life of a run."""
-    world, draw = reduction.worlds[0], random.Random(seed)
-    config = reduction.of(world.parallelism)
-    killed = folder / "killed"
+    config = reduction.of(reduction.worlds[0].parallelism)
+    killed, whole = folder / "killed", folder / "whole"
+    # Where an optimizer does not shard its state so far, two data ranks hold copies of it.
+    second = ("zero3", ZERO3) if legal(reduction.of(ZERO3)) else ("ddp", DDP)
+    layouts = dict([second, ("single", SINGLE)])
     try:
-        step, rank = draw.randrange(INTERVAL + 1, STEPS - INTERVAL), draw.randrange(world.ranks)
-        ranks = start(TRAIN, config, folder, str(killed), rank, step)
-        ranks.wait_any()
-        ranks.kill()
-        done()
-        _require_killed(ranks)
-        ranks = start(TRAIN, config, folder, str(killed))
-        ranks.wait_any(lambda: any((killed / "checkpoints").glob(".tmp-step-*")))
-        time.sleep(draw.uniform(0, 0.03))
-        ranks.kill()
-        done()
-        from_step = step_of(step_folders(killed / "checkpoints")[0])
-        copies = {name: Path(shutil.copytree(killed, folder / name)) for name in ("zero3", "single")}
-        whole = folder / "whole"
-        for where, at in ((killed, config), (whole, config)):
-            _complete(at, folder, where)
+        deaths = _kill(config, killed, random.Random(seed), done)
+        copies = {name: Path(shutil.copytree(killed, folder / name)) for name in layouts}
+        for where in (killed, whole):
+            _complete(config, folder, where)
             done()
-        problem = differing(_last(killed), _last(whole))
-        places = {"zero3": ZERO3, "single": SINGLE}
-        for name, layout in places.items():
+        for name, layout in layouts.items():
             _complete(reduction.of(layout), folder, copies[name])
             done()
-    except (RankFailed, IndexError) as error:
-        words = str(error) if isinstance(error, RankFailed) else "no checkpoint was left after the first kill"
-        return Resumed(Row("resume", False, words))
-    if problem:
-        return Resumed(
-            Row("resume", False, f"after two kills on the same layout, {problem}"),
-            _last(whole),
-            _last(copies["single"]),
-        )
-    apart = [] if _compresses(config) else list(_apart(reduction, copies, whole))
-    if wrong := next((words for passed, words in apart if not passed), None):
-        return Resumed(Row("resume", False, wrong), _last(whole), _last(copies["single"]))
-    where = f"killed before step {step} and in a save, to the bit from step {from_step}; on zero3 and single "
-    words = where + ("loads" if not apart else f"loss within {max(float(words) for _, words in apart):.0e}")
-    return Resumed(Row("resume", True, words), _last(whole), _last(copies["single"]))
+    except RankFailed as error:
+        return Resumed(StageRow("resume", False, str(error)))
+    apart = worst = 0.0
+    problem = differing(_last(killed), _last(whole))
+    problem = problem and f"after two kills on the same layout, {problem}"
+    for name in layouts if not problem and not _compresses(config) else ():
+        problem, apart = _elsewhere(reduction.base.precision.dtype, copies[name], whole)
+        worst = max(worst, apart)
+        if problem:
+            problem = f"resumed on {name}: {problem}"
+            break
+    words = f"{deaths}; on {' and '.join(layouts)} " + (f"loss {worst:.0e}" if not _compresses(config) else "too")
+    return Resumed(StageRow("resume", not problem, problem or words), _last(whole), _last(copies["single"]))
 
 
-def _apart(reduction: Reduction, copies: dict[str, Path], whole: Path) -> Iterator[tuple[bool, str]]:
-    """Yield, for each other layout, True and the relative difference of losses, or False and what differs."""
-    precision = reduction.base.precision.dtype
-    loss_limit, norm_limit = LIMITS.get(precision, HALF_LIMITS)
-    expected = _curve(whole)
-    for name, folder in copies.items():
-        found = _curve(folder)
-        worst = 0.0
-        for step, (loss, norm, _) in expected.items():
-            there = found.get(step, (float("nan"), float("nan"), 0.0))
-            apart = abs(there[0] - loss) / abs(loss), abs(there[1] - norm) / max(abs(norm), 1e-30)
-            for what, error, limit in zip(("loss", "gradient norm"), apart, (loss_limit, norm_limit), strict=True):
-                if not error <= limit:
-                    yield False, f"resumed on {name}: step {step}: {what} is off by {error:.1e} (limit {limit:.1e})"
-                    return
-            worst = max(worst, apart[0])
-        if precision is Precision.fp32:
-            rate = expected[STEPS][2]
-            key, error = farthest(_last(folder), _last(whole))
-            if not error <= VALUES * rate:
-                words = f"value of {key} is off by {error / rate:.1e} of a learning rate (limit {VALUES})"
-                yield False, f"resumed on {name}: {words}"
-                return
-        yield True, f"{worst}"
+def _kill(config: Config, run_dir: Path, draw: random.Random, done: Callable[[], None]) -> str:
+    """Train in `run_dir` until a rank dies before a step, go on until all die in a save, and return this in words.
+
+    Raises RankFailed if the run fails by itself.
+    """
+    folder = run_dir.parent
+    # By then, an asynchronous save is complete: the next one waits for it.
+    step = draw.randrange(2 * INTERVAL + 1, STEPS - INTERVAL)
+    size = config.parallelism.tensor * config.parallelism.pipeline * config.parallelism.context
+    ranks = start(TRAIN, config, folder, str(run_dir), draw.randrange(size * (config.parallelism.data or 1)), step)
+    ranks.wait_any()
+    if all(each.exitcode != -9 for each in ranks.processes):
+        ranks.wait()
+    ranks.kill()
+    done()
+    first = step_of(step_folders(run_dir / "checkpoints")[0])
+    ranks = start(TRAIN, config, folder, str(run_dir))
+    ranks.wait_any(lambda: any((run_dir / "checkpoints").glob(".tmp-step-*")))
+    time.sleep(draw.uniform(0, LONGEST_SAVE))
+    ranks.kill()
+    done()
+    second = step_of(step_folders(run_dir / "checkpoints")[0])
+    return f"killed before step {step} and in a save; to the bit from steps {first} and {second}"
+
+
+def _elsewhere(precision: Precision, run_dir: Path, whole: Path) -> tuple[str, float]:
+    """Return what of a run resumed on another layout is not as in the run `whole`, in words (empty if all is), and the
+    relative difference of the losses."""
+    limits, worst = LIMITS.get(precision, HALF_LIMITS), 0.0
+    expected, curve = _curve(whole), _curve(run_dir)
+    for step, (loss, norm, _) in expected.items():
+        there = curve.get(step, (math.nan, math.nan, math.nan))
+        apart = abs(there[0] - loss) / abs(loss), abs(there[1] - norm) / max(abs(norm), 1e-30)
+        for what, error, limit in zip(("loss", "gradient norm"), apart, limits, strict=True):
+            if not error <= limit:
+                return f"step {step}: {what} is off by {error:.1e} (limit {limit:.1e})", apart[0]
+        worst = max(worst, apart[0])
+    if precision is Precision.fp32:
+        rate = expected[STEPS][2]
+        key, error = farthest(_last(run_dir), _last(whole))
+        if not error <= VALUES * rate:
+            return f"the value of {key} is off by {error / rate:.1e} of a learning rate (limit {VALUES})", worst
+    return "", worst
 
 
 def differing(one: Path, other: Path) -> str:
@@ -155,12 +162,6 @@ def _complete(config: Config, folder: Path, where: Path) -> None:
     codes = run(TRAIN, config, folder, str(where))
     if any(codes):
         raise RankFailed(f"training ended with exit code {max(codes)}", "")
-
-
-def _require_killed(ranks: Ranks) -> None:
-    """Raise RankFailed if the run failed by itself before its death."""
-    if any(each.exitcode == 1 for each in ranks.processes) and not any(each.exitcode == -9 for each in ranks.processes):
-        ranks.wait()
 
 
 def _compresses(config: Config) -> bool:

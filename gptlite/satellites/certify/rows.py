@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Row:
+class StageRow:
     """Result of a stage. `passed` is None for a stage that was not checked. `words` are one line, and `details` more.
 
     `uncovered` has lines on what the stage does not show.

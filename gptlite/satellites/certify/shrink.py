@@ -17,19 +17,19 @@ if TYPE_CHECKING:
     from torch import nn
 
 HEAD_WIDTH = 8
-SMALL = 20_000_000  # parameters of a model that is checked at its own size if no key of it can be reduced
-# Roles of keys, by name. Keys of nested sections have the path of the section before them.
+SMALL = 20_000_000  # parameters of a model that is checked at its own size if no key reduces it
+# Roles of keys, by name. Keys of a section `moe` follow its name.
 NAMES = {
     "num_heads": "heads", "num_attention_heads": "heads", "n_head": "heads", "n_heads": "heads", "heads": "heads",
     "kv_heads": "kv_heads", "num_key_value_heads": "kv_heads", "n_kv_heads": "kv_heads", "num_kv_heads": "kv_heads",
     "head_dim": "head_dim", "d_head": "head_dim",
     "d_model": "width", "hidden_size": "width", "n_embd": "width", "dim": "width", "width": "width", "hidden": "width",
-    "d_ff": "hidden", "intermediate_size": "hidden", "n_inner": "hidden", "ffn_dim": "hidden", "moe.d_ff": "hidden",
+    "d_ff": "hidden", "intermediate_size": "hidden", "n_inner": "hidden", "ffn_dim": "hidden", "moe d_ff": "hidden",
     "num_layers": "blocks", "num_hidden_layers": "blocks", "n_layer": "blocks", "n_layers": "blocks",
     "depth": "blocks", "blocks": "blocks", "layers": "blocks",
     "sequence_length": "length", "max_position_embeddings": "length", "n_positions": "length", "n_ctx": "length",
     "vocab_size": "vocabulary", "vocab_multiple": "padding", "windows": "windows",
-    "moe.experts": "experts", "moe.top_k": "top_k", "moe.shared": "shared",
+    "moe experts": "experts", "moe top_k": "top_k", "moe shared": "shared",
 }  # fmt: skip
 
 
@@ -76,16 +76,14 @@ def shrunk(spec: BaseSpec, config: Any, need: Need, legal: Callable[[Any], bool]
     narrow = next(
         (made for unit in (1, 2, 4, 8, 16) if _fits(spec, config, made := _with(config, wanted(unit)), legal)), None
     )
-    if narrow is None:
-        _refuse_large(spec, config)
-        return Shrunk(config, {}, _counts(spec, config, config))
-    small = _shallow(spec, narrow, roles, need, legal)
+    small = config if narrow is None else _shallow(spec, narrow, roles, need, legal)
+    _refuse_large(spec, small)
     return Shrunk(small, _changes(config, small), _counts(spec, config, small))
 
 
 def _sizes(keys: dict[str, Any], roles: dict[str, str], need: Need) -> Callable[[int], dict[str, Any]]:
     """Return a function that gives all keys but the number of blocks their smallest values, with widths in `unit`s."""
-    of = {role: key for key, role in roles.items() if "moe." not in key}  # one key each
+    of = {role: key for key, role in roles.items() if not _short(key).startswith("moe ")}  # one key each
     heads, groups = keys.get(of.get("heads", "")), keys.get(of.get("kv_heads", ""))
     each = min(2, max(1, heads // need.tensor_true)) if heads else 1  # heads of a rank
     few = {"heads": need.tensor * each}
@@ -147,7 +145,11 @@ def _shallow(spec: BaseSpec, config: Any, roles: dict[str, str], need: Need, leg
 def kinds(spec: BaseSpec, config: Any) -> set[str]:
     """Return descriptions of the kinds of blocks: types, shapes of parameters, and settings of their modules, such as
     a window. A setting that has another value in every block, as its number does, is left out."""
-    blocks = [list(_described(block)) for block in blocks_of(spec, config)]
+    lists = {key: value for key, value in _keys(config) if NAMES.get(_short(key)) == "windows" and value}
+    blocks = [
+        [*_described(block), *((key, str(value[number % len(value)])) for key, value in lists.items())]
+        for number, block in enumerate(blocks_of(spec, config))
+    ]
     settings: dict[str, list[str]] = {}
     for name, value in (each for block in blocks for each in block if each[0].startswith("@")):
         settings.setdefault(name, []).append(value)
@@ -198,8 +200,8 @@ def _refuse_large(spec: BaseSpec, config: Any) -> None:
     count = sum(each.numel() for each in built(spec, config).parameters())
     if count > SMALL:
         raise ConfigError(
-            f"the {spec.name} model has {count:,} parameters, and none of its keys is known to reduce it to what this "
-            "machine can check; give a smaller model.*, or define `reduced` in its spec (docs/certify.md)"
+            f"the {spec.name} model has {count:,} parameters, and no other key is known to reduce it to what this machine "
+            "can check; give a smaller model.*, or define `reduced` in its spec (docs/certify.md)"
         )
 
 
@@ -209,8 +211,9 @@ def _counts(spec: BaseSpec, config: Any, small: Any) -> tuple[int, int] | None:
 
 
 def _short(key: str) -> str:
-    """Return a key without sections other than moe, e.g. `hidden_size` for `settings.hidden_size`."""
-    return key if key.startswith("moe.") else key.rpartition(".")[2]
+    """Return a key without its section, e.g. `hidden_size` for `settings.hidden_size`, or `moe top_k`."""
+    section, _, name = key.rpartition(".")
+    return f"moe {name}" if section == "moe" else name
 
 
 def _keys(section: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

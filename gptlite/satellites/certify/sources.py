@@ -49,13 +49,13 @@ def gptlite_digest() -> str:
 
 def versions(config: Config) -> dict[str, str]:
     """Return the versions of Python, torch, gptlite, and of the packages that a model's modules come from."""
-    found = {"python": sys.version.split()[0], "torch": torch.__version__, "gptlite": gptlite.__version__}
+    installed = {"python": sys.version.split()[0], "torch": torch.__version__, "gptlite": gptlite.__version__}
     distributions = packages_distributions()
     for module in built(spec_of(config.model), config.model).modules():
         top = type(module).__module__.partition(".")[0]
-        if top in distributions and top not in found:
-            found[top] = version(distributions[top][0])
-    return found
+        if top in distributions and top not in installed:
+            installed[top] = version(distributions[top][0])
+    return installed
 
 
 def commit(folder: Path) -> str | None:

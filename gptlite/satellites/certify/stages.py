@@ -20,9 +20,9 @@ from gptlite.satellites.certify.certificate import VERSION, Certificate, seal
 from gptlite.satellites.certify.equal import check_parity
 from gptlite.satellites.certify.match import resolved
 from gptlite.satellites.certify.owned import check_state
-from gptlite.satellites.certify.reduction import Reduction, reduce
+from gptlite.satellites.certify.reduction import ReducedRuns, reduce
 from gptlite.satellites.certify.resume import check_resume
-from gptlite.satellites.certify.rows import Row
+from gptlite.satellites.certify.rows import StageRow
 from gptlite.satellites.certify.typed import check_types
 
 LIVES = 6  # runs of the stage `resume`
@@ -39,9 +39,9 @@ def certify(config: Config, world: int, tell: Callable[[str], None], log: Log) -
     with working("certify: reducing the layout", log):
         reduction = reduce(config, world)
     tell(f"{model_name(config.model)}, {layout}: {counted(world, 'rank')}")
-    rows: list[Row] = []
+    rows: list[StageRow] = []
 
-    def passed(check: Callable[[], Row]) -> None:
+    def passed(check: Callable[[], StageRow]) -> None:
         started = time.monotonic()
         row = replace(check(), seconds=time.monotonic() - started)
         rows.append(row)
@@ -62,10 +62,10 @@ def certify(config: Config, world: int, tell: Callable[[str], None], log: Log) -
         resumed = []
         passed(lambda: resumed.append(check_resume(reduction, folder, config.seed, done)) or resumed[0].row)
         passed(lambda: check_state(reduction.base, resumed[0].whole, resumed[0].single))
-    return _sealed(config, world, reduction, rows, time.monotonic() - began)
+    return sealed(config, world, reduction, rows, time.monotonic() - began)
 
 
-def _with_files(reduction: Reduction, folder: Path) -> Reduction:
+def _with_files(reduction: ReducedRuns, folder: Path) -> ReducedRuns:
     """Return the reduction with the files of offloaded state in a folder of this machine."""
     layout = reduction.source
     if layout.offload is not Offload.nvme:
@@ -76,7 +76,8 @@ def _with_files(reduction: Reduction, folder: Path) -> Reduction:
     return replace(reduction, source=replace(layout, offload_path=path), worlds=tuple(worlds))
 
 
-def _sealed(config: Config, world: int, reduction: Reduction, rows: list[Row], seconds: float) -> Certificate:
+def sealed(config: Config, world: int, reduction: ReducedRuns, rows: list[StageRow], seconds: float) -> Certificate:
+    """Return the certificate of a configuration whose data degree is set."""
     saved = to_dict(config)
     return Certificate(
         schema_version=VERSION,

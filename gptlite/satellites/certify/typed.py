@@ -13,33 +13,31 @@ from pathlib import Path
 
 from gptlite.config.saved import from_yaml, to_yaml
 from gptlite.config.schema import Config
-from gptlite.errors import ConfigError, one_line
+from gptlite.errors import ConfigError
 from gptlite.files import write_whole
-from gptlite.satellites.certify.rows import Row
+from gptlite.satellites.certify.rows import StageRow
 
 ANSWER = "types.json"
 SECONDS = 600.0
-INSTALL = "not checked: pip install spmd-types"
+INSTALL = "pip install spmd-types"
 
 
-def check_types(config: Config, world: int, folder: Path) -> Row:
+def check_types(config: Config, world: int, folder: Path) -> StageRow:
     """Check the types of a configuration on `world` ranks."""
     (folder / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
     paths = os.pathsep.join(each or os.getcwd() for each in sys.path)
-    process = subprocess.run(
-        [sys.executable, "-P", "-m", "gptlite.satellites.certify.typed", str(folder), str(world)],
-        env={**os.environ, "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": ""},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-        check=False,
-    )
+    words = [sys.executable, "-P", "-m", "gptlite.satellites.certify.typed", str(folder), str(world)]
+    env = {**os.environ, "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": ""}
+    quiet = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True, "check": False}
+    try:
+        process = subprocess.run(words, env=env, timeout=SECONDS, **quiet)
+    except subprocess.TimeoutExpired:
+        return StageRow("types", False, f"the check took more than {SECONDS:.0f} s")
     if process.returncode or not (folder / ANSWER).exists():
         last = (process.stderr.strip().splitlines() or ["no message"])[-1]
-        return Row("types", False, f"the check ended with exit code {process.returncode}: {last:.200}")
+        return StageRow("types", False, f"the check ended with exit code {process.returncode}: {last:.200}")
     answer = json.loads((folder / ANSWER).read_text(encoding="utf-8"))
-    return Row("types", answer["passed"], answer["words"], uncovered=tuple(answer["holes"]))
+    return StageRow("types", answer["passed"], answer["words"], uncovered=tuple(answer["holes"]))
 
 
 def main() -> None:
@@ -50,15 +48,14 @@ def main() -> None:
         from gptlite.satellites.certify.types.check import check_types as check
 
         report = check(config, world)
-        words = f"{report.collectives:,} collectives of {world:,} ranks have the types they need"
-        answer = {"passed": report.passed, "words": words if report.passed else report.message}
+        figure = f"{report.collectives:,} collectives of {world:,} ranks have the types they need"
+        answer = {"passed": report.passed, "words": figure if report.passed else report.message}
         answer["holes"] = [f"types: {each}" for each in report.holes]
     except ModuleNotFoundError as error:
-        answer = {"passed": None, "words": INSTALL, "holes": [f"types: {INSTALL}"]}
-        if error.name != "spmd_types":
-            answer["words"] = f"not checked: {error}"
+        reason = INSTALL if error.name == "spmd_types" else str(error)
+        answer = {"passed": None, "words": reason, "holes": [f"types: not checked: {reason}"]}
     except ConfigError as error:
-        answer = {"passed": False, "words": one_line(error), "holes": []}
+        answer = {"passed": None, "words": str(error), "holes": [f"types: not checked: {error}"]}
     write_whole(folder / ANSWER, json.dumps(answer))
 
 

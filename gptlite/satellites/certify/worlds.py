@@ -1,6 +1,6 @@
-"""Reduction of a layout to worlds of at most eight ranks. Does not import torch.
+"""Reduction of a layout to worlds of at most nine ranks. Does not import torch.
 
-Each axis gets the degree 2, or 3 if its degree is odd. Where all axes together need more than eight ranks, several
+Each axis gets the degree 2, or 3 if its degree is odd. Where all axes together need more, several
 worlds have some of the axes each, so that each pair of axes meets in one of them (a pairwise cover: Cohen et al. 1997,
 "The AETG system", IEEE TSE 23(7)). Three ranks of one axis alone follow, where two have no stage between both ends of
 the model, or no uneven shards.
@@ -16,13 +16,13 @@ from itertools import combinations
 from gptlite.parallelism.config import ParallelismConfig
 from gptlite.parallelism.layout import Layout, rule, stages_per_rank
 
-MOST_RANKS = 8
+MOST_RANKS = 9  # three axes of degree 2, or two of degree 3
 TIMEOUT_SECONDS = 60.0  # of a collective between local ranks
 DATA = ("replicate", "data", "context")  # axes among whose ranks the model state is sharded or copied
 
 
 @dataclass(frozen=True)
-class Axis:
+class CutAxis:
     """Parallel axis of a layout. `true` is its degree there, `degree` the reduced one.
 
     `own` is False for experts that all data ranks together hold once: their axis then needs no ranks of its own.
@@ -48,7 +48,7 @@ class World:
         return layout.tensor * layout.pipeline * layout.context * (layout.data or 1)
 
 
-def axes_of(config: ParallelismConfig, layout: Layout) -> tuple[Axis, ...]:
+def axes_of(config: ParallelismConfig, layout: Layout) -> tuple[CutAxis, ...]:
     """Return the axes of a layout whose degree is above 1."""
     data, copies = layout.data_size, config.dp_replicate if config.zero else 1
     degrees = {"pipeline": config.pipeline, "tensor": config.tensor, "context": config.context}
@@ -56,14 +56,14 @@ def axes_of(config: ParallelismConfig, layout: Layout) -> tuple[Axis, ...]:
     cut = {name: 3 if degree % 2 else 2 for name, degree in degrees.items()}
     if config.expert > 1:
         cut["data"] = 3 if config.expert % 2 else 2  # which the experts' degree must divide
-    axes = [Axis(name, degree, cut[name]) for name, degree in degrees.items() if degree > 1]
+    axes = [CutAxis(name, degree, cut[name]) for name, degree in degrees.items() if degree > 1]
     if config.expert > 1:
         own = config.expert < data * config.context // copies
-        axes.append(Axis("expert", config.expert, 3 if config.expert % 2 else 2, own))
+        axes.append(CutAxis("expert", config.expert, 3 if config.expert % 2 else 2, own))
     return tuple(axes)
 
 
-def world_of(config: ParallelismConfig, axes: tuple[Axis, ...]) -> World:
+def world_of(config: ParallelismConfig, axes: tuple[CutAxis, ...]) -> World:
     """Return the reduced layout with these axes. It may be illegal for the model."""
     degree = {axis.name: axis.degree for axis in axes}
     data = math.prod(degree.get(name, 1) for name in ("replicate", "data"))
@@ -93,7 +93,7 @@ def world_of(config: ParallelismConfig, axes: tuple[Axis, ...]) -> World:
 
 
 def cover(
-    axes: tuple[Axis, ...], world: Callable[[tuple[Axis, ...]], World], legal: Callable[[World], bool]
+    axes: tuple[CutAxis, ...], world: Callable[[tuple[CutAxis, ...]], World], legal: Callable[[World], bool]
 ) -> tuple[list[World], list[tuple[str, ...]]]:
     """Return worlds in which each pair of axes meets, the largest first, and the pairs (or single axes) that no legal
     world of at most MOST_RANKS ranks has."""
@@ -116,13 +116,13 @@ def cover(
     return chosen, sorted(pair for pair in wanted if len(pair) == 1 or not lone & set(pair))
 
 
-def thirds(config: ParallelismConfig, axes: tuple[Axis, ...], uneven: bool) -> list[World]:
+def thirds(config: ParallelismConfig, axes: tuple[CutAxis, ...], uneven: bool) -> list[World]:
     """Return worlds of three ranks along one axis: the pipeline, for a stage without either end of the model, and the
     data axis if two data ranks would have even shards, although the layout's are `uneven`."""
     true = {axis.name: axis.true for axis in axes if axis.degree == 2}
     wanted = ["pipeline"] if true.get("pipeline", 0) > 2 and stages_per_rank(config) == 1 else []
     wanted += ["data"] if uneven and true.get("data", 0) > 2 and config.expert == 1 else []
-    return [world_of(config, (Axis(name, true[name], 3),)) for name in wanted]
+    return [world_of(config, (CutAxis(name, true[name], 3),)) for name in wanted]
 
 
 def _pairs(world: World) -> set[tuple[str, ...]]:
