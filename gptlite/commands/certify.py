@@ -108,7 +108,7 @@ def certify(own: Arguments, config: Config) -> int:
 
     folder = Path(own.out).expanduser() if own.out else Path(FOLDER) / name_of(config, world)
     if reason := unwritable(folder, "out"):
-        raise ConfigError(reason)
+        raise ConfigError(f"out={folder}: {reason}")
     certificate = run_stages(config, world, lambda line: print(printable(line, "\n"), flush=True), log)
     file, page = certificate.write(folder), write_page(certificate, folder)
     print("not covered:", *(f"  {line}" for line in certificate.uncovered), sep="\n")

@@ -1,4 +1,4 @@
-"""A plug-in whose block 2 has the wrong collective that `model.fault` names, and is right without one."""
+"""A plug-in whose block 2 has the wrong collective, or the state, that `model.fault` names; right without one."""
 
 from dataclasses import dataclass
 
@@ -43,7 +43,7 @@ class SummedBack(torch.autograd.Function):
 class Block(nn.Module):
     def __init__(self, width: int, fault: str) -> None:
         super().__init__()
-        self.fault, self.tensor_axis = fault, None
+        self.fault, self.tensor_axis, self.calls = fault, None, 0
         self.up, self.down = (
             Linear(*sizes, bias=True, fused=False) for sizes in ((width, 4 * width), (4 * width, width))
         )
@@ -56,6 +56,9 @@ class Block(nn.Module):
             out = SummedBack.apply(out, self.tensor_axis.group)
         if self.fault == "data":
             out = out * (1 + out.mean(0))  # of the samples of this rank alone
+        if self.fault == "counter":  # in no checkpoint
+            self.calls += 1
+            out = out * (1 + 0.01 * self.calls)
         return x + out
 
 

@@ -200,8 +200,8 @@ def _refuse_large(spec: BaseSpec, config: Any) -> None:
     count = sum(each.numel() for each in built(spec, config).parameters())
     if count > SMALL:
         raise ConfigError(
-            f"the {spec.name} model has {count:,} parameters, and no other key is known to reduce it to what this machine "
-            "can check; give a smaller model.*, or define `reduced` in its spec (docs/certify.md)"
+            f"the {spec.name} model has {count:,} parameters, and no other key is known to reduce it to what this "
+            "machine can check; give a smaller model.*, or define `reduced` in its spec (docs/certify.md)"
         )
 
 
