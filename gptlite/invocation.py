@@ -20,6 +20,7 @@ COMMANDS = {
     "plan": ("gptlite.commands.plan", "estimate the fastest layouts of a model on a cluster"),
     "tune": ("gptlite.commands.tune", "measure the best planned layouts, and write the fastest as a preset"),
     "parity": ("gptlite.commands.parity", "check that a layout trains like a single process"),
+    "certify": ("gptlite.commands.certify", "check a layout on this machine's CPU, and write its certificate"),
     "preprocess": ("gptlite.commands.preprocess", "tokenize a corpus into a folder that training reads"),
     "train-tokenizer": ("gptlite.commands.train_tokenizer", "train a tokenizer on a corpus"),
     "import-config": ("gptlite.commands.import_config", "translate a DeepSpeed JSON file to overrides: FILE [ranks=N]"),

@@ -102,9 +102,15 @@ ROOMS = {
     "deepspeed": Room("config precision"),
     "huggingface": Room("models", packages="torch"),
     "images": Room("corpus data samples", packages="numpy torch", lazy="PIL datasets"),
+    "parity": Room("config launch parallelism precision trainer", packages="torch"),
+    "certify": Room(
+        "checkpoint config data kernels launch metrics models ops parallelism parity precision pretrain trainer",
+        packages="torch",
+        lazy="jinja2",
+    ),
     "start": Room(
-        "compressed config deepspeed graph launch metrics monitor noise onebit parallelism plan plots pretrain trainer "
-        "zeropp",
+        "certify compressed config deepspeed graph launch metrics monitor noise onebit parallelism plan plots pretrain "
+        "trainer zeropp",
         packages="torch",
     ),
     "engine": Room(
@@ -123,13 +129,12 @@ ROOMS = {
     ),
     "data_tool": Room("config corpus data metrics plots tokenizers", packages="numpy", lazy="matplotlib"),
     "harness": Room("data models ops parallelism tokenizers", packages="lm_eval torch"),
-    "parity": Room("config launch parallelism precision trainer", packages="torch"),
     "template": Room("data models ops", lazy="torch"),  # the files of `gptlite new`
     "recipes": Room("config corpus", packages="numpy", lazy="sentencepiece"),
     # The commands, which compose the others.
     "commands": Room(
-        "checkpoint config corpus data deepspeed harness launch models parallelism parity plan precision preprocess "
-        "start sweep trainer tokenizers",
+        "certify checkpoint config corpus data deepspeed harness launch models parallelism parity plan precision "
+        "preprocess start sweep trainer tokenizers",
         packages="hydra numpy omegaconf",
         lazy="torch",
     ),
@@ -163,7 +168,7 @@ COMPOSING = {
 # Dataclasses of their users, and the list to which plug-ins add their checks.
 SECTIONS = "gptlite.config.cluster.", "gptlite.config.trainer.", "gptlite.config.plugins.CHECKS"
 CONFIG_USERS = set(
-    "checkpoint_tool commands config data_tool deepspeed engine launch parity pretrain start sweep".split()
+    "certify checkpoint_tool commands config data_tool deepspeed engine launch parity pretrain start sweep".split()
 )
 # What training, resuming, evaluating and generating on any layout needs. All other rooms are satellites.
 CORE = {

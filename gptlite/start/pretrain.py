@@ -64,7 +64,7 @@ def observers(run: Run, folder: RunFolder, throughput: Throughput) -> tuple[Obse
     """Return the observers of a run: the memory of its ranks, the profiler, the comparison of replicas, the garbage
     collector, and the noise of gradients if it is measured."""
     trainer, offloads = run.config.trainer, run.config.parallelism.offload is not Offload.none
-    for line in [*communication_words(run), *filter(None, [graph_words(run)])] if run.mesh.is_main else ():
+    for line in filter(None, [*communication_words(run), graph_words(run), covered(run)] if run.mesh.is_main else ()):
         folder.log(line)
     return (
         MemoryReport(run.mesh, trainer.last_step, throughput.excluded, offloads),
@@ -73,6 +73,15 @@ def observers(run: Run, folder: RunFolder, throughput: Throughput) -> tuple[Obse
         GarbageCollection(trainer.gc_freq),
         *noise_report(run.state, folder),
     )
+
+
+def covered(run: Run) -> str:
+    """Return the line of a run's log on its certificate; an empty string if the working directory has none."""
+    if not (folder := Path("certificates")).is_dir():
+        return ""
+    from gptlite.satellites.certify.match import certificate_words  # only with certificates
+
+    return certificate_words(run.config, run.mesh.world_size, folder)
 
 
 def communication_words(run: Run) -> list[str]:

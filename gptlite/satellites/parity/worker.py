@@ -16,9 +16,17 @@ from typing import Any
 import torch
 
 from gptlite.config.schema import Config
-from gptlite.parallelism.mesh import build_mesh
+from gptlite.parallelism.mesh import Mesh, build_mesh
 from gptlite.precision import resolve_precision
-from gptlite.satellites.parity.compare import Distances, StepComparison, compare, distances, fp32_limits, half_limits
+from gptlite.satellites.parity.compare import (
+    Distances,
+    StepComparison,
+    Tolerances,
+    compare,
+    distances,
+    fp32_limits,
+    half_limits,
+)
 from gptlite.satellites.parity.record import StepRecord, recorded
 from gptlite.satellites.parity.report import HEADER, row, verdict
 
@@ -36,25 +44,36 @@ def save_reference(folder: Path, steps: Iterator[StepRecord], exact: Iterator[St
     torch.save(apart, folder / APART)
 
 
+def limits_of(reference: Path, config: Config, mesh: Mesh) -> Tolerances:
+    """Return the limits for a run of `config`, given the folder of `save_reference`."""
+    apart: list[Distances] | None = torch.load(reference / APART, weights_only=False)
+    epsilon = torch.finfo(resolve_precision(config.precision, mesh.device).compute_dtype).eps
+    return fp32_limits() if apart is None else half_limits(apart, epsilon)
+
+
+def compared(reference: Path, config: Config, mesh: Mesh, limits: Tolerances) -> Iterator[StepComparison]:
+    """Run as many steps as the reference has, on every rank. Yield the comparison of each on rank 0."""
+    steps = sum(file.name != APART for file in reference.iterdir())
+    for step in recorded(config, steps, mesh):
+        if step is not None:
+            # Memory-mapped, so that the reference's tensors are read from disk only when they are compared.
+            expected = torch.load(reference / str(step.step), weights_only=False, mmap=True)
+            yield compare(step, expected, limits)
+
+
 def compare_run(reference: Path, config: Config, *_: Any) -> int:
     """Run as many steps as the reference has, on every rank. Rank 0 prints a row per step and the verdict.
 
     Returns the exit code: 0 if the runs agree within the limits, 1 if they differ.
     """
     mesh = build_mesh(config.parallelism)
-    steps = sum(file.name != APART for file in reference.iterdir())
-    apart: list[Distances] | None = torch.load(reference / APART, weights_only=False)
-    epsilon = torch.finfo(resolve_precision(config.precision, mesh.device).compute_dtype).eps
-    limits = fp32_limits() if apart is None else half_limits(apart, epsilon)
+    limits = limits_of(reference, config, mesh)
     comparisons: list[StepComparison] = []
     if mesh.is_main:
         print(HEADER)
-    for step in recorded(config, steps, mesh):
-        if step is not None:
-            # Memory-mapped, so that the reference's tensors are read from disk only when they are compared.
-            expected = torch.load(reference / str(step.step), weights_only=False, mmap=True)
-            comparisons.append(compare(step, expected, limits))
-            print(row(comparisons[-1]), flush=True)
+    for each in compared(reference, config, mesh, limits):
+        comparisons.append(each)
+        print(row(each), flush=True)
     mesh.close()
     if not mesh.is_main:
         return 0
