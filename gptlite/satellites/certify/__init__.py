@@ -1,0 +1,1 @@
+"""Certification of a layout before it runs on a cluster."""
