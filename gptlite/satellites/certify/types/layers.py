@@ -28,7 +28,10 @@ class Hooks:
         self.flow, self.declared, self.sequence = flow, declared, sequence
         self.tensor = flow.atoms.along("tp")
         self._modules: list[str] = []
-        self._last = ""  # the innermost layer of a block whose result differs over tp
+        self._shape, self._first = (
+            torch.Size(),
+            "",
+        )  # of a block's input; the first layer with such a result that differs
         self._awaiting: list[tuple[str, Declared, int, Scope]] = []
         self.undeclared: set[str] = set()
         flow.owner, flow.layer = self._owner, lambda: self._modules[-1] if self._modules else ""
@@ -161,10 +164,9 @@ class Hooks:
 
         def leaves(_: nn.Module, args: Any, out: Any) -> None:
             self._modules.pop()
-            if isinstance(out, Tensor) and self.flow.values.of(out).varies & self.tensor:
-                self._last = self._last or name
-            elif isinstance(out, Tensor):
-                self._last = ""
+            like = isinstance(out, Tensor) and out.shape == self._shape and not self._first
+            if like and self.flow.values.of(out).varies & self.tensor:
+                self._first = name
 
         module.register_forward_pre_hook(enters, prepend=True)
         module.register_forward_hook(leaves, always_call=True)
@@ -173,8 +175,8 @@ class Hooks:
         """Hold a block's activations and their gradients against the type between blocks."""
 
         def enters(_: nn.Module, args: Any, options: Any) -> None:
-            self.flow.where, self._last = name, ""
             x = next((each for each in args if isinstance(each, Tensor)), None)
+            self.flow.where, self._first, self._shape = name, "", torch.Size() if x is None else x.shape
             if x is not None and x.requires_grad:
                 x.register_hook(lambda grad: self._between(grad, f"{name}, backward: the gradient of its input"))
 
@@ -182,7 +184,7 @@ class Hooks:
             x = next((each for each in args if isinstance(each, Tensor)), None)
             for each in tree_leaves(out):
                 if isinstance(each, Tensor) and x is not None and each.shape == x.shape:
-                    self._between(each, f"{name}: its output")
+                    self._between(each, f"{self._first or name}: its output")
                     if each.requires_grad:
                         each.register_hook(lambda _: setattr(self.flow, "where", f"{name}, backward"))
                     break
