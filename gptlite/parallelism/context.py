@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
@@ -102,7 +102,7 @@ class _Gather(torch.autograd.Function):
     """All-gather of keys and values in position order. The backward pass reduce-scatters their gradients."""
 
     @staticmethod
-    def forward(ctx: Any, qkv: Tensor, axis: ContextAxis, memory: list[Tensor]) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, qkv: Tensor, axis: ContextAxis, memory: list[Tensor]) -> Annotated[Any, "S(1) -> R"]:
         batch, length, heads, _, width = qkv.shape
         whole = qkv.new_empty(2, batch, heads, axis.size * length, width)
         _fill(whole, qkv, axis)
@@ -136,7 +136,7 @@ class _GiveBack(torch.autograd.Function):
     """Identity on `out` that frees the memory of keys and values; its backward pass gathers them again first."""
 
     @staticmethod
-    def forward(ctx: Any, out: Tensor, qkv: Tensor, memory: list[Tensor], axis: ContextAxis) -> Tensor:
+    def forward(ctx, out: Tensor, qkv: Tensor, memory: list[Tensor], axis: ContextAxis) -> Annotated[Tensor, "V -> V"]:
         ctx.save_for_backward(qkv)
         storage = memory[0].untyped_storage()
         ctx.memory, ctx.axis, ctx.bytes = memory, axis, storage.nbytes()

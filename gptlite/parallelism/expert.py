@@ -9,7 +9,7 @@ computed from the tokens of all expert-parallel ranks, and summed only over the 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
@@ -80,7 +80,7 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, rows: Tensor, axis: ExpertAxis, sent: list[int], received: list[int], pending: list[dist.Work]
-    ) -> Tensor:
+    ) -> Annotated[Tensor, "S(0) -> S(0)"]:
         ctx.axis, ctx.sent, ctx.received = axis, sent, received
         out = rows.new_empty(sum(received), rows.shape[1])
         work = dist.all_to_all_single(out, rows.contiguous(), received, sent, group=axis.group, async_op=True)

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 import torch.distributed as dist
@@ -133,7 +134,7 @@ class ColumnParallelLinear(nn.Module):
         out = self.project(x)
         return out if self.bias is None else out + local_tensor(self.bias).to(out.dtype)
 
-    def project(self, x: Tensor) -> Tensor:
+    def project(self, x: Tensor) -> Annotated[Tensor, "I -> R"]:
         """Apply the layer without its bias, for an op that adds the bias itself."""
         x = x.to(self.matmul_dtype or x.dtype)
         weight = local_tensor(self.weight).to(x.dtype)
@@ -165,7 +166,7 @@ class RowParallelLinear(nn.Module):
         out = self.project(x)
         return out if self.bias is None else out + self.bias.to(out.dtype)
 
-    def project(self, x: Tensor) -> Tensor:
+    def project(self, x: Tensor) -> Annotated[Tensor, "P -> I"]:
         """Apply the layer without its bias, for an op that adds the bias itself."""
         x = x.to(self.matmul_dtype or x.dtype)
         return leave(self.multiply(x, local_tensor(self.weight).to(x.dtype)), self.axis)
@@ -180,7 +181,7 @@ class VocabParallelEmbedding(nn.Module):
         self.axis = axis
         self.weight = cut(whole.weight, axis, 0)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor) -> Annotated[Tensor, "P -> I"]:
         weight = local_tensor(self.weight)
         row = tokens - first_row(self.weight, self.axis)
         mine = (row >= 0) & (row < len(weight))
@@ -231,7 +232,7 @@ def leave(x: Tensor, axis: TensorAxis) -> Tensor:
 
 class _Copy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, axis: TensorAxis) -> Tensor:
+    def forward(ctx, x: Tensor, axis: TensorAxis) -> Annotated[Tensor, "I -> R"]:
         ctx.axis = axis
         return x.view_as(x)
 
@@ -243,7 +244,7 @@ class _Copy(torch.autograd.Function):
 
 class _Sum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, axis: TensorAxis) -> Tensor:
+    def forward(ctx, x: Tensor, axis: TensorAxis) -> Annotated[Tensor, "P -> I"]:
         return _sum(x.clone(memory_format=torch.contiguous_format), axis)  # a copy: autograd may have saved x
 
     @staticmethod
@@ -254,7 +255,7 @@ class _Sum(torch.autograd.Function):
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, axis: TensorAxis) -> Tensor:
+    def forward(ctx, x: Tensor, axis: TensorAxis) -> Annotated[Tensor, "S(1) -> R"]:
         ctx.axis = axis
         return _joined(*_gather(x, axis))
 
@@ -266,7 +267,7 @@ class _Gather(torch.autograd.Function):
 
 class _Scatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, axis: TensorAxis) -> Tensor:
+    def forward(ctx, x: Tensor, axis: TensorAxis) -> Annotated[Tensor, "P -> S(1)"]:
         ctx.axis = axis
         return _finished(*_scatter(x, axis))
 
@@ -284,7 +285,7 @@ class _OverlappedColumn(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, axis: TensorAxis) -> Tensor:
+    def forward(ctx, x: Tensor, weight: Tensor, axis: TensorAxis) -> Annotated[Tensor, "I -> R"]:
         ctx.axis, ctx.sequence = axis, axis.sequence
         ctx.save_for_backward(x, weight)
         return F.linear(_joined(*_gather(x, axis)) if axis.sequence else x, weight)
@@ -310,7 +311,9 @@ class _Columns(torch.autograd.Function):
     `received` the number of columns to receive from each rank."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, axis: TensorAxis, sent: list[list[int]], received: list[int]) -> Tensor:
+    def forward(
+        ctx, x: Tensor, axis: TensorAxis, sent: list[list[int]], received: list[int]
+    ) -> Annotated[Tensor, "S(-1) -> S(-1)"]:
         ctx.axis, ctx.sent, ctx.received, ctx.width = axis, sent, received, x.shape[-1]
         return torch.cat(_exchange([x[..., each] for each in sent], received, axis), -1)
 

@@ -31,6 +31,11 @@ def storage_key(storage: torch.UntypedStorage) -> int:
     return storage._cdata
 
 
+def current_node() -> Any:
+    """Return the graph node that autograd runs; None outside a backward pass."""
+    return torch._C._current_autograd_node()
+
+
 def real_tensors() -> Any:
     """Return a context manager in which ops run on real tensors, under none of the dispatch modes."""
     return _disable_current_modes()

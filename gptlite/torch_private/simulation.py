@@ -120,6 +120,36 @@ class _Held:
         """Do nothing, as there is no communication."""
 
 
+@contextmanager
+def seen_reductions(seen: Callable[[str], None]) -> Iterator[None]:
+    """Context manager that calls `seen` with the operator of each reduction (SUM, AVG, MAX, ...) before it is issued.
+    The arguments that the dispatcher sees do not tell it."""
+    names = [
+        name
+        for name in ("allreduce", "_reduce_scatter_base", "reduce_scatter_single")
+        if hasattr(dist.ProcessGroup, name)
+    ]
+    before = {name: getattr(dist.ProcessGroup, name) for name in names}
+    operators = {name: getattr(dist.ReduceOp, name) for name in ("SUM", "AVG", "MAX", "MIN", "PRODUCT")}
+
+    def watched(call: Any) -> Any:
+        def run(group: Any, *args: Any, **options: Any) -> Any:
+            for given in (*args, *options.values()):
+                if hasattr(given, "reduceOp"):
+                    seen(next((name for name, op in operators.items() if given.reduceOp == op), "PREMUL_SUM"))
+            return call(group, *args, **options)
+
+        return run
+
+    for name, call in before.items():
+        setattr(dist.ProcessGroup, name, watched(call))
+    try:
+        yield
+    finally:
+        for name, call in before.items():
+            setattr(dist.ProcessGroup, name, call)
+
+
 def is_last_sum(tensor: Tensor) -> bool:
     """Return True if the addition being dispatched is autograd's sum of two gradients, and nothing else refers to the
     first of them, `tensor`.

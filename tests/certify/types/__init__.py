@@ -1,0 +1,1 @@
+"""Tests of types: see docs/certify_types.md."""
