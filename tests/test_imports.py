@@ -90,6 +90,9 @@ ROOMS = {
     "zeropp": Room("compressed config parallelism", packages="torch"),
     "nvme": Room("metrics optimizer parallelism", packages="torch"),
     "graph": Room("data ops optimizer parallelism trainer", packages="torch"),
+    "deterministic": Room(
+        "compressed config models noise ops optimizer parallelism precision zeropp", packages="torch"
+    ),
     "onebit": Room("compressed config optimizer optimizers parallelism", packages="torch"),
     "plots": Room("metrics trainer", lazy="matplotlib numpy"),
     "plan": Room(
@@ -103,8 +106,8 @@ ROOMS = {
     "huggingface": Room("models", packages="torch"),
     "images": Room("corpus data samples", packages="numpy torch", lazy="PIL datasets"),
     "start": Room(
-        "compressed config deepspeed graph launch metrics monitor noise onebit parallelism plan plots pretrain trainer "
-        "zeropp",
+        "compressed config deepspeed deterministic graph launch metrics monitor noise onebit parallelism plan plots "
+        "pretrain trainer zeropp",
         packages="torch",
     ),
     "engine": Room(
@@ -154,6 +157,7 @@ WIDER = {
 COMPOSING = {
     # Several sections together choose a reduction, and rule it out.
     *(SATELLITES / "compressed" / f"{name}.py" for name in ("build", "check")),
+    *(SATELLITES / "deterministic" / f"{name}.py" for name in ("build", "check")),
     *(SATELLITES / "noise" / f"{name}.py" for name in ("build", "checks")),
     SATELLITES / "onebit" / "reduction.py",
     *(SATELLITES / "zeropp" / f"{name}.py" for name in ("build", "check")),
@@ -270,7 +274,7 @@ def test_the_core_imports_no_satellite():
     texts = {path: path.read_text(encoding="utf-8") for name in CORE - {"invocation"} for path in files_of(name)}
     quoted = {(path.name, text) for path in texts for text in re.findall(r'"(gptlite(?:\.\w+)+)"', texts[path])}
     # Imported by their names: the plug-ins that come with gptlite, as a user's are.
-    included = "compressed", "corpus", "images", "noise", "nvme", "onebit", "optimizers", "samples", "zeropp"
+    included = "compressed corpus deterministic images noise nvme onebit optimizers samples zeropp".split()
     named = {("plugins.py", f"gptlite.satellites.{name}") for name in included}
     assert {each for each in quoted if f"{each[1]}.".startswith(satellites)} == named
 
