@@ -90,6 +90,9 @@ ROOMS = {
     "zeropp": Room("compressed config parallelism", packages="torch"),
     "nvme": Room("metrics optimizer parallelism", packages="torch"),
     "graph": Room("data ops optimizer parallelism trainer", packages="torch"),
+    "deterministic": Room(
+        "compressed config models noise ops optimizer parallelism precision zeropp", packages="torch"
+    ),
     "onebit": Room("compressed config optimizer optimizers parallelism", packages="torch"),
     "plots": Room("metrics trainer", lazy="matplotlib numpy"),
     "plan": Room(
@@ -109,8 +112,8 @@ ROOMS = {
         lazy="jinja2",
     ),
     "start": Room(
-        "certify compressed config deepspeed graph launch metrics monitor noise onebit parallelism plan plots pretrain "
-        "trainer zeropp",
+        "certify compressed config deepspeed deterministic graph launch metrics monitor noise onebit parallelism plan "
+        "plots pretrain trainer zeropp",
         packages="torch",
     ),
     "engine": Room(
@@ -159,6 +162,7 @@ WIDER = {
 COMPOSING = {
     # Several sections together choose a reduction, and rule it out.
     *(SATELLITES / "compressed" / f"{name}.py" for name in ("build", "check")),
+    *(SATELLITES / "deterministic" / f"{name}.py" for name in ("build", "check")),
     *(SATELLITES / "noise" / f"{name}.py" for name in ("build", "checks")),
     SATELLITES / "onebit" / "reduction.py",
     *(SATELLITES / "zeropp" / f"{name}.py" for name in ("build", "check")),
@@ -275,7 +279,7 @@ def test_the_core_imports_no_satellite():
     texts = {path: path.read_text(encoding="utf-8") for name in CORE - {"invocation"} for path in files_of(name)}
     quoted = {(path.name, text) for path in texts for text in re.findall(r'"(gptlite(?:\.\w+)+)"', texts[path])}
     # Imported by their names: the plug-ins that come with gptlite, as a user's are.
-    included = "compressed", "corpus", "images", "noise", "nvme", "onebit", "optimizers", "samples", "zeropp"
+    included = "compressed corpus deterministic images noise nvme onebit optimizers samples zeropp".split()
     named = {("plugins.py", f"gptlite.satellites.{name}") for name in included}
     assert {each for each in quoted if f"{each[1]}.".startswith(satellites)} == named
 

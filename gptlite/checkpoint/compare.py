@@ -48,6 +48,7 @@ EFFECTS: dict[str, Effect] = {
     "parallelism": Effect.reshards,
     "parallelism.compression": Effect.changes_numbers,
     "parallelism.compression_rank": Effect.changes_numbers,
+    "parallelism.deterministic": Effect.changes_numbers,
     "parallelism.zeropp": Effect.changes_numbers,
     "parallelism.zeropp.secondary": Effect.safe,  # the backward pass has the weights of the forward pass
     "parallelism.prefetch": Effect.safe,  # changes when data is transferred, not the order of summation

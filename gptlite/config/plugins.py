@@ -27,6 +27,7 @@ GROUP = "gptlite.plugins"  # group of the entry points
 INCLUDED = (
     "gptlite.satellites.compressed",
     "gptlite.satellites.corpus",
+    "gptlite.satellites.deterministic",
     "gptlite.satellites.images",
     "gptlite.satellites.noise",
     "gptlite.satellites.nvme",

@@ -53,9 +53,9 @@ def build_loader(
     Raises ConfigError if a global batch size is not divisible by the micro-batch size times the number of data-parallel
     ranks.
     """
-    micro, schedule = config.micro_batch_size, batch_schedule(config.global_batch_size, config.batch_ramp)
-    if micro is None:
-        micro = largest_micro_batch(parallelism or ParallelismConfig(), schedule.sizes(), mesh.data_size)
+    layout, schedule = parallelism or ParallelismConfig(), batch_schedule(config.global_batch_size, config.batch_ramp)
+    if (micro := 1 if layout.deterministic else config.micro_batch_size) is None:
+        micro = largest_micro_batch(layout, schedule.sizes(), mesh.data_size)
     uneven = [size for size in schedule.sizes() if micro is None or size % (micro * mesh.data_size)]
     if micro is None or uneven:
         words = f" (in data.batch_ramp={config.batch_ramp})" if config.batch_ramp else ""

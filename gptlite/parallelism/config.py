@@ -80,6 +80,7 @@ class ParallelismConfig:
     compression: Compression = Compression.none  # bytes of gradients between data ranks: docs/compressed.md
     compression_rank: int = 4  # rank of the matrices of compression=powersgd
     zeropp: ZeroppConfig = field(default_factory=ZeroppConfig)
+    deterministic: bool = False  # fp32 results with equal bits on all data-parallel layouts: docs/deterministic.md
     prefetch: int = 1  # number of buckets whose parameters ZeRO 3 gathers ahead of their use
     timeout_seconds: float = 300.0  # a collective that takes longer ends the run
     activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing.none

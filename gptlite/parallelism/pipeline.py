@@ -55,11 +55,11 @@ class OnePart:
     def __init__(self, forward: Forward, part: nn.Module, zero: int) -> None:
         self.forward, self.part, self.zero = forward, part, zero
 
-    def run(self, batches: MicroBatches, valid: Tensor) -> Tensor:
-        """Accumulate the gradients of the loss, and return this rank's share of the loss: the sum of its token losses
-        divided by `valid`, the number of targets in the global batch."""
-        total, upstream = torch.zeros((), device=valid.device), known_upstream(valid)
-        count = len(batches.tokens)
+    def run(self, batches: MicroBatches, valid: Tensor) -> list[Tensor]:
+        """Accumulate the gradients of the loss, and return each micro-batch's share of the loss: the sum of its token
+        losses divided by `valid`, the number of targets in the global batch."""
+        losses: list[Tensor] = []
+        upstream, count = known_upstream(valid), len(batches.tokens)
         for index in range(count):
             before_backward(self.part, self.zero, last=index == count - 1)
             documents = None if batches.documents is None else batches.documents[index]
@@ -67,8 +67,8 @@ class OnePart:
             out = self.forward(self.part, batches.tokens[index], inputs)
             loss = out / valid
             loss.backward()
-            total += loss.detach()
-        return total
+            losses.append(loss.detach())
+        return losses
 
 
 def known_upstream(valid: Tensor) -> float | None:
@@ -128,9 +128,8 @@ class Pipeline:
         schedule: Any = get_schedule_class(rule(config).torch_name)
         self.schedule = schedule(stages[0] if one else stages, micro_batches, loss_fn=self._loss, scale_grads=False)
 
-    def run(self, batches: MicroBatches, valid: Tensor) -> Tensor:
-        """Accumulate the gradients of the loss, and return this rank's share of the loss: the sum of its token losses
-        divided by `valid`, the number of targets in the global batch."""
+    def run(self, batches: MicroBatches, valid: Tensor) -> list[Tensor]:
+        """Do what OnePart.run does. There are no shares of the loss without the last part."""
         self.valid = valid
         if len(batches.tokens) != self._micro_batches:
             self._build(len(batches.tokens))
@@ -158,10 +157,7 @@ class Pipeline:
             failure = error.__cause__ or error
         if failure is not None:
             raise failure
-        total = torch.zeros((), device=valid.device)
-        for loss in losses:
-            total += loss.detach()
-        return total
+        return [loss.detach() for loss in losses]
 
     def _loss(self, output: Tensor, target: Tensor) -> Tensor:
         return output / self.valid

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -28,6 +28,11 @@ class Reduction:
 
     def bind(self, parameters: Iterable[tuple[str, nn.Parameter]], optimizer: Optimizer) -> None:
         """Receive this rank's parameters, by global name, and the optimizer, once they exist."""
+
+    def complete(self, losses: Sequence[Tensor], zero: Tensor) -> Tensor:
+        """Complete the gradients after a step's last backward pass, and return this rank's share of the loss, a scalar:
+        the sum of `zero`, a scalar on the device, and its shares of micro-batches."""
+        return sum(losses, zero)
 
     def gradient_square(self, counted: Iterable[nn.Parameter], dense: Callable[[], Tensor]) -> Tensor:
         """Return this rank's share of the squared gradient norm, fp64. `dense()` is the share of the `counted`

@@ -11,6 +11,7 @@ from gptlite.metrics.meter import Throughput
 from gptlite.parallelism.config import Offload
 from gptlite.pretrain import pretrain as train
 from gptlite.satellites.compressed.words import compression_words
+from gptlite.satellites.deterministic.words import deterministic_words
 from gptlite.satellites.graph.attach import graph_steps, graph_words
 from gptlite.satellites.monitor.garbage import GarbageCollection
 from gptlite.satellites.monitor.memory_report import MemoryReport
@@ -92,4 +93,5 @@ def communication_words(run: Run) -> list[str]:
     compressed = compression_words(layout, mesh, passes)
     optimizer = config.optimizer.completed(config.trainer.max_steps, run.state.schedule.warmup_steps)
     lines = f"compression: {compressed}" if compressed else "", zeropp_words(layout, mesh, passes, sizes)
-    return [line for line in (*lines, onebit_words(optimizer, mesh), noise_words(run.state)) if line]
+    more = onebit_words(optimizer, mesh), noise_words(run.state), deterministic_words(layout)
+    return [line for line in (*lines, *more) if line]

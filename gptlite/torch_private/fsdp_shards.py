@@ -138,6 +138,17 @@ class Group:
 
         group.unshard, group.wait_for_unshard, group.post_backward = unsharding, waiting, reducing
 
+    def reduce_every_pass(self) -> None:
+        """Reduce gradients after every backward pass, although `set_requires_gradient_sync` of FSDP2's modules may ask
+        to keep them whole until a later one."""
+        group, post_backward = self._group, self._group.post_backward
+
+        def reducing(*unused: Any) -> None:
+            group.reduce_grads = True
+            post_backward()
+
+        group.post_backward = reducing
+
 
 def group_of(module: FSDPModule) -> Group | None:
     """Return the parameter group of a module, which it may share; None if nested modules have all parameters."""

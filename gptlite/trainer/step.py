@@ -23,6 +23,7 @@ from gptlite.parallelism.host_copy import HostCopy, to_device
 from gptlite.parallelism.in_files import finish_backward
 from gptlite.parallelism.mesh import Mesh
 from gptlite.parallelism.pipeline import MicroBatches, OnePart, Pipeline
+from gptlite.parallelism.reduction import Reduction
 from gptlite.parallelism.tensor import is_cut, of_experts
 from gptlite.trainer.loss_scale import Decisions
 from gptlite.trainer.signals import Stopping
@@ -160,7 +161,8 @@ class Step:
             [batch.sample_ids for batch in batches],
             [batch.documents for batch in batches if batch.documents is not None] or None,
         )
-        loss = self.passes.run(micro_batches, divisor)
+        losses = self.passes.run(micro_batches, divisor)
+        loss = (self.mesh.reduction or Reduction()).complete(losses, torch.zeros((), device=divisor.device))
         finish_backward(state.optimizer)
         loads = finish_gradients(state.model, state.parts, self.mesh)
         if inspect is not None:
@@ -178,7 +180,7 @@ class Step:
         forward = self.passes.forward
         metrics = forward.take(loss.device) if isinstance(forward, Recording) else None
         mesh = self.mesh
-        if mesh.world_size == 1:
+        if mesh.world_size == 1 and mesh.reduction is None:
             norm = grad_norm(state.optimizer, (p for part in state.parts for p in part.parameters()))
             return StepTotals(loss=loss, norm=norm.to(loss.device), metrics=metrics, noise=noise)
         computes = mesh.is_first("uncut")

@@ -82,7 +82,7 @@ class BucketReduction(Reduction):
         if bucket.rows > 1:
             module.set_custom_reduce_scatter(_ReduceScatter(self, bucket))  # type: ignore[arg-type]
         if self.mesh.size("dp_replicate") > 1:
-            module.set_all_reduce_hook(partial(self._over_replicas, bucket))
+            module.set_all_reduce_hook(partial(self.over_replicas, bucket))
 
     def attached(self, module: FSDPModule) -> Bucket | None:
         """Return the bucket of a module, if it has one."""
@@ -100,7 +100,7 @@ class BucketReduction(Reduction):
         """Sum this rank's row [n] in place over the ranks that hold copies of it."""
         dist.all_reduce(flat, group=group)
 
-    def _over_replicas(self, bucket: Bucket, flat: Tensor) -> None:
+    def over_replicas(self, bucket: Bucket, flat: Tensor) -> None:
         """Sum over the replicas once a step, although FSDP2 calls its hook after every reduce-scatter."""
         if bucket.rows == 1:
             self.observe(bucket, flat)

@@ -48,6 +48,8 @@ def why_not(run: Run) -> str | None:
         return "since trainer.spike.policy=skip may restore a checkpoint between any two steps"
     if state.noise is not None:
         return "since the host takes the noise of gradients from each step"
+    if run.mesh.reduction is not None:
+        return "since parallelism.deterministic=true reads the largest gradient of each step"
     if not state.model.spec.keyed_dropout:
         return "since the model draws random numbers of its own"
     return None

@@ -1,0 +1,13 @@
+"""Line on exact sums that follows the banner of a run."""
+
+from gptlite.parallelism.config import ParallelismConfig
+
+
+def deterministic_words(config: ParallelismConfig) -> str:
+    """Return the price of `parallelism.deterministic`; an empty string without it."""
+    if not config.deterministic:
+        return ""
+    return (
+        "deterministic: one sample at a time, exact sums of gradients, losses and norms; equal bits for any "
+        "number of data ranks (price in step time: docs/deterministic.md)"
+    )
