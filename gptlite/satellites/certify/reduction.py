@@ -15,6 +15,7 @@ from gptlite.config.trainer import SpikeConfig, TrainerConfig
 from gptlite.data.config import SyntheticConfig
 from gptlite.errors import ConfigError
 from gptlite.launch.launcher import with_known_vocabulary
+from gptlite.metrics.config import LoggerConfig
 from gptlite.models.registry import spec_of
 from gptlite.parallelism.config import ActivationCheckpointing, Compression, Offload, ParallelismConfig, ZeroppConfig
 from gptlite.parallelism.layout import (
@@ -160,6 +161,7 @@ def _short(config: Config, everything: ParallelismConfig, count: int, odd: bool)
             sample_tokens=0,
             spike=SpikeConfig(),
         ),
+        logger=LoggerConfig(),
         checkpoint=replace(config.checkpoint, interval=INTERVAL, keep=0, resume="auto", load="all"),
     )
 
