@@ -107,9 +107,10 @@ ROOMS = {
     "images": Room("corpus data samples", packages="numpy torch", lazy="PIL datasets"),
     "parity": Room("config launch parallelism precision trainer", packages="torch"),
     "certify": Room(
-        "checkpoint config data kernels launch metrics models ops parallelism parity precision pretrain trainer",
+        "checkpoint config data kernels launch metrics models ops optimizer parallelism parity plan precision pretrain "
+        "samples trainer",
         packages="torch",
-        lazy="jinja2",
+        lazy="jinja2 spmd_types",
     ),
     "start": Room(
         "certify compressed config deepspeed deterministic graph launch metrics monitor noise onebit parallelism plan "

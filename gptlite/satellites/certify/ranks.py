@@ -27,7 +27,7 @@ from gptlite.errors import ConfigError, one_line
 
 PRELOADED = ["gptlite.satellites.certify.tasks"]
 FORKING = multiprocessing.get_context("forkserver")
-SECONDS = 300.0  # limit of one run
+SECONDS = 600.0  # limit of one run
 
 
 class RankFailed(RuntimeError):

@@ -15,6 +15,7 @@ from gptlite.config.trainer import SpikeConfig, TrainerConfig
 from gptlite.data.config import SyntheticConfig
 from gptlite.errors import ConfigError
 from gptlite.launch.launcher import with_known_vocabulary
+from gptlite.metrics.config import LoggerConfig
 from gptlite.models.registry import spec_of
 from gptlite.parallelism.config import ActivationCheckpointing, Compression, Offload, ParallelismConfig, ZeroppConfig
 from gptlite.parallelism.layout import (
@@ -29,6 +30,9 @@ from gptlite.satellites.certify.shrink import Need, Shrunk, row_counts, shrunk
 from gptlite.satellites.certify.worlds import MOST_RANKS, CutAxis, World, axes_of, cover, thirds, world_of
 
 STEPS = 10  # of the runs that are killed and resumed
+# Largest learning rate. Adam moves an element whose gradient is rounding error in a random direction, by a rate, which
+# changes the other gradients of narrow layers.
+RATE = 1e-4
 INTERVAL = 2  # steps between checkpoints
 TOKENS, ROWS = 20_000, 61  # of the synthetic data; 61 rows divide evenly by no degree
 SINGLE = ParallelismConfig(data=1)
@@ -141,6 +145,7 @@ def _short(config: Config, everything: ParallelismConfig, count: int, odd: bool)
         data=data,
         parallelism=everything,
         precision=_precision(config.precision),
+        optimizer=replace(config.optimizer, lr=min(config.optimizer.lr, RATE)),
         trainer=replace(
             trainer,
             **{name: getattr(TrainerConfig(), name) for name in ("max_epochs", "stop_step", "max_time", "compile")},
@@ -156,6 +161,7 @@ def _short(config: Config, everything: ParallelismConfig, count: int, odd: bool)
             sample_tokens=0,
             spike=SpikeConfig(),
         ),
+        logger=LoggerConfig(),
         checkpoint=replace(config.checkpoint, interval=INTERVAL, keep=0, resume="auto", load="all"),
     )
 
@@ -227,7 +233,7 @@ def _uncovered(config: Config, extra: list[World]) -> list[str]:
     layout, alone = config.parallelism, {name for each in extra for name in each.names}
     lines = [
         "NCCL, GPU kernels and CUDA graphs: ranks are CPU processes over gloo",
-        "degrees above 3, and shards that some ranks do not have",
+        "degrees above 3, and ranks that hold no shard of a tensor",
         "rounding at the model's full width, depth and sequence length",
     ]
     if config.data.unit == "tokens" and not isinstance(config.data, SyntheticConfig):

@@ -9,9 +9,12 @@ from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
+import torch
+
 from gptlite.config.saved import to_dict
 from gptlite.config.schema import Config, model_name
 from gptlite.cpu import cpu_name
+from gptlite.ops.select import select_ops
 from gptlite.parallelism.config import Offload
 from gptlite.parallelism.layout import resolve
 from gptlite.progress import Log, Progress, counted, working
@@ -36,8 +39,10 @@ def certify(config: Config, world: int, tell: Callable[[str], None], log: Log) -
     began = time.monotonic()
     config = resolved(config, world)
     layout = resolve(config.parallelism, world).describe(config.parallelism)
-    with working("certify: reducing the layout", log):
+    with working("certify: reducing the layout, preparing ops", log):
         reduction = reduce(config, world)
+        # Raises before a rank starts if an op cannot run, and compiles the kernels once, not in every rank.
+        select_ops(config.ops, torch.device("cpu"), documents=config.data.documents)
     tell(f"{model_name(config.model)}, {layout}: {counted(world, 'rank')}")
     rows: list[StageRow] = []
 

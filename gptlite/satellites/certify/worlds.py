@@ -17,7 +17,7 @@ from gptlite.parallelism.config import ParallelismConfig
 from gptlite.parallelism.layout import Layout, rule, stages_per_rank
 
 MOST_RANKS = 9  # three axes of degree 2, or two of degree 3
-TIMEOUT_SECONDS = 60.0  # of a collective between local ranks
+TIMEOUT_SECONDS = 120.0  # of a collective between local ranks
 DATA = ("replicate", "data", "context")  # axes among whose ranks the model state is sharded or copied
 
 
