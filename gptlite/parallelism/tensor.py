@@ -66,8 +66,7 @@ class TensorAxis:
 
     def gather(self, x: Tensor) -> Tensor:
         """Gather every rank's x [...] into [T, ...]."""
-        out, _ = _gather(x, self, wait=True)
-        return out
+        return _gather(x, self, wait=True)[0]
 
     def columns(self, x: Tensor, wanted: Sequence[Sequence[range]]) -> Tensor:
         """Exchange columns between ranks. x [B, S, f / T] has this rank's share of the f columns. Return the g columns
@@ -311,9 +310,7 @@ class _Columns(torch.autograd.Function):
     `received` the number of columns to receive from each rank."""
 
     @staticmethod
-    def forward(
-        ctx, x: Tensor, axis: TensorAxis, sent: list[list[int]], received: list[int]
-    ) -> Annotated[Tensor, "S(-1) -> S(-1)"]:
+    def forward(ctx, x: Tensor, axis: TensorAxis, sent: list, received: list) -> Annotated[Tensor, "S(-1) -> S(-1)"]:
         ctx.axis, ctx.sent, ctx.received, ctx.width = axis, sent, received, x.shape[-1]
         return torch.cat(_exchange([x[..., each] for each in sent], received, axis), -1)
 

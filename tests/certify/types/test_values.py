@@ -8,7 +8,7 @@ import torch
 from gptlite.parallelism.layout import Layout
 from gptlite.satellites.certify.types.atoms import Atoms
 from gptlite.satellites.certify.types.declared import Declared, declarations
-from gptlite.satellites.certify.types.values import SAME, ZERO, Kind, Values, varying
+from gptlite.satellites.certify.types.values import SAME, ZERO, ValueType, ValueTypes, varying
 
 TP, DP = varying(1), varying(2)
 
@@ -22,11 +22,11 @@ def test_a_result_differs_where_an_input_differs():
 
 def test_a_sum_is_the_same_and_a_shard_of_one_is_no_longer_partial():
     assert (TP | DP).equal_over(1) == DP
-    assert (TP | DP).summed_over(2) == Kind(varies=3, unsummed=1)
+    assert (TP | DP).summed_over(2) == ValueType(varies=3, unsummed=1)
 
 
 def test_views_share_types_and_ranges_keep_theirs():
-    values, whole = Values(), torch.zeros(4, 8)
+    values, whole = ValueTypes(), torch.zeros(4, 8)
     values.set(whole, SAME)
     values.set(whole[1], TP)
     assert values.of(whole[0]) == SAME
@@ -39,7 +39,7 @@ def test_views_share_types_and_ranges_keep_theirs():
 
 
 def test_rows_of_a_buffer_are_alike():
-    values, buffer = Values(), torch.zeros(3 * 5)
+    values, buffer = ValueTypes(), torch.zeros(3 * 5)
     values.set_spans(buffer, [(0, 8, TP), (8, 20, SAME)], period=20)
     assert values.row(buffer) == [(0, 8, TP), (8, 20, SAME)]
     assert values.of(buffer.view(3, 5)[2, :2]) == TP
@@ -48,7 +48,7 @@ def test_rows_of_a_buffer_are_alike():
 
 
 def test_a_freed_storage_leaves_no_type():
-    values = Values()
+    values = ValueTypes()
     tensor = torch.zeros(3)
     values.set(tensor, TP)
     del tensor

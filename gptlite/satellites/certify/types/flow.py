@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from gptlite.satellites.certify.types.atoms import Atoms
-from gptlite.satellites.certify.types.values import SAME, ZERO, Kind, Span, Values, joined
+from gptlite.satellites.certify.types.values import SAME, ZERO, Span, ValueType, ValueTypes, joined
 from gptlite.torch_private.dispatch import TorchDispatchMode
 from gptlite.torch_private.ops import tree_leaves
 from gptlite.torch_private.recording import ALL_GATHER, LOCAL_SCALAR, REDUCE_SCATTER, op_name, op_schema
@@ -70,11 +70,11 @@ class Flow(TorchDispatchMode):
 
     def __init__(self, atoms: Atoms) -> None:
         super().__init__()
-        self.atoms, self.values = atoms, Values()
+        self.atoms, self.values = atoms, ValueTypes()
         self.calls: list[Call] = []
         self.faults: list[str] = []
         self.where, self.operator = "the step", "SUM"
-        self.received: Kind | None = None
+        self.received: ValueType | None = None
         self.sent, self.passing = 0, False  # number of messages; whether forward and backward passes run
         self.owner: Callable[[], Scope | None] = lambda: None  # of a collective in the backward pass
         self.layer: Callable[[], str] = str  # whose forward pass runs
@@ -163,7 +163,7 @@ class Flow(TorchDispatchMode):
         kind = joined(map(of, sources))
         self._give([*_tensors(written), *_tensors(out)], kind if name in MOVES or not kind.zero else SAME)
 
-    def _give(self, tensors: Iterable[Tensor], kind: Kind) -> None:
+    def _give(self, tensors: Iterable[Tensor], kind: ValueType) -> None:
         for tensor in tensors:
             self.values.set(tensor, kind)
 
@@ -198,12 +198,12 @@ class Flow(TorchDispatchMode):
         if not out.is_contiguous() or not any(len(self.values.spans(each)) > 1 for each in sources):
             return None
         spans: list[Span] = [(0, out.nbytes, SAME)]
-        for each in sources:
-            if each.numel() == 1 or not each.is_contiguous() or each.numel() != out.numel():
-                own = [(0, out.nbytes, self.values.of(each))]
+        for source in sources:
+            if source.numel() == 1 or not source.is_contiguous() or source.numel() != out.numel():
+                own = [(0, out.nbytes, self.values.of(source))]
             else:
-                ratio = out.element_size() / each.element_size()
-                own = [(int(a * ratio), int(b * ratio), kind) for a, b, kind in self.values.spans(each)]
+                ratio = out.element_size() / source.element_size()
+                own = [(int(a * ratio), int(b * ratio), kind) for a, b, kind in self.values.spans(source)]
             spans = _overlaid(spans, own)
         return spans
 
@@ -284,7 +284,7 @@ class Flow(TorchDispatchMode):
 
     def _exchanged(self, tensor: Tensor, source: Tensor, atoms: int, before: list[Span]) -> None:
         kind = joined(each for _, _, each in before)
-        self.values.set(tensor, Kind(kind.varies | atoms, kind.unsummed | (atoms & ~kind.varies)))
+        self.values.set(tensor, ValueType(kind.varies | atoms, kind.unsummed | (atoms & ~kind.varies)))
 
     # ---- FSDP2's buffers -------------------------------------------------------------------------------------------
 

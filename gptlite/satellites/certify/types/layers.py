@@ -21,19 +21,20 @@ from gptlite.torch_private.recording import current_node
 SCOPE = "gptlite types"  # key of a graph node's metadata
 
 
-class Hooks:
-    """Hooks on a rank's parts. `names`: a module's name in the whole model. `declared`: the declarations to hold."""
+class OpHooks:
+    """Hooks on a rank's parts that hold `declared` in both passes, and activations between blocks against their type:
+    slices of the sequence if `sequence` is True. `mixed`: messages between stages hold more than activations."""
 
-    def __init__(self, flow: Flow, declared: Declarations, sequence: bool) -> None:
+    def __init__(self, flow: Flow, declared: Declarations, sequence: bool, mixed: bool) -> None:
         self.flow, self.declared, self.sequence = flow, declared, sequence
-        self.tensor = flow.atoms.along("tp")
+        self.tensor, self.mixed, self.holes = flow.atoms.along("tp"), mixed, set[str]()
         self._modules: list[str] = []
+        self._ends: set[str] = set()  # first and last blocks of parts
         self._shape, self._first = (
             torch.Size(),
             "",
         )  # of a block's input; the first layer with such a result that differs
         self._awaiting: list[tuple[str, Declared, int, Scope]] = []
-        self.undeclared: set[str] = set()
         flow.owner, flow.layer = self._owner, lambda: self._modules[-1] if self._modules else ""
 
     # ---- ops that declare types ------------------------------------------------------------------------------------
@@ -52,6 +53,8 @@ class Hooks:
             for part in parts:
                 for name, module in part.named_modules():
                     self._name(name, module)
+                held = [name for name, _ in part.named_modules() if name in blocks]
+                self._ends.update(held[:1], held[-1:])
             for name, block in blocks.items():
                 self._block(name, block)
             yield
@@ -114,10 +117,10 @@ class Hooks:
         """Compare the collectives of all backward passes of layers with their declarations, after a step."""
         for _, declared, atoms, scope in self._awaiting:
             self._hold(scope, declared, atoms, True)
-        words, data = self.flow.atoms.words, self.flow.atoms.along(*DATA_AXES)
+        axes, data = self.flow.atoms.words, self.flow.atoms.along(*DATA_AXES)
         for call in self.flow.calls:
             if not call.declared and call.layer and call.kind in (*SUMS, "all_to_all") and call.atoms & ~data:
-                self.undeclared.add(f"{call.layer}: {call.kind} over {words(call.atoms)}, by no op with declared types")
+                self.holes.add(f"{call.layer}: {call.kind} over {axes(call.atoms)}, by no op with declared types")
 
     def _hold(self, scope: Scope, declared: Declared, atoms: int, back: bool) -> None:
         """Report how an op's collectives in a pass differ from those that its declaration needs over its axis."""
@@ -176,18 +179,35 @@ class Hooks:
 
         def enters(_: nn.Module, args: Any, options: Any) -> None:
             x = next((each for each in args if isinstance(each, Tensor)), None)
+            if (
+                self.mixed
+                and x is not None
+                and name in self._ends
+                and (kind := self.flow.values.of(x)).varies & self.tensor
+            ):
+                self.flow.values.set(x, kind.equal_over(self.tensor))
+                self.holes.add("activations that a stage receives with the first layer's values: taken to be I")
             self.flow.where, self._first, self._shape = name, "", torch.Size() if x is None else x.shape
             if x is not None and x.requires_grad:
                 x.register_hook(lambda grad: self._between(grad, f"{name}, backward: the gradient of its input"))
 
+        def begins(grad: Tensor) -> Tensor | None:
+            self.flow.where = f"{name}, backward"
+            kind = self.flow.values.of(grad)
+            if not self.mixed or name not in self._ends or grad.is_contiguous() or not kind.varies & self.tensor:
+                return None
+            own = grad.contiguous()  # a view of the message from the next stage
+            self.flow.values.set(own, kind.equal_over(self.tensor))
+            return own
+
         def leaves(_: nn.Module, args: Any, options: Any, out: Any) -> None:
             x = next((each for each in args if isinstance(each, Tensor)), None)
-            for each in tree_leaves(out):
-                if isinstance(each, Tensor) and x is not None and each.shape == x.shape:
-                    self._between(each, f"{self._first or name}: its output")
-                    if each.requires_grad:
-                        each.register_hook(lambda _: setattr(self.flow, "where", f"{name}, backward"))
-                    break
+            tensors = (leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor))
+            stream = next((leaf for leaf in tensors if x is not None and leaf.shape == x.shape), None)
+            if stream is not None:
+                self._between(stream, f"{self._first or name}: its output")
+                if stream.requires_grad:
+                    stream.register_hook(begins)
 
         block.register_forward_pre_hook(enters, prepend=True, with_kwargs=True)
         block.register_forward_hook(leaves, with_kwargs=True)
@@ -202,14 +222,14 @@ class Hooks:
 
 def _tag(node: Any, stop: Any, scope: Scope) -> bool:
     """Mark the graph nodes from `node` back to `stop`, which is not marked. Return False if there are too many."""
-    seen, left = {stop}, [node]
+    seen, left = {stop, None}, [node]
     while left:
-        each = left.pop()
-        if each in seen or each is None:
+        current = left.pop()
+        if current in seen:
             continue
-        seen.add(each)
-        each.metadata[SCOPE] = scope
+        seen.add(current)
+        current.metadata[SCOPE] = scope
         if len(seen) > 1000:
             return False
-        left += [following for following, _ in each.next_functions]
+        left += [following for following, _ in current.next_functions]
     return True

@@ -33,8 +33,8 @@ from gptlite.parallelism.stage_runner import StageRunner
 from gptlite.satellites.certify.types.atoms import Atoms
 from gptlite.satellites.certify.types.declared import Declarations
 from gptlite.satellites.certify.types.flow import Call, Flow
-from gptlite.satellites.certify.types.layers import Hooks
-from gptlite.satellites.certify.types.values import Kind, varying
+from gptlite.satellites.certify.types.layers import OpHooks
+from gptlite.satellites.certify.types.values import ValueType, varying
 from gptlite.satellites.plan.simulate import CPU, as_on, assume_loads, mesh_of, ops_of, policy_of, zero_batch
 from gptlite.satellites.plan.workload import Workload
 from gptlite.satellites.samples.batch import SampleBatch
@@ -91,7 +91,7 @@ class _Watch:
 
     def gradients(self, state: TrainState) -> None:
         """Report gradients that are not those of the global batch: called before they are clipped."""
-        words = self.flow.atoms.words
+        axes = self.flow.atoms.words
         ends = self.model.tied_copies(state.parts) if self.pipeline else ()
         for first, last in ends:
             if (first is None) != (last is None) and not self.flow.sent:
@@ -112,13 +112,13 @@ class _Watch:
                     continue
                 if left := kind.varies & ~wanted:
                     self.flow.fault(
-                        f"gradient of {name}: expected R over {words(left)}, found V; a sum over it is missing"
+                        f"gradient of {name}: expected R over {axes(left)}, found V; a sum over it is missing"
                     )
                 # Along an axis over which ZeRO shards it, a gradient differs too, but as a shard of a sum.
                 elif left := kind.unsummed & wanted & self.data & ~self._experts(parameter):
-                    self.flow.fault(f"gradient of {name}: expected S over {words(left)}, found P; it is not summed")
+                    self.flow.fault(f"gradient of {name}: expected S over {axes(left)}, found P; it is not summed")
                 elif left := wanted & self.data & ~kind.varies:
-                    self.flow.fault(f"gradient of {name}: expected S over {words(left)}, found R; it is summed twice")
+                    self.flow.fault(f"gradient of {name}: expected S over {axes(left)}, found R; it is summed twice")
         self.flow.where = "the gradient norm"
 
     def _experts(self, parameter: Tensor) -> int:
@@ -189,7 +189,10 @@ def traced(work: Workload, rank: int, declared: Declarations) -> Trace:
         # FSDP2's own collectives, as on GPUs, not the pairwise messages that replace them on CPUs.
         parts = build_parts(model, work.parallelism, replace(mesh, device=torch.device("cuda")), policy, ops_of(work))
         assume_loads(parts, work)
-        watch, hooks = _Watch(flow, mesh, model, trace), Hooks(flow, declared, work.parallelism.sequence)
+        watch, hooks = (
+            _Watch(flow, mesh, model, trace),
+            OpHooks(flow, declared, work.parallelism.sequence, _mixed(work)),
+        )
         blocks = {name: each for part in parts for name, each in _named_blocks(model, part)}
         with FakeTensorMode(allow_non_fake_inputs=True), as_on(work.device):
             materialize(model, parts, CPU)
@@ -204,14 +207,19 @@ def traced(work: Workload, rank: int, declared: Declarations) -> Trace:
                 watch.updated(parts)
                 hooks.finish()
     trace.calls, trace.faults = flow.calls, flow.faults
-    trace.holes |= hooks.undeclared
+    trace.holes |= hooks.holes
     return trace
 
 
-def _between_stages(work: Workload, atoms: Atoms) -> Kind:
+def _between_stages(work: Workload, atoms: Atoms) -> ValueType:
     """Return the type of what pipeline stages send to each other."""
-    sliced = work.parallelism.sequence or getattr(work.model, "value_residual", False)
+    sliced = work.parallelism.sequence or _mixed(work)
     return varying(atoms.along("pp", *DATA_AXES) | (atoms.along("tp") if sliced else 0))
+
+
+def _mixed(work: Workload) -> bool:
+    """Return True if stages send values of heads with the activations, although these are the same on all ranks."""
+    return bool(getattr(work.model, "value_residual", False)) and not work.parallelism.sequence
 
 
 def _named_blocks(model: Model, part: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -256,7 +264,6 @@ class _Stopping(Stopping):
         self._flow = flow
 
     def words(self) -> Tensor:
-        words = super().words()
-        if isinstance(words, Tensor):
-            self._flow.values.set(words, varying(self._flow.atoms.world))
-        return words
+        flags = super().words()
+        self._flow.values.set(flags, varying(self._flow.atoms.world))
+        return flags

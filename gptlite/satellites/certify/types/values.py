@@ -18,7 +18,7 @@ from torch import Tensor
 from gptlite.torch_private.recording import storage_key
 
 
-class Kind(NamedTuple):
+class ValueType(NamedTuple):
     """Type of a value. `varies`: atoms along which it may differ between ranks. `unsummed`: those of them along which
     no sum has been taken since, so that the value may still be a rank's part of a sum. `zero`: the constant 0."""
 
@@ -26,33 +26,33 @@ class Kind(NamedTuple):
     unsummed: int = 0
     zero: bool = False
 
-    def __or__(self, other: Kind) -> Kind:  # type: ignore[override]
+    def __or__(self, other: ValueType) -> ValueType:  # type: ignore[override]
         """Return the type of a value computed from two others."""
         if self == other:
             return self
-        return Kind(self.varies | other.varies, self.unsummed | other.unsummed, self.zero and other.zero)
+        return ValueType(self.varies | other.varies, self.unsummed | other.unsummed, self.zero and other.zero)
 
-    def equal_over(self, atoms: int) -> Kind:
+    def equal_over(self, atoms: int) -> ValueType:
         """Return the type of the same value after all ranks along some atoms have been given the same one."""
-        return Kind(self.varies & ~atoms, self.unsummed & ~atoms)
+        return ValueType(self.varies & ~atoms, self.unsummed & ~atoms)
 
-    def summed_over(self, atoms: int) -> Kind:
+    def summed_over(self, atoms: int) -> ValueType:
         """Return the type of a rank's shard of a sum over some atoms."""
-        return Kind(self.varies | atoms, self.unsummed & ~atoms)
+        return ValueType(self.varies | atoms, self.unsummed & ~atoms)
 
 
-SAME, ZERO = Kind(), Kind(zero=True)
-Span = tuple[int, int, Kind]  # first byte, byte after the last, type
+SAME, ZERO = ValueType(), ValueType(zero=True)
+Span = tuple[int, int, ValueType]  # first byte, byte after the last, type
 
 
-def varying(atoms: int) -> Kind:
+def varying(atoms: int) -> ValueType:
     """Return the type of a value that each rank along some atoms has for itself."""
-    return Kind(atoms, atoms)
+    return ValueType(atoms, atoms)
 
 
-def joined(kinds: Iterable[Kind]) -> Kind:
+def joined(kinds: Iterable[ValueType]) -> ValueType:
     """Return the type of a value computed from some others; that of a constant without any."""
-    out: Kind | None = None
+    out: ValueType | None = None
     for kind in kinds:
         out = kind if out is None else out | kind
     return SAME if out is None else out
@@ -69,13 +69,13 @@ class _Storage:
         self.spans: list[Span] = []
 
 
-class Values:
+class ValueTypes:
     """Types of all tensors of a process. A tensor without a type is a constant, equal on all ranks."""
 
     def __init__(self) -> None:
         self._storages: dict[int, _Storage] = {}
 
-    def of(self, tensor: Tensor) -> Kind:
+    def of(self, tensor: Tensor) -> ValueType:
         """Return the type of a tensor: that of all its elements together."""
         return joined(kind for _, _, kind in self.spans(tensor))
 
@@ -102,7 +102,7 @@ class Values:
         held = self._storages.get(storage_key(tensor.untyped_storage()))
         return held.spans if held is not None and held.period else None
 
-    def set(self, tensor: Tensor, kind: Kind) -> None:
+    def set(self, tensor: Tensor, kind: ValueType) -> None:
         """Set the type of a tensor that has been written. Elements between those of a strided view keep theirs too."""
         if tensor.numel():
             begin, end = _extent(tensor)
