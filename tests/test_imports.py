@@ -124,6 +124,7 @@ ROOMS = {
     "data_tool": Room("config corpus data metrics plots tokenizers", packages="numpy", lazy="matplotlib"),
     "harness": Room("data models ops parallelism tokenizers", packages="lm_eval torch"),
     "parity": Room("config launch parallelism precision trainer", packages="torch"),
+    "certify": Room("config launch models parallelism parity precision", packages="torch"),
     "template": Room("data models ops", lazy="torch"),  # the files of `gptlite new`
     "recipes": Room("config corpus", packages="numpy", lazy="sentencepiece"),
     # The commands, which compose the others.
@@ -163,7 +164,7 @@ COMPOSING = {
 # Dataclasses of their users, and the list to which plug-ins add their checks.
 SECTIONS = "gptlite.config.cluster.", "gptlite.config.trainer.", "gptlite.config.plugins.CHECKS"
 CONFIG_USERS = set(
-    "checkpoint_tool commands config data_tool deepspeed engine launch parity pretrain start sweep".split()
+    "certify checkpoint_tool commands config data_tool deepspeed engine launch parity pretrain start sweep".split()
 )
 # What training, resuming, evaluating and generating on any layout needs. All other rooms are satellites.
 CORE = {
