@@ -124,7 +124,7 @@ ROOMS = {
     "data_tool": Room("config corpus data metrics plots tokenizers", packages="numpy", lazy="matplotlib"),
     "harness": Room("data models ops parallelism tokenizers", packages="lm_eval torch"),
     "parity": Room("config launch parallelism precision trainer", packages="torch"),
-    "certify": Room("config launch models parallelism parity precision", packages="torch"),
+    "certify": Room("config launch models optimizer parallelism parity precision trainer", packages="torch"),
     "template": Room("data models ops", lazy="torch"),  # the files of `gptlite new`
     "recipes": Room("config corpus", packages="numpy", lazy="sentencepiece"),
     # The commands, which compose the others.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import time
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -11,7 +13,8 @@ from distributed.cells.bugs import planted
 
 from gptlite.config import Config
 from gptlite.errors import ConfigError
-from gptlite.satellites.certify.fuzz.run import compare_layout
+from gptlite.optimizer.fused import FusedStep
+from gptlite.satellites.certify.fuzz.run import compare_layout, save_first_step
 
 
 def with_bug(name: str, config: Config, reference: str) -> Any:
@@ -38,6 +41,10 @@ def hangs(config: Config, reference: str) -> None:
 
 
 def ends(config: Config, reference: str) -> None:
-    import os
-
     os._exit(3)
+
+
+def saves_too_early(config: Config) -> str:
+    """save_first_step, without the update of the step."""
+    with patch.object(FusedStep, "step", lambda *_, **__: None):
+        return save_first_step(config)

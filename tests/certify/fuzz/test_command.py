@@ -22,14 +22,16 @@ OK = Judgement("ok", "same", ERRORS)
 def fuzz(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable:
     """Runs the command with a judge in the place of ranks; gives its exit code, its output and the draws judged."""
 
-    def run(judge: Callable[[Draw], Judgement], *arguments: str) -> tuple[int, str, list[Draw]]:
+    def run(
+        judge: Callable[[Draw], Judgement], *arguments: str, resumed: Callable[[Draw], Judgement] = lambda _: OK
+    ) -> tuple[int, str, list[Draw]]:
         judged: list[Draw] = []
 
-        def record(draw: Draw) -> Judgement:
+        def record(draw: Draw, quick: bool = False) -> Judgement:
             judged.append(draw)
             return judge(draw)
 
-        oracle = SimpleNamespace(judge=record, close=lambda: None)
+        oracle = SimpleNamespace(judge=record, judge_resumed=resumed, close=lambda: None)
         monkeypatch.setattr(command, "Oracle", lambda *_: oracle)
         code = command.run([f"output={tmp_path}", "seed=3", *arguments])
         return code, capsys.readouterr().out, judged
@@ -85,6 +87,19 @@ def test_a_wrong_refusal_is_a_failure(fuzz: Callable, tmp_path: Path, monkeypatc
     lines = (tmp_path / "failure-1.txt").read_text().splitlines()
     assert "parallelism.sequence=true" in lines[0]
     assert lines[1] == "refusal: no fix: parallelism.sequence=true is refused"
+
+
+def test_some_draws_are_resumed_and_a_failure_names_the_command_that_does_so(fuzz: Callable, tmp_path: Path):
+    def resumed(draw: Draw) -> Judgement:
+        return Judgement("resume", "saved on 2, resumed on 1 ranks: different")
+
+    code, out, judged = fuzz(lambda draw: OK, "count=3", "resume=2", resumed=resumed)
+    assert code == 1
+    assert judged == first_draws(3, 3)
+    assert "1 configuration resumed" in out
+    lines = (tmp_path / "failure-1.txt").read_text().splitlines()
+    assert lines[0].startswith("gptlite certify data=synthetic ")
+    assert fuzz(lambda draw: OK, "count=9", "resume=0", resumed=resumed)[0] == 0
 
 
 def test_ctrl_c_prints_the_summary(fuzz: Callable, capsys: pytest.CaptureFixture[str]):

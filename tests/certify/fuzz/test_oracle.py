@@ -9,6 +9,7 @@ from certify.fuzz import rank_functions
 from distributed.cells.bugs import BUGS
 from distributed.cells.layouts import Cell
 
+from gptlite.satellites.certify.fuzz import oracle as oracle_module
 from gptlite.satellites.certify.fuzz.axes import AXES, DEFAULT, Draw
 from gptlite.satellites.certify.fuzz.oracle import Oracle
 from gptlite.satellites.certify.fuzz.ranks import RankError, RankPool
@@ -73,6 +74,22 @@ def test_a_hang_ends_in_time_and_leaves_no_process(oracle: Oracle):
     assert (hang.kind, hang.message) == ("hang", "ranks [0, 1] of 2 are not done after 2 s")
     assert [process.is_alive() for process in processes] == [False] * len(processes)
     assert time.monotonic() - start < 60
+
+
+def test_checkpoints_resume_on_one_process_and_those_of_one_process_on_the_layout(oracle: Oracle, monkeypatch):
+    oracle.compared = compare_layout
+    assert oracle.judge_resumed(TENSOR).ok
+    monkeypatch.setattr(oracle_module, "save_first_step", rank_functions.saves_too_early)
+    judgement = oracle.judge_resumed(TENSOR)
+    assert judgement.kind == "resume"
+    assert judgement.message.startswith("saved on 2, resumed on 1 ranks: different: step 2: ")
+
+
+def test_what_hung_trains_as_one_process(oracle: Oracle):
+    """A rank without rows of the embedding left out the collective of its backward pass."""
+    few = {"sequence": "parallelism.sequence=true", "vocabulary": AXES["vocabulary"].values[2]}
+    judgement = judged(oracle, TENSOR | {"tensor": "parallelism.tensor=4"} | few)
+    assert judgement.ok, judgement.message
 
 
 def test_a_pool_refuses_more_ranks_than_it_has(pool: RankPool):

@@ -1,10 +1,11 @@
 """Train random legal configurations, and compare each with one process; check the refusals of the others.
 
-gptlite certify fuzz [minutes=30] [seed=7] [count=0] [output=fuzz] [timeout=120]
+gptlite certify fuzz [minutes=30] [seed=7] [count=0] [output=fuzz] [timeout=120] [resume=10]
 
 Configurations are drawn from all keys that change numbers or layouts, of up to 8 ranks: first so that each two values
 that can be legal together meet, then at random. Each trains two steps of a tiny model on gloo ranks, and all losses,
-gradients, values and buffers must agree with those of one process within the limits of `gptlite parity`. Where the
+gradients, values and buffers must agree with those of one process within the limits of `gptlite parity`. Every tenth
+(`resume`; 0: none) also saves a checkpoint for one process, and resumes from that of one process. Where the
 checks refuse a draw on the way, the message must be one line with a key, its value and a fix that mends it.
 
 A failure is minimised: values are reset to their defaults for as long as it still fails. The command that shows it is
@@ -48,12 +49,19 @@ class Options:
     count: int = 0
     output: str = "fuzz"
     timeout: float = 120.0
+    resume: int = 10
 
 
 def run(arguments: list[str]) -> int:
     """Run the command and return its exit code. Raises ConfigError for options out of range."""
     options = parse_arguments(Options, arguments)
-    for key, least, example in (("minutes", 0, 30), ("timeout", 0, 120), ("count", -1, 0), ("seed", -1, 7)):
+    for key, least, example in (
+        ("minutes", 0, 30),
+        ("timeout", 0, 120),
+        ("count", -1, 0),
+        ("seed", -1, 7),
+        ("resume", -1, 10),
+    ):
         if not getattr(options, key) > least:
             raise ConfigError(f"{key}={getattr(options, key):g} must be above {least}, e.g. {key}={example}")
     folder = Path(options.output)
@@ -97,6 +105,7 @@ class Fuzz:
     failures: list[Failure] = field(default_factory=list)
     outcomes: Counter[str] = field(default_factory=Counter)
     checked: set[str] = field(default_factory=set)  # causes of refusals
+    resumed: int = 0
 
     def run(self) -> None:
         """Draw and judge until the time is over, or `count` configurations have been judged."""
@@ -118,6 +127,9 @@ class Fuzz:
             outcome = self.oracle.judge(draw)
             self.outcomes[outcome.kind] += 1
             layouts.add(row_name(draw), outcome)
+            if outcome.ok and self.options.resume and self.outcomes.total() % self.options.resume == 0:
+                outcome = self.oracle.judge_resumed(draw)
+                self.resumed += 1
             if not outcome.ok:
                 self._fail(draw, outcome)
 
@@ -129,6 +141,7 @@ class Fuzz:
             f"pairs of values: {len(drawing.met):,} met of {len(drawing.met) + len(drawing.missing):,}; "
             f"{len(drawing.impossible):,} others cannot be legal, or need more than {LARGEST_WORLD} ranks",
             f"refusals: {counted(len(self.checked), 'reason')} checked",
+            f"checkpoints: {counted(self.resumed, 'configuration')} resumed",
         ]
         return "\n".join([*lines, *(f"failure-{n + 1}: {self._command(each)}" for n, each in enumerate(self.failures))])
 
@@ -155,7 +168,7 @@ class Fuzz:
 
         def fails(smaller: Draw) -> bool:
             nonlocal last
-            now = self._outcome(smaller)
+            now = self._outcome(smaller, outcome.kind)
             same = now.kind == outcome.kind and (not reason or cause(now.message) == reason)
             last = now if same else last
             return same
@@ -168,14 +181,18 @@ class Fuzz:
         write_whole(path, "\n".join(lines) + "\n")
         print(f"{path}: {lines[1]}\n  {lines[0]}", flush=True)
 
-    def _outcome(self, draw: Draw) -> Judgement:
-        """Return the outcome of a draw that may be refused, or have one rank, of which there is nothing to compare."""
+    def _outcome(self, draw: Draw, kind: str) -> Judgement:
+        """Return the outcome of a draw by what finds this kind of failure. The draw may be refused, or have one rank
+        alone, which has nothing to compare."""
         if text := complaint(overrides(draw)):
             return Judgement("refusal", text)
         if message := refusal(overrides(draw)):
             return Judgement("refused", message)
-        return self.oracle.judge(draw) if world(draw) > 1 else Judgement("ok")
+        if world(draw) == 1:
+            return Judgement("ok")
+        return self.oracle.judge_resumed(draw) if kind == "resume" else self.oracle.judge(draw, quick=kind == "hang")
 
     def _command(self, failure: Failure) -> str:
         """Return the command that shows a failure."""
-        return shlex.join(["gptlite", "parity", f"steps={STEPS}", *overrides(failure.draw)])
+        command = ["gptlite", "certify"] if failure.kind == "resume" else ["gptlite", "parity", f"steps={STEPS}"]
+        return shlex.join([*command, *overrides(failure.draw)])

@@ -8,11 +8,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
-from gptlite.satellites.certify.fuzz.axes import Draw, model_overrides, overrides, world
+from gptlite.satellites.certify.fuzz.axes import Draw, model_overrides, overrides, replaced, world
 from gptlite.satellites.certify.fuzz.legal import composed
 from gptlite.satellites.certify.fuzz.ranks import RankError, RankPool
-from gptlite.satellites.certify.fuzz.run import compare_layout, write_reference
+from gptlite.satellites.certify.fuzz.run import compare_layout, save_first_step, write_reference
 
 STEPS = 2  # the second has been through an update and its state
 
@@ -45,20 +46,42 @@ class Oracle:
         """Delete the files of the references."""
         self._folder.cleanup()
 
-    def judge(self, draw: Draw) -> Judgement:
-        """Return the outcome of training a legal draw."""
+    def judge(self, draw: Draw, quick: bool = False) -> Judgement:
+        """Return the outcome of training a legal draw. With `quick`, it hangs after a quarter of the time."""
+        timeout = self.timeout / 4 if quick else self.timeout
         config = composed(overrides(draw))
         try:
             reference = self._reference(draw)
-            same, message, errors = self.ranks.run(world(draw), self.compared, config, reference, timeout=self.timeout)[
-                0
-            ]
+            same, message, errors = self.ranks.run(world(draw), self.compared, config, reference, timeout=timeout)[0]
         except TimeoutError as error:
             return Judgement("hang", str(error))
         except RankError as error:
             late = re.search(r"ConfigError", error.error) is not None
             return Judgement("late" if late else "crash", error.error)
         return Judgement("ok" if same else "parity", message, errors)
+
+    def judge_resumed(self, draw: Draw) -> Judgement:
+        """Return the outcome of resuming: what a legal draw saves after a step is resumed by one process, and what one
+        process saves by the draw. The second step must be that of one process without a checkpoint. The kind of a
+        failure is resume."""
+        alone, layout = (
+            replaced([*values, f"run.dir={self._folder.name}/{uuid4().hex}"])
+            for values in (model_overrides(draw), overrides(draw))
+        )
+        try:
+            reference = self._reference(draw)
+            for source, target in ((layout, alone), (alone, layout)):
+                worlds = [world(draw) if each is layout else 1 for each in (source, target)]
+                saved = self.ranks.run(worlds[0], save_first_step, composed(source), timeout=self.timeout)[0]
+                config = composed(replaced([*target, f"checkpoint.resume={saved}", f"run.dir={saved}-resumed"]))
+                same, message, _ = self.ranks.run(
+                    worlds[1], compare_layout, config, reference, True, timeout=self.timeout
+                )[0]
+                if not same:
+                    return Judgement("resume", f"saved on {worlds[0]}, resumed on {worlds[1]} ranks: {message}")
+        except (TimeoutError, RankError) as error:
+            return Judgement("resume", error.error if isinstance(error, RankError) else str(error))
+        return Judgement("ok")
 
     def _reference(self, draw: Draw) -> str:
         """Return the file with the steps of one process."""
