@@ -1,7 +1,11 @@
 """Draws are legal, of several ranks, each another run, the same for a seed; and pairs of values meet."""
 
+import os
+import subprocess
+import sys
 from dataclasses import asdict
 from itertools import islice, pairwise
+from pathlib import Path
 
 import pytest
 
@@ -20,6 +24,7 @@ from gptlite.satellites.certify.fuzz.axes import (
 from gptlite.satellites.certify.fuzz.draw import Drawing, every_pair, first_draws, pairs_of
 from gptlite.satellites.certify.fuzz.legal import composed, refusal
 
+ROOT = Path(__file__).parents[3]
 DRAWS = first_draws(seed=3, count=60)
 
 
@@ -35,6 +40,16 @@ def test_draws_are_legal_and_each_another_run_of_several_ranks():
 def test_draws_depend_on_the_seed_alone():
     assert first_draws(seed=3, count=9) == DRAWS[:9]
     assert first_draws(seed=4, count=9) != DRAWS[:9]
+
+
+@pytest.mark.slow
+def test_draws_are_the_same_in_processes_that_order_sets_in_other_ways():
+    code = "from gptlite.satellites.certify.fuzz import axes, draw; "
+    code += "print(*map(axes.row_name, draw.first_draws(3, 60)), sep='\\n')"
+    for seed in "12":
+        command, env = [sys.executable, "-c", code], os.environ | {"PYTHONHASHSEED": seed}
+        out = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        assert out.split() == [*map(row_name, DRAWS)]
 
 
 def test_the_same_model_comes_several_times_in_a_row():

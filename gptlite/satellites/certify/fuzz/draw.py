@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations, islice, product
 
@@ -92,11 +92,12 @@ class Drawing:
         return {}
 
     def _next(self, first: Draw) -> Draw | None:
-        """Return the best of some legal draws: `first`, if it is one, or others with the same missing pair."""
-        found = [first] if first else []
-        tries = (self._completed({}, TRIES) for _ in range(CANDIDATES))
-        found += [draw for draw in tries if draw is not None]
-        return max(found, key=lambda draw: len(pairs_of(draw) & self.missing), default=None)
+        """Return the best of some legal draws: `first`, if it is one, or random ones."""
+        return self._best([first or None, *(self._completed({}, TRIES) for _ in range(CANDIDATES))])
+
+    def _best(self, draws: Sequence[Draw | None]) -> Draw | None:
+        """Return the draw with the most pairs that are missing; None if there is no draw."""
+        return max(filter(None, draws), key=lambda draw: len(pairs_of(draw) & self.missing), default=None)
 
     def _with_model(self, draw: Draw | None) -> Iterator[Draw | None]:
         """Yield draws with the same model on other layouts."""
@@ -104,8 +105,7 @@ class Drawing:
             return
         kept = {name: draw[name] for name in MODEL_AXES}
         for _ in range(self.layouts_per_model - 1):
-            found = [each for _ in range(3) if (each := self._completed(kept, TRIES)) is not None]
-            yield max(found, key=lambda each: len(pairs_of(each) & self.missing), default=None)
+            yield self._best([self._completed(kept, TRIES) for _ in range(CANDIDATES // 2)])
 
     def _completed(self, pinned: Draw, tries: int) -> Draw | None:
         """Return a legal draw with these values; None if no try is legal.
@@ -142,7 +142,7 @@ class Drawing:
         for name in self._random.sample(sorted(AXES), len(AXES)):
             if name not in pinned and name not in DEGREES and self._random.random() < share:
                 draw[name] = self._random.choice(AXES[name].values)
-        for name in {each for axis in pinned if pinned[axis] for each in AXES[axis].on}:
+        for name in dict.fromkeys(each for axis in pinned if pinned[axis] for each in AXES[axis].on):
             if not effective(draw)[name] and name not in pinned:
                 draw[name] = self._random.choice(AXES[name].values)
         self._degrees(draw, pinned)
