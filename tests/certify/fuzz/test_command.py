@@ -77,6 +77,17 @@ def test_a_failure_is_minimised_to_a_command_and_others_like_it_are_counted(fuzz
     assert all(row[1:7] == [""] * 6 for row in failing)
 
 
+def test_a_difference_with_one_seed_alone_is_chance(fuzz: Callable, tmp_path: Path):
+    chance = [draw for draw in first_draws(3, 8) if not draw["seed"]]
+    code, out, judged = fuzz(
+        lambda draw: OK if draw["seed"] else Judgement("parity", "different", ERRORS), "count=8", "resume=0"
+    )
+    assert code == 0
+    assert len(judged) == 8 + len(chance)
+    assert f"chance: {len(chance)} configurations beyond" in out
+    assert all(row[0].endswith("-seed_5") and row[-1] == "ok" for row in rows(tmp_path)[1:])
+
+
 def test_a_wrong_refusal_is_a_failure(fuzz: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def complain(values: list[str]) -> str:
         return "no fix: parallelism.sequence=true is refused" if "parallelism.sequence=true" in values else ""

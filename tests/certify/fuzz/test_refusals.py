@@ -2,7 +2,9 @@
 
 import pytest
 
+from gptlite.config import load
 from gptlite.errors import ConfigError
+from gptlite.launch.launcher import check_here
 from gptlite.satellites.certify.fuzz import refusals
 from gptlite.satellites.certify.fuzz.axes import BASE, overrides, replaced
 from gptlite.satellites.certify.fuzz.draw import Drawing
@@ -106,6 +108,14 @@ def test_what_the_fuzz_found_is_refused_with_a_fix(changes):
     assert refusal(values) == FOUND[changes]
     assert complaint(values) == ""
     assert cause(refusal(values)) != cause(refusal(replaced(["parallelism.tensor=3"])))
+
+
+def test_the_launcher_refuses_a_rank_without_rows_before_it_starts_any():
+    values = "parallelism.tensor=4 parallelism.data=null data.vocab_size=9 model.vocab_multiple=1".split()
+    config = load(replaced(values))
+    assert check_here(config, None, ranks=4) == 4
+    with pytest.raises(ConfigError, match="leaves a rank without any of the 9 rows"):
+        check_here(config, None, ranks=8)
 
 
 def test_ranks_without_rows_are_legal_where_nothing_reduces_them():

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import socket
 import sys
 import time
 import traceback
@@ -130,6 +131,8 @@ def _serve(pipe: Connection, rank: int, port: int) -> None:
     """Run what the pipe says until it closes."""
     die_with(os.getppid())  # the server, which ends with the program
     torch.set_num_threads(1)
+    loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
+    os.environ.update({"CUDA_VISIBLE_DEVICES": ""} | ({"GLOO_SOCKET_IFNAME": loopback} if loopback else {}))
     null = os.open(os.devnull, os.O_WRONLY)
     for standard in (1, 2):  # gloo and torch's warnings write there, and results come by the pipe
         os.dup2(null, standard)
