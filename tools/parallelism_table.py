@@ -2,11 +2,14 @@
 
 python tools/parallelism_table.py [results=FILE] [output=docs/parallelism_checks.md]
     [matrix=docs/parallelism_matrix.csv] [only_missing=false]
+python tools/parallelism_table.py fuzz=fuzz/layouts.csv [output=...] [matrix=...]
 
 Runs every cell of the parity matrix (tests/distributed/cells/matrix.py) on gloo processes, which takes about forty
 minutes on two idle cores. The tables give the largest errors of each precision, and the refused configurations.
 `results` is a JSON file to which the result of each cell is added. With only_missing=true, cells in this file are not
-run again. Exit codes: 0 if all cells agree with one process, otherwise 1.
+run again. With `fuzz`, no cell is run: the rows that `gptlite certify fuzz` has written follow those of the matrix, in
+the place of former ones, and the table of the fuzz is written. Exit codes: 0 if all rows agree with one process,
+otherwise 1.
 """
 
 import csv
@@ -27,11 +30,13 @@ ROOT = Path(__file__).resolve().parents[1]
 if TYPE_CHECKING:
     from distributed.cells.layouts import Cell  # pyright: ignore[reportMissingImports]
 
+Row = dict[str, str]  # of the CSV file, by column
 Result = dict[str, Any]  # a cell's verdict, largest errors, and the tensors with these errors, as JSON
 COLUMNS = (
     *("layout", "loss", "gradient norm", "worst gradient", "worst gradient's tensor"),
     *("worst value", "worst value's tensor", "verdict"),
 )
+NUMBERS = "loss", "gradient norm", "worst gradient", "worst value"
 ERRORS = "| precision | layouts | loss | gradient norm | gradients | values |\n|---|--:|--:|--:|--:|--:|"
 REFUSALS = "| overrides | message, without the values that it proposes |\n|---|---|"
 
@@ -44,6 +49,7 @@ class Arguments:
     output: str = "docs/parallelism_checks.md"
     matrix: str = "docs/parallelism_matrix.csv"
     only_missing: bool = False
+    fuzz: str | None = None
 
 
 def main(arguments: Arguments) -> int:
@@ -55,6 +61,9 @@ def main(arguments: Arguments) -> int:
     from distributed.cells.layouts import REFUSED  # pyright: ignore[reportMissingImports]
     from distributed.cells.matrix import CELLS  # pyright: ignore[reportMissingImports]
 
+    names = {cell.id for cell in CELLS}
+    if arguments.fuzz:
+        return add_fuzz(arguments, names, ("fp32", *STATED))
     file = Path(arguments.results) if arguments.results else None
     known: dict[str, Result] = json.loads(file.read_text()) if file and file.exists() else {}
     if not arguments.only_missing:
@@ -77,7 +86,9 @@ def main(arguments: Arguments) -> int:
     for name, lines in tables.items():
         text = replaced(text, name, "\n".join(lines))
     write_whole(output, text)
-    write_whole(Path(arguments.matrix), matrix_text({cell.id: known[cell.id] for cell in CELLS}))
+    drawn = [row for row in read_rows(Path(arguments.matrix)) if row["layout"] not in names]
+    own = [dict(zip(COLUMNS, matrix_row(cell.id, known[cell.id]), strict=True)) for cell in CELLS]
+    write_whole(Path(arguments.matrix), matrix_text([*own, *drawn]))
     print(f"wrote {arguments.output} and {arguments.matrix}: {same} of {len(CELLS)} layouts agree with one process")
     return 0 if same == len(CELLS) else 1
 
@@ -130,12 +141,43 @@ def worst(results: list[Result]) -> list[float]:
     return [max(column) for column in zip(*numbers, strict=True)]
 
 
-def matrix_text(results: dict[str, Result]) -> str:
+def add_fuzz(arguments: Arguments, cells: set[str], precisions: tuple[str, ...]) -> int:
+    """Put the rows of a fuzz after those of the `cells`, write its table, and return the exit code."""
+    matrix, output = Path(arguments.matrix), Path(arguments.output)
+    drawn = [row for row in read_rows(Path(str(arguments.fuzz))) if row["layout"] not in cells]
+    if not drawn:
+        raise ConfigError(f"fuzz={arguments.fuzz}: the file has no rows; run gptlite certify fuzz first")
+    own = [row for row in read_rows(matrix) if row["layout"] in cells]
+    write_whole(output, replaced(output.read_text(encoding="utf-8"), "fuzz", "\n".join(fuzz_lines(drawn, precisions))))
+    write_whole(matrix, matrix_text([*own, *drawn]))
+    same = sum(row["verdict"] == "ok" for row in drawn)
+    print(f"wrote {output} and {matrix}: {same} of {len(drawn)} configurations of the fuzz agree with one process")
+    return 0 if same == len(drawn) else 1
+
+
+def fuzz_lines(drawn: list[Row], precisions: tuple[str, ...]) -> list[str]:
+    """Return the table of a fuzz: the largest errors of each precision."""
+    lines = [f"{sum(row['verdict'] == 'ok' for row in drawn):,} of {len(drawn):,} configurations agree.", "", ERRORS]
+    for name in precisions:
+        rows = [row for row in drawn if name in row["layout"].split("-") and row["loss"]]
+        if rows:
+            errors = [f"{max(float(row[column]) for row in rows):.0e}" for column in NUMBERS]
+            lines.append(f"| {name} | {len(rows)} | {' | '.join(errors)} |")
+    return lines
+
+
+def read_rows(path: Path) -> list[Row]:
+    """Return the rows of a CSV file with COLUMNS."""
+    with open(path, newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def matrix_text(rows: list[Row]) -> str:
     """Return the CSV text: COLUMNS, then a row per layout. A layout that failed to run has only a verdict."""
     text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(COLUMNS)
-    writer.writerows(matrix_row(name, result) for name, result in results.items())
+    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
     return text.getvalue()
 
 

@@ -23,6 +23,7 @@ from gptlite.config.compose import load
 from gptlite.config.overrides import key_of
 from gptlite.config.schema import Config, model_name
 from gptlite.errors import ConfigError
+from gptlite.launch.launcher import with_known_vocabulary
 from gptlite.launch.starter import starter
 from gptlite.parallelism.layout import wanted_world
 from gptlite.precision import Precision, PrecisionConfig
@@ -49,7 +50,7 @@ def run(arguments: list[str]) -> int:
     import torch
 
     world = wanted_world(config.parallelism, gpus := torch.cuda.device_count())
-    layout = check_world(config, world)
+    layout = check_world(with_known_vocabulary(config, guess=False), world)
     if world == 1:
         raise ConfigError("the layout has only one rank; give one with several, e.g. parallelism=tp2")
     if (codec := config.parallelism.compression.value) != "none":

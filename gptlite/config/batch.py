@@ -8,6 +8,8 @@ from collections.abc import Callable
 from gptlite.config.schema import Config
 from gptlite.data.batches import batch_schedule
 from gptlite.errors import ConfigError
+from gptlite.models.registry import spec_of
+from gptlite.parallelism.config import Offload
 from gptlite.parallelism.layout import (
     Layout,
     divisors,
@@ -39,10 +41,15 @@ def check_batch(config: Config) -> None:
 
 def check_world(config: Config, world: int) -> Layout:
     """Return the layout of a run on `world` ranks. Raises a one-line ConfigError if the degrees do not divide `world`,
-    or if the batch cannot be split over the data-parallel ranks."""
+    the batch cannot be split over the data-parallel ranks, or a rank has no row of an embedding that they reduce."""
     layout = resolve(config.parallelism, world)
     if problem := _batch_problem(config, layout.data_size):
         raise ConfigError(problem)
+    rows, ranks = spec_of(config.model).table_rows(config.model), layout.size("tp")
+    fit = [degree for degree in divisors(ranks) if rows is None or -(-rows // -(-rows // degree)) == degree]
+    if fit[-1] < ranks and (layout.fsdp_size > 1 or config.parallelism.offload is not Offload.none):
+        raise ConfigError(f"parallelism.tensor={ranks} leaves a rank without any of the {rows} rows of the embedding, "
+                          f"whose gradients ZeRO reduces; use parallelism.tensor={listed(fit, 'or')}")  # fmt: skip
     return layout
 
 

@@ -172,7 +172,8 @@ def _offload_parameters(config: ParallelismConfig) -> None:
     key = "parallelism.offload_parameters=true"
     if config.offload is not Offload.nvme:
         raise ConfigError(f"{key} is only for parallelism.offload=nvme, not {config.offload.value}; leave it out, or "
-                          "use parallelism=zero_infinity parallelism.offload_path=/nvme/run1")  # fmt: skip
+                          "use parallelism.zero=3 parallelism.offload=nvme "
+                          "parallelism.offload_path=/nvme/run1")  # fmt: skip
     if config.zero != 3 and not config.auto:  # the planner checks each of its layouts
         raise ConfigError(f"{key} gathers parameters block by block, which parallelism.zero={config.zero} does not; "
                           "use parallelism.zero=3")  # fmt: skip
@@ -204,7 +205,8 @@ def _tensor(config: Config) -> None:
     for key, size in cut.items():
         if size % tensor:
             value = f" = {size}" if "=" in key else f"={size}"
-            raise ConfigError(f"{key}{value} is not divisible by parallelism.tensor={tensor}; try {listed(degrees)}")
+            raise ConfigError(f"{key}{value} is not divisible by parallelism.tensor={tensor}; "
+                              f"try parallelism.tensor={listed(degrees)}")  # fmt: skip
     if (rows := spec.table_rows(config.model)) is not None and tensor > rows:
         raise ConfigError(f"parallelism.tensor={tensor} exceeds the {rows} rows of the embedding; use at most {rows}")
 

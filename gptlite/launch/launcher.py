@@ -51,7 +51,7 @@ def check_here(config: Config, outer: Starter | None, ranks: int | None = None) 
     gpus = torch.cuda.device_count()
     sized = with_known_vocabulary(config, guess=not gpus or config.parallelism.offload is Offload.nvme)
     world = outer.world_size if outer else ranks or wanted_world(config.parallelism, gpus)
-    layout = check_world(config, world)
+    layout = check_world(sized, world)
     check_device(config, "cuda" if gpus else "cpu")
     here = outer.local_world_size if outer else world
     # srun may make only its own GPU visible to each rank.

@@ -140,7 +140,7 @@ class SGDConfig(OptimizerConfig):
         """Raise ConfigError for values out of range."""
         super().check()
         fix = "needs a momentum; set optimizer.momentum=0.9 or optimizer.nesterov=false"
-        require(self.momentum > 0 or not self.nesterov, "optimizer.nesterov", self.nesterov, fix)
+        require(self.momentum > 0 or not self.nesterov, "optimizer.nesterov", "true", fix)
 
     def state_elements(self) -> int:
         """Return 1 for the momentum buffer, or 0 without momentum."""

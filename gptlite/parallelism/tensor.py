@@ -184,8 +184,9 @@ class VocabParallelEmbedding(nn.Module):
         weight = local_tensor(self.weight)
         row = tokens - first_row(self.weight, self.axis)
         mine = (row >= 0) & (row < len(weight))
-        # With fewer rows than ranks, some ranks have an empty table, which F.embedding rejects.
-        table = weight if len(weight) else weight.new_zeros(1, weight.shape[1])
+        # F.embedding rejects the empty table of a rank without rows. A row beside it, not in its place, keeps the table
+        # in the graph: all ranks must take part in the collective of the backward pass of `leave`.
+        table = weight if len(weight) else torch.cat((weight, weight.new_zeros(1, weight.shape[1])))
         # Tokens whose rows are on other ranks look up row 0. The factor removes them from the sum, and from row 0's
         # gradient.
         out = F.embedding(row.masked_fill(~mine, 0), table) * mine.unsqueeze(-1)

@@ -85,9 +85,10 @@ REFUSED = {
     # Degrees.
     "tensor=0": "parallelism.tensor=0 must be at least 1",
     "data=0": "parallelism.data=0 must be at least 1",
-    "tensor=3": "model.num_heads=8 is not divisible by parallelism.tensor=3; try 1, 2, 4, 8",
-    "tensor=16": "model.num_heads=8 is not divisible by parallelism.tensor=16; try 1, 2, 4, 8",
-    "tensor=4 model.d_ff=1002": "model.d_ff=1002 is not divisible by parallelism.tensor=4; try 1, 2\n",
+    "tensor=3": "model.num_heads=8 is not divisible by parallelism.tensor=3; try parallelism.tensor=1, 2, 4, 8",
+    "tensor=16": "model.num_heads=8 is not divisible by parallelism.tensor=16; try parallelism.tensor=1, 2, 4, 8",
+    "tensor=4 model.d_ff=1002": "model.d_ff=1002 is not divisible by parallelism.tensor=4; "
+    "try parallelism.tensor=1, 2\n",
     "tensor=8 model.vocab_size=4 model.vocab_multiple=1": "parallelism.tensor=8 exceeds the 4 rows of the embedding",
     # Context parallelism.
     "context=0": "parallelism.context=0 must be at least 1",
@@ -99,19 +100,19 @@ REFUSED = {
     "the number of chunks that balances causal attention; try "
     "parallelism.context=1, or data.sequence_length=252 or 256\n",
     "context=4 sequence=true tensor=8 data.sequence_length=240": "data.sequence_length=240 / parallelism.context=4 "
-    "= 60 is not divisible by parallelism.tensor=8; try 1, 2, 4\n",
+    "= 60 is not divisible by parallelism.tensor=8; try parallelism.tensor=1, 2, 4\n",
     # Sequence parallelism.
     "sequence=true": "parallelism.sequence=true splits sequences over tensor-parallel ranks, but parallelism.tensor=1; "
     "use parallelism.sequence=false, or parallelism.tensor=2, 4 or 8",
     "sequence=true tensor=4 data.sequence_length=250": "data.sequence_length=250 is not divisible by "
-    "parallelism.tensor=4; try 1, 2\n",
+    "parallelism.tensor=4; try parallelism.tensor=1, 2\n",
     # Offload.
     "offload=nvme": "parallelism.offload=nvme needs a folder for its files; set it, e.g. "
     "parallelism.offload_path=/nvme/run1",
     "offload=cpu offload_path=/nvme": "parallelism.offload_path=/nvme is only for parallelism.offload=nvme, not cpu; "
     "leave it out, or use parallelism.offload=nvme",
     "offload_parameters=true": "parallelism.offload_parameters=true is only for parallelism.offload=nvme, not none; "
-    "leave it out, or use parallelism=zero_infinity parallelism.offload_path=/nvme/run1",
+    "leave it out, or use parallelism.zero=3 parallelism.offload=nvme parallelism.offload_path=/nvme/run1",
     "offload=nvme offload_path=/nvme offload_parameters=true zero=2": "parallelism.offload_parameters=true gathers "
     "parameters block by block, which parallelism.zero=2 does not; use parallelism.zero=3",
     "offload=nvme offload_path=/nvme offload_parameters=true zero=3 data=4 dp_replicate=2": "parallelism."

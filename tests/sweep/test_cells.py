@@ -70,7 +70,7 @@ def test_illegal_cells_have_their_reason_and_the_rest_none() -> None:
     found = cells("parallelism.tensor=1,4", "parallelism.zero=0,5")
     reasons = [cell.reason for cell in found]
     assert [bool(reason) for reason in reasons] == [False, True, True, True]
-    assert reasons[2] == "model.num_heads=2 is not divisible by parallelism.tensor=4; try 1, 2"
+    assert reasons[2] == "model.num_heads=2 is not divisible by parallelism.tensor=4; try parallelism.tensor=1, 2"
     assert reasons[1] == "parallelism.zero=5 is not a ZeRO stage; use 0, 1, 2 or 3"
 
 

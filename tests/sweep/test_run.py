@@ -79,7 +79,7 @@ def test_layouts_have_worlds_of_their_own_and_train_alike(start: Start, tmp_path
     found = records(folder)
     assert [record.world_size for record in found] == [1, 2, 2, None]
     assert [record.layout for record in found] == ["one rank", "data 2 (zero 1)", "tensor 2", ""]
-    assert found[3].reason == "model.num_heads=2 is not divisible by parallelism.tensor=4; try 1, 2"
+    assert found[3].reason == "model.num_heads=2 is not divisible by parallelism.tensor=4; try parallelism.tensor=1, 2"
     alone = losses(folder / "0-single")
     assert len(alone) == 3
     for name in ("1-zero1", "2-tp2"):

@@ -24,7 +24,9 @@ def check_experts(config: GPTConfig) -> None:
             "experts; lower one of them"
         )
     if moe.top_k > moe.experts:
-        raise ConfigError(f"model.moe.top_k={moe.top_k} is above model.moe.experts={moe.experts}")
+        raise ConfigError(
+            f"model.moe.top_k={moe.top_k} is above model.moe.experts={moe.experts}; use model.moe.top_k={moe.experts}"
+        )
     if moe.every > config.num_layers:
         raise ConfigError(
             f"model.moe.every={moe.every} is above model.num_layers={config.num_layers}, so no layer has experts; "

@@ -1,1 +1,1 @@
-"""Certificates of layouts: a layout is reduced to what one machine can run, and checked in four stages."""
+"""Certificates of layouts, for which a layout is reduced to what one machine can run, and a fuzz of all layouts."""

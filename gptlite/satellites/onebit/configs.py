@@ -107,6 +107,11 @@ def check_onebit(config: Any) -> None:
             f"{key} exchanges momenta over all data ranks, but parallelism.expert={layout.expert} divides experts "
             "among them; use parallelism.expert=1, or optimizer=adamw"
         )
+    if config.trainer.noise_scale:
+        raise ConfigError(
+            f"trainer.noise_scale=true observes the sums of gradients that {key} replaces; "
+            "use trainer.noise_scale=false, or optimizer=adamw"
+        )
     _refuse_local_steps(optimizer, layout)
     compression = getattr(getattr(layout, "compression", None), "value", "none")
     if compression != "none":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
 
@@ -39,14 +39,18 @@ class StepRecord:
     buffers: dict[str, Whole] = field(default_factory=dict)
 
 
-def recorded(config: Config, steps: int, mesh: Mesh | None = None) -> Iterator[StepRecord | None]:
+def recorded(
+    config: Config, steps: int, mesh: Mesh | None = None, restore: Callable[[TrainState], None] = lambda _: None
+) -> Iterator[StepRecord | None]:
     """Yield the first steps of a run one by one, or None on ranks other than 0. Without a mesh, there is one process.
 
-    The run is built and stepped as in `pretrain`, but writes no files. Raises ConfigError and Diverged as `pretrain`
+    The run is built and stepped as in `pretrain`, but writes no files. `restore` is called with its state before the
+    first step, for example to load a checkpoint. Raises ConfigError and Diverged as `pretrain`
     does. Collective: every rank must iterate through all steps.
     """
     mesh = build_mesh(ParallelismConfig()) if mesh is None else mesh
     state, take_step = build(config, mesh)
+    restore(state)
     gradients: dict[str, Whole] | None = None
 
     def inspect(state: TrainState) -> None:

@@ -76,5 +76,5 @@ def check_ranks(zeropp: ZeroppConfig, ranks: int) -> None:
     if zeropp.node_size is not None and ranks % zeropp.node_size:
         raise ConfigError(
             f"parallelism.zeropp.node_size={zeropp.node_size} does not divide the {ranks} ranks that parameters are "
-            f"sharded over; try {listed(divisors(ranks))}"
+            f"sharded over; try parallelism.zeropp.node_size={listed(divisors(ranks))}"
         )

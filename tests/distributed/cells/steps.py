@@ -6,20 +6,15 @@ import os
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
-from datetime import timedelta
-
-import torch.distributed as dist
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
-from torch.distributed.distributed_c10d import PrefixStore
 
 from gptlite.config import Config, load
 from gptlite.config.cluster import ClusterConfig
 from gptlite.parallelism.mesh import Mesh, build_mesh
+from gptlite.satellites.certify.fuzz.ranks import joined as group_of
 from gptlite.satellites.parity.record import build
 from gptlite.satellites.plan.planning import workload_of
 from gptlite.satellites.plan.workload import Workload
 from gptlite.start.pretrain import pretrain
-from gptlite.torch_private.distributed import forget_meshes
 from gptlite.trainer.state import TrainState
 from gptlite.trainer.step import Step
 
@@ -31,20 +26,12 @@ def joined(world: int, name: str) -> Iterator[bool]:
     So ranks started once serve every smaller world too. `name` is one that no other group of theirs has had.
     """
     rank = int(os.environ.get("RANK", 0))
-    if world == 1 or rank >= world:
-        yield rank < world
-        if dist.is_initialized():  # the group of one rank that offloads
-            dist.destroy_process_group()
+    if rank >= world:
+        yield False
         return
-    store = TCPStore("localhost", int(os.environ["MASTER_PORT"]), is_master=False)
     # New ranks may be ready a minute apart on a busy machine; one that hangs is seen by Ranks.run.
-    limit = timedelta(seconds=240)
-    dist.init_process_group("gloo", store=PrefixStore(name, store), rank=rank, world_size=world, timeout=limit)
-    try:
+    with group_of(rank, world, int(os.environ.get("MASTER_PORT", 0)), name):
         yield True
-    finally:
-        dist.destroy_process_group()
-        forget_meshes()
 
 
 @contextmanager

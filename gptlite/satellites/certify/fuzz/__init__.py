@@ -1,0 +1,1 @@
+"""Random legal configurations, each trained with parity to one process or refused with a fix."""
