@@ -18,7 +18,15 @@ import torch
 from gptlite.config.schema import Config
 from gptlite.parallelism.mesh import build_mesh
 from gptlite.precision import resolve_precision
-from gptlite.satellites.parity.compare import Distances, StepComparison, compare, distances, fp32_limits, half_limits
+from gptlite.satellites.parity.compare import (
+    NO_DIFFERENCE,
+    Distances,
+    StepComparison,
+    compare,
+    distances,
+    fp32_limits,
+    half_limits,
+)
 from gptlite.satellites.parity.record import StepRecord, recorded
 from gptlite.satellites.parity.report import HEADER, row, verdict
 
@@ -45,7 +53,10 @@ def compare_run(reference: Path, config: Config, *_: Any) -> int:
     steps = sum(file.name != APART for file in reference.iterdir())
     apart: list[Distances] | None = torch.load(reference / APART, weights_only=False)
     epsilon = torch.finfo(resolve_precision(config.precision, mesh.device).compute_dtype).eps
-    limits = fp32_limits() if apart is None else half_limits(apart, epsilon)
+    if apart is not None:
+        limits = half_limits(apart, epsilon)
+    else:
+        limits = NO_DIFFERENCE if config.parallelism.deterministic else fp32_limits()
     comparisons: list[StepComparison] = []
     if mesh.is_main:
         print(HEADER)
