@@ -7,7 +7,8 @@ GPUs, or as gloo processes on a CPU. One row per step has the differences of los
 updated parameters. The last line is the verdict; if tensors differ, it names the first one. No run folder is written.
 
 By default, random tokens (data=synthetic) and fp32 are used. In bf16, fp16, amp_o1 and amp_o2 the layout may differ
-from one process by up to twice that process's difference from fp32. Exit codes: 0 the same, 1 different, 2 refused.
+from one process by up to twice that process's difference from fp32. With parallelism.deterministic=true it must not
+differ. Exit codes: 0 the same, 1 different, 2 refused.
 """
 
 import tempfile
@@ -98,7 +99,7 @@ def one_process(config: Config, steps: int) -> "tuple[Iterator[StepRecord], Iter
     from gptlite.precision import resolve_precision
     from gptlite.satellites.parity.record import recorded
 
-    alone = replace(config, parallelism=ParallelismConfig())
+    alone = replace(config, parallelism=ParallelismConfig(deterministic=config.parallelism.deterministic))
     runs = [alone]
     if resolve_precision(config.precision, build_mesh(alone.parallelism).device).name != "fp32":
         runs.append(replace(alone, precision=PrecisionConfig(Precision.fp32)))

@@ -56,6 +56,9 @@ class Tolerances:
         return self.first if self.first is not None and step == 1 else self
 
 
+NO_DIFFERENCE = Tolerances(0.0, 0.0, lambda _: 0.0, lambda _: 0.0)  # of parallelism.deterministic=true
+
+
 @dataclass(frozen=True)
 class TensorDifference:
     """Distance beyond its limit. `what` is loss, gradient norm, gradient, value or buffer. If the ranks' copies of a

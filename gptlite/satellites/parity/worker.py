@@ -19,6 +19,7 @@ from gptlite.config.schema import Config
 from gptlite.parallelism.mesh import Mesh, build_mesh
 from gptlite.precision import resolve_precision
 from gptlite.satellites.parity.compare import (
+    NO_DIFFERENCE,
     Distances,
     StepComparison,
     Tolerances,
@@ -48,7 +49,9 @@ def limits_of(reference: Path, config: Config, mesh: Mesh) -> Tolerances:
     """Return the limits for a run of `config`, given the folder of `save_reference`."""
     apart: list[Distances] | None = torch.load(reference / APART, weights_only=False)
     epsilon = torch.finfo(resolve_precision(config.precision, mesh.device).compute_dtype).eps
-    return fp32_limits() if apart is None else half_limits(apart, epsilon)
+    if apart is not None:
+        return half_limits(apart, epsilon)
+    return NO_DIFFERENCE if config.parallelism.deterministic else fp32_limits()
 
 
 def compared(reference: Path, config: Config, mesh: Mesh, limits: Tolerances) -> Iterator[StepComparison]:
