@@ -110,7 +110,7 @@ ROOMS = {
         "checkpoint config data kernels launch metrics models ops optimizer parallelism parity plan precision pretrain "
         "samples trainer",
         packages="torch",
-        lazy="jinja2 spmd_types",
+        lazy="jinja2",
     ),
     "start": Room(
         "certify compressed config deepspeed deterministic graph launch metrics monitor noise onebit parallelism plan "

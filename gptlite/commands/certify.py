@@ -4,7 +4,7 @@ gptlite certify [any KEY=VALUE of train] [cluster.nodes=N] [out=FOLDER]
 gptlite certify verify PATH [KEY=VALUE of train]    is a certificate intact, and does it cover this configuration?
 gptlite certify fuzz [...]                          check random configurations; see `gptlite certify fuzz --help`
 
-types: the types of all collectives at the true number of ranks, which needs the package spmd-types. parity: the first
+types: the types of all collectives at the true number of ranks. parity: the first
 steps of reduced layouts and of one process are the same. resume: a run is killed twice, and goes on to the bit, then
 on other layouts. state: its checkpoint has each element of the training state once. A parity that fails names the layer
 and the axis. certificate.json and certificate.html are written to FOLDER, by default certificates/NAME. In a folder

@@ -16,21 +16,21 @@ from gptlite.config.schema import Config
 from gptlite.errors import ConfigError
 from gptlite.files import write_whole
 from gptlite.satellites.certify.rows import StageRow
+from gptlite.satellites.certify.types.check import check_types as check
 
 ANSWER = "types.json"
 SECONDS = 600.0
-INSTALL = "pip install spmd-types"
 
 
 def check_types(config: Config, world: int, folder: Path) -> StageRow:
     """Check the types of a configuration on `world` ranks."""
     (folder / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
     paths = os.pathsep.join(each or os.getcwd() for each in sys.path)
-    words = [sys.executable, "-P", "-m", "gptlite.satellites.certify.typed", str(folder), str(world)]
+    command = [sys.executable, "-P", "-m", "gptlite.satellites.certify.typed", str(folder), str(world)]
     env = {**os.environ, "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": ""}
     quiet = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True, "check": False}
     try:
-        process = subprocess.run(words, env=env, timeout=SECONDS, **quiet)
+        process = subprocess.run(command, env=env, timeout=SECONDS, **quiet)
     except subprocess.TimeoutExpired:
         return StageRow("types", False, f"the check took more than {SECONDS:.0f} s")
     if process.returncode or not (folder / ANSWER).exists():
@@ -45,15 +45,10 @@ def main() -> None:
     folder, world = Path(sys.argv[1]), int(sys.argv[2])
     config = from_yaml((folder / "config.yaml").read_text(encoding="utf-8"), imports=True)
     try:
-        from gptlite.satellites.certify.types.check import check_types as check
-
         report = check(config, world)
         figure = f"{report.collectives:,} collectives of {world:,} ranks have the types they need"
         answer = {"passed": report.passed, "words": figure if report.passed else report.message}
         answer["holes"] = [f"types: {each}" for each in report.holes]
-    except ModuleNotFoundError as error:
-        reason = INSTALL if error.name == "spmd_types" else str(error)
-        answer = {"passed": None, "words": reason, "holes": [f"types: not checked: {reason}"]}
     except ConfigError as error:
         answer = {"passed": None, "words": str(error), "holes": [f"types: not checked: {error}"]}
     write_whole(folder / ANSWER, json.dumps(answer))

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+import spmd_types
 import torch
 from distributed.cells.layouts import Cell
 
@@ -12,8 +13,6 @@ from gptlite.models.gpt import mlp
 from gptlite.parallelism import tensor
 from gptlite.satellites.certify.types.declared import declarations
 from gptlite.satellites.plan.planning import workload_of
-
-spmd_types = pytest.importorskip("spmd_types")
 
 FUNCTIONS = [tensor._Copy, tensor._Sum, tensor._Gather, tensor._Scatter]
 MODERN = ("model.position=rope", "model.norm=rms_norm", "model.bias=false", "model.mlp=swiglu")

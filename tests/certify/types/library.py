@@ -3,7 +3,7 @@
 `numerically_right` runs a function's passes on simulated ranks, and compares the numbers with what the declared types
 say. `forward_types` types a model's forward pass over the tensor axis with the library's rules for all ops of torch. It
 is no substitute for `flow.py`: it sees no backward pass, no FSDP2 and no custom op, and needs a rule for each autograd
-function. Only tests import this module; training and `check_types` do not need the library.
+function. The product does not need the library.
 """
 
 from __future__ import annotations
