@@ -7,6 +7,7 @@ import spmd_types
 import torch
 from distributed.cells.layouts import Cell
 
+from certify.types import library
 from gptlite.config import load
 from gptlite.config.batch import check_world
 from gptlite.models.gpt import mlp
@@ -26,7 +27,6 @@ CELLS = {
 
 
 def forward_types(cell: Cell):
-    from gptlite.satellites.certify.types import library
 
     config = load([*cell.overrides(), "ops.implementation=reference", "model.num_layers=2", "model.dropout=0"])
     layout = check_world(config, cell.world)
@@ -36,14 +36,12 @@ def forward_types(cell: Cell):
 
 @pytest.mark.parametrize("cls", FUNCTIONS)
 def test_what_a_function_declares_is_what_it_computes(cls):
-    from gptlite.satellites.certify.types import library
 
     library.numerically_right(cls, declarations()[cls, "forward"], torch.randn(2, 4, 3))
 
 
 @pytest.mark.parametrize("text", ["S(0) -> R", "S(2) -> R"])
 def test_a_wrong_declaration_is_found(text):
-    from gptlite.satellites.certify.types import library
 
     with pytest.raises(spmd_types.rulecheck.RuleCheckError):
         library.numerically_right(tensor._Gather, text, torch.randn(2, 4, 6))
