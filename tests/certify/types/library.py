@@ -15,11 +15,10 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-import spmd_types as spmd
+import spmd_types.checker
 import torch
 from spmd_types import rulecheck as numeric
 from spmd_types import rules
-from spmd_types.checker import typecheck
 from torch import Tensor
 
 from gptlite.models.model import Model
@@ -34,6 +33,7 @@ from gptlite.satellites.plan.simulate import CPU, mesh_of, ops_of, policy_of, ze
 from gptlite.satellites.plan.workload import Workload
 from gptlite.trainer.parts import build_parts
 
+spmd: Any = spmd_types  # its stubs export no name
 PLAIN = {"R": spmd.R, "I": spmd.I, "V": spmd.V, "P": spmd.P}
 
 
@@ -76,7 +76,7 @@ def forward_types(work: Workload, rank: int, declared: Declarations) -> Any:
         summed = part.parameters() if work.parallelism.sequence else (p for each in of_heads for p in each.parameters())
         partial = set(map(id, summed))  # their gradients are summed after the passes
         x, targets = zero_batch(work)
-        with spmd.set_current_mesh(mesh.along("tp")), typecheck():
+        with spmd.set_current_mesh(mesh.along("tp")), spmd.checker.typecheck():
             for parameter in part.parameters():
                 kind = spmd.R if id(parameter) in partial else spmd.I
                 spmd.assert_type(local_tensor(parameter), {axis: spmd.V if tensor.is_cut(parameter) else kind})

@@ -31,6 +31,7 @@ def test_the_table_lists_what_the_code_declares():
 def example():
     """The class of the page's example."""
     code = re.search(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    assert code is not None
     space: dict = {"__name__": "my_plugin"}
     exec(code[1], space)
     return space["SumOfHeads"]

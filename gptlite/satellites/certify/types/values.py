@@ -121,7 +121,7 @@ class ValueTypes:
     def set_spans(self, tensor: Tensor, spans: Iterable[Span], period: int = 0) -> None:
         """Set the types of ranges of a contiguous tensor's bytes, relative to its first byte. With a `period`, the
         tensor fills its storage with rows of that many bytes, and the spans are those of a row."""
-        begin = tensor.storage_offset() * tensor.element_size()
+        begin = int(tensor.storage_offset()) * tensor.element_size()
         held = self._write(tensor, [(begin + first, begin + last, kind) for first, last, kind in spans])
         held.period = period
 
@@ -165,4 +165,4 @@ def _extent(tensor: Tensor) -> tuple[int, int]:
     """Return the first byte of a tensor in its storage and the byte after its last."""
     size, offset = tensor.element_size(), tensor.storage_offset()
     reach = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return offset * size, (offset + reach + 1) * size
+    return int(offset) * size, int(offset + reach + 1) * size
