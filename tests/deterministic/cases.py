@@ -89,7 +89,7 @@ def _four_samples() -> AbstractContextManager[object]:
     from gptlite.trainer import build
 
     inner = build.build_loader
-    return mock.patch.object(build, "build_loader", lambda *args: inner(*args[:4], ParallelismConfig()))
+    return mock.patch.object(build, "build_loader", lambda *args: inner(*args[:4], ParallelismConfig()))  # pyright: ignore[reportCallIssue]
 
 
 def _rounded_twice() -> AbstractContextManager[object]:

@@ -18,6 +18,7 @@ GROUPS: dict[str, tuple[str, list[str]]] = {
             f"{P}data=4 {P}zero=2 {P}dp_replicate=2 data.micro_batch_size=3",
             f"{P}data=6 {P}zero=3 {P}dp_replicate=3 data.micro_batch_size=4",
             f"{P}data=2 {P}zero=3 {P}offload=cpu",
+            f"{P}data=1 {P}zero=3 {P}offload=cpu",
             f"{P}data=2 {P}zero=3 {P}bucket_layers=2 {P}activation_checkpointing=full",
         ],
     ),
@@ -50,11 +51,11 @@ GROUPS: dict[str, tuple[str, list[str]]] = {
 
 @pytest.fixture(scope="module")
 def worlds() -> Iterator[Callable[[int], Ranks]]:
-    """Ranks of a world, of which only the last one asked for runs."""
+    """Ranks of a world. Besides one process, only those last asked for run."""
     started: dict[int, Ranks] = {}
 
     def of(world: int) -> Ranks:
-        for other in [each for each in started if each != world]:
+        for other in [each for each in started if 1 < each != world > 1]:
             started.pop(other).close()
         return started.setdefault(world, Ranks(world))
 
@@ -64,10 +65,8 @@ def worlds() -> Iterator[Callable[[int], Ranks]]:
 
 
 def run(worlds: Callable[[int], Ranks], words: str, fault: str = "") -> list[Bits]:
-    degrees = dict(each.removeprefix(P).split("=") for each in words.split() if each.startswith(P))
-    world = int(degrees.get("data", 1)) * int(degrees.get("pipeline", 1))
-    data = [] if "data" in degrees else [f"{P}data=1"]
-    return worlds(world).run("deterministic.cases:steps", [*ON, *data, *words.split()], fault, timeout=240)[0]
+    data = [] if f"{P}data=" in words else [f"{P}data=1"]
+    return worlds(world_of(words)).run("deterministic.cases:steps", [*ON, *data, *words.split()], fault, timeout=240)[0]
 
 
 @pytest.mark.parametrize("layout", [f"{P}data=2 {P}zero=0 data.micro_batch_size=4", f"{P}data=3 {P}zero=3"])
@@ -88,11 +87,28 @@ def test_a_sum_that_depends_on_the_layout_is_found(worlds: Callable[[int], Ranks
     assert found.startswith("step 1: " + {"float norm": "gradient norm", "float loss": "loss"}.get(fault, ""))
 
 
+def world_of(words: str) -> int:
+    """The number of ranks of a layout."""
+    degrees = dict(each.removeprefix(P).split("=") for each in words.split() if each.startswith(P))
+    return int(degrees.get("data", 1)) * int(degrees.get("pipeline", 1))
+
+
+# Ranks are started once for each world.
+LAYOUTS = sorted(((group, each) for group in GROUPS for each in GROUPS[group][1]), key=lambda pair: world_of(pair[1]))
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("group", GROUPS)
-def test_bits_of_all_layouts_are_those_of_one_process(worlds: Callable[[int], Ranks], group: str):
-    shared, layouts = GROUPS[group]
-    alone = run(worlds, shared)
-    layouts.sort(key=lambda words: words.partition(" ")[0])  # ranks are started once for each world
-    found = {layout: difference(run(worlds, f"{shared} {layout}"), alone) for layout in layouts}
-    assert {layout: each for layout, each in found.items() if each} == {}
+@pytest.mark.parametrize(("group", "layout"), LAYOUTS)
+def test_bits_of_all_layouts_are_those_of_one_process(
+    worlds: Callable[[int], Ranks], references: dict[str, list[Bits]], group: str, layout: str
+):
+    shared = GROUPS[group][0]
+    if group not in references:
+        references[group] = run(worlds, shared)
+    assert difference(run(worlds, f"{shared} {layout}"), references[group]) == ""
+
+
+@pytest.fixture(scope="module")
+def references() -> dict[str, list[Bits]]:
+    """Bits of one process, by group."""
+    return {}

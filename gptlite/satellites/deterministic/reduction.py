@@ -72,10 +72,11 @@ class ExactReduction(BucketReduction):
             module.set_all_reduce_hook(lambda flat: self.over_replicas(bucket, flat))
 
     def bind(self, parameters: Iterable[tuple[str, nn.Parameter]], optimizer: Optimizer) -> None:
-        """Receive this rank's parameters, and sum those that FSDP2 does not reduce. On a CPU, torch's fused updates are
-        turned off: their loops round differently at the end of a shard."""
+        """Receive this rank's parameters, and sum those that FSDP2 does not reduce."""
         for each in (optimizer, getattr(optimizer, "adamw", optimizer)):  # Muon's AdamW, if any
-            if type(each) in (Adam, AdamW, SGD) and self.mesh.device.type == "cpu":
+            on_host = all(p.device.type == "cpu" for group in each.param_groups for p in group["params"])
+            if type(each) in (Adam, AdamW, SGD) and on_host:
+                # torch's fused CPU updates round differently in the last elements of a shard.
                 for group in (each.defaults, *each.param_groups):
                     group["fused"] = False
         reduced = {id(each) for bucket in self.buckets for each in bucket.registered()}
@@ -109,7 +110,10 @@ class ExactReduction(BucketReduction):
         if bucket.rows == 1:
             self._add(self._total(bucket, (1, 2, flat.numel()), flat), bucket.row(flat))
         if bucket.last:
-            flat.copy_(rounded(all_reduce(self._sums.pop(bucket)[0], self.mesh, ["dp_replicate"])))
+            sums = self._sums.pop(bucket)[0]
+            if sums.is_cuda:  # allocated on the stream of the reduce-scatters, which does not wait for this one
+                sums.record_stream(torch.cuda.current_stream())
+            flat.copy_(rounded(all_reduce(sums, self.mesh, ["dp_replicate"])))
         else:
             flat.zero_()
 
