@@ -22,7 +22,7 @@ from gptlite.satellites.certify.types.atoms import Atoms
 from gptlite.satellites.certify.types.values import SAME, ZERO, Span, ValueType, ValueTypes, joined
 from gptlite.torch_private.dispatch import TorchDispatchMode
 from gptlite.torch_private.ops import tree_leaves
-from gptlite.torch_private.recording import ALL_GATHER, LOCAL_SCALAR, REDUCE_SCATTER, op_name, op_schema
+from gptlite.torch_private.recording import ALL_GATHER, LOCAL_SCALAR, REDUCE_SCATTER, TO_COPY, op_name, op_schema
 from gptlite.torch_private.simulation import held_messages, seen_reductions, shapes_unseen
 
 ITEM = 1  # result of every `.item()`, as tensors have no values; 1 passes the pipeline stages' consistency check
@@ -30,10 +30,11 @@ SHAPES = {  # take only the shape of their tensor
     *("empty_like", "new_empty", "new_empty_strided", "new_full", "new_ones", "ones_like", "full_like", "rand_like"),
 }
 ZEROS = {"zeros", "zeros_like", "new_zeros", "zero_"}
-MOVES = {"copy_", "_to_copy", "clone", "detach", "cat", "stack", "pow", "mul", "contiguous", "lift_fresh"}  # keep a 0
+CAST = TO_COPY.overloadpacket.__name__
+MOVES = {"copy_", CAST, "clone", "detach", "cat", "stack", "pow", "mul", "contiguous", "lift_fresh"}  # keep a 0
 OVERWRITES = {"copy_", "zero_", "fill_"}
 SCALES = {"mul", "mul_", "div", "div_"}
-ORDERED = {"copy_", "_to_copy", "clone"}  # elementwise, although torch does not tag them so
+ORDERED = {"copy_", CAST, "clone"}  # elementwise, although torch does not tag them so
 
 
 class Call(NamedTuple):
