@@ -1,10 +1,12 @@
-"""Table of what finds each fault: `cd tests && python -m distributed.cells.faults_page ../docs/certify_faults.md`.
+"""Table of what finds each fault: `cd tests && python -m distributed.cells.faults_page ../docs/certify_faults.md ROWS`.
 
-Plants every fault in turn (about ten minutes on two cores), and rewrites the table of the page between its marks.
+Plants every fault in turn (about ten minutes on two cores), and rewrites the table of the page between its marks. The
+file ROWS keeps what is done, so that a run that was stopped goes on.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 import tempfile
 from contextlib import closing
@@ -37,8 +39,8 @@ def findings(pool: Pool, fault: str) -> dict[str, str]:
     cell = cell_of(fault)
     reference, apart = pool.references.of(cell, 2)
     arguments = (load(cell.overrides()), reference, apart, fault)
-    ranks: Findings = pool.ranks(cell.world).run("distributed.cells.faults:look", *arguments, timeout=240)[0]
-    types = run_ranks(1, "distributed.cells.faults_page:found_by_types", fault, timeout=240)[0]
+    ranks: Findings = pool.ranks(cell.world).run("distributed.cells.faults:look", *arguments, timeout=600)[0]
+    types = run_ranks(1, "distributed.cells.faults_page:found_by_types", fault, timeout=600)[0]
     return {"types": types, **vars(ranks)}
 
 
@@ -63,17 +65,23 @@ def _marks(row: dict[str, str]) -> list[str]:
     return ["yes" if row[way] else "-" for way in WAYS]
 
 
-def main(path: Path) -> None:
+def main(path: Path, done: Path) -> None:
     """Plant every fault and rewrite the page."""
     torch.set_num_threads(1)
+    known = dict(map(json.loads, done.read_text().splitlines())) if done.exists() else {}
     rows: dict[str, dict[str, str]] = {}
-    with tempfile.TemporaryDirectory() as folder, closing(Pool(References(Path(folder)))) as pool:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        closing(Pool(References(Path(folder)))) as pool,
+        done.open("a") as out,
+    ):
         for fault in faults():
-            rows[fault] = findings(pool, fault)
+            rows[fault] = known.get(fault) or findings(pool, fault)
+            print(json.dumps([fault, rows[fault]]), file=out, flush=True) if fault not in known else None
             print(f"{fault}: {', '.join(way for way in WAYS if rows[fault][way]) or 'NOTHING'}", flush=True)
     before, _, rest = path.read_text().partition(BEGIN)
     path.write_text(f"{before}{BEGIN}\n{page(rows)}\n{END}{rest.partition(END)[2]}")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]))
