@@ -27,10 +27,11 @@ WAYS = ("types", "parity", "copies", "resume")
 def found_by_types(fault: str) -> str:
     """In a process of its own: what the check of types says of a fault's layout; empty: nothing."""
     from gptlite.satellites.certify.types.check import check_types
+    from gptlite.satellites.certify.types.declared import declarations
 
-    cell = cell_of(fault)
+    cell, declared = cell_of(fault), declarations()  # a fault may replace a function with its declaration
     with fault_planted(fault):
-        report = check_types(load(cell.overrides()), cell.world)
+        report = check_types(load(cell.overrides()), cell.world, declared)
     return "" if report.passed else report.message
 
 
