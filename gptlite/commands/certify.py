@@ -43,7 +43,7 @@ def main() -> NoReturn:
     """Run the command line and exit."""
     usage = __doc__
     if sys.argv[1:2] == ["fuzz"]:
-        from gptlite.satellites.certify.fuzz import command  # type: ignore[import-not-found]
+        from gptlite.satellites.certify.fuzz import command
 
         usage = command.__doc__
     run_command(run, usage)
@@ -55,7 +55,7 @@ def run(arguments: list[str]) -> int:
         raise ConfigError(f"certify starts the ranks itself; run it as a single process, without {outer.name}")
     command = arguments.pop(0) if arguments and "=" not in arguments[0] else ""
     if command == "fuzz":
-        from gptlite.satellites.certify.fuzz.command import run as fuzz  # type: ignore[import-not-certificate]
+        from gptlite.satellites.certify.fuzz.command import run as fuzz
 
         return fuzz(arguments)
     if command == "verify":

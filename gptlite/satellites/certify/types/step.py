@@ -152,13 +152,13 @@ class _Watch:
         """Context manager that watches the passes of a step, its norm and its update."""
         run, norm, update = step.passes.run, step_module.grad_norm, step_module.clip_and_step
 
-        def passes(batches: Any, divisor: Tensor) -> Tensor:
+        def passes(batches: Any, divisor: Tensor) -> list[Tensor]:
             self.whole(divisor, "the number of targets of the global batch", self.data)
             self.flow.where, self.flow.passing = "the passes", True
-            loss = run(batches, divisor)
+            losses = run(batches, divisor)
             self.flow.passing = False
             self.flow.where, self.flow.received, self.flow.sent = "the sums after the passes", None, 0
-            return loss
+            return losses
 
         def counts(optimizer: Any, parameters: Any) -> Tensor:
             counted = list(parameters)
