@@ -26,11 +26,11 @@ def check_types(config: Config, world: int, folder: Path) -> StageRow:
     """Check the types of a configuration on `world` ranks."""
     (folder / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
     paths = os.pathsep.join(each or os.getcwd() for each in sys.path)
-    words = [sys.executable, "-P", "-m", "gptlite.satellites.certify.typed", str(folder), str(world)]
+    program = [sys.executable, "-P", "-m", "gptlite.satellites.certify.typed", str(folder), str(world)]
     env = {**os.environ, "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": ""}
     quiet = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True, "check": False}
     try:
-        process = subprocess.run(words, env=env, timeout=SECONDS, **quiet)
+        process = subprocess.run(program, env=env, timeout=SECONDS, **quiet)
     except subprocess.TimeoutExpired:
         return StageRow("types", False, f"the check took more than {SECONDS:.0f} s")
     if process.returncode or not (folder / ANSWER).exists():
