@@ -107,8 +107,8 @@ ROOMS = {
     "images": Room("corpus data samples", packages="numpy torch", lazy="PIL datasets"),
     "parity": Room("config launch parallelism precision trainer", packages="torch"),
     "certify": Room(
-        "checkpoint config data kernels launch metrics models ops optimizer parallelism parity plan precision pretrain "
-        "samples trainer",
+        "checkpoint config data kernels launch metrics models ops onebit optimizer parallelism parity plan precision "
+        "pretrain samples trainer",
         packages="torch",
         lazy="jinja2",
     ),

@@ -15,7 +15,7 @@ from gptlite.models.config import ModelConfig
 from gptlite.models.registry import register_model, spec_of
 from gptlite.models.spec import ModelSpec
 from gptlite.parallelism.layout import wanted_world
-from gptlite.satellites.certify.reduction import ReducedRuns, reduce
+from gptlite.satellites.certify.reduction import ReducedRuns, compresses, dense, reduce
 from gptlite.satellites.certify.shrink import built, kinds
 
 SYNTHETIC = ("data=synthetic", "data.micro_batch_size=1", "data.global_batch_size=256", "parallelism.data=16")
@@ -139,3 +139,13 @@ def test_a_large_model_without_known_keys_is_refused_in_one_line():
         reduce(load(layout), 2)
     assert "\n" not in str(refused.value)
     assert reduce(load([*layout, "model.size=100"]), 2).model.changed == {}
+
+
+def test_parity_is_of_dense_sums():
+    """Also of a 1-bit optimizer, whose momenta are exchanged as signs after its warm-up."""
+    runs = reduced("model=gpt-lite", "optimizer=onebit_adam")
+    assert compresses(runs.base)
+    assert (runs.base.optimizer.freeze_step, dense(runs.base).optimizer.freeze_step) == (2, 9)
+    quantised = reduced("model=gpt-lite", "parallelism.zero=1", "parallelism.compression=int8").base
+    assert compresses(quantised)
+    assert not compresses(dense(quantised))

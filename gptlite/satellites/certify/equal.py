@@ -7,7 +7,7 @@ from pathlib import Path
 
 from gptlite.config.schema import Config
 from gptlite.satellites.certify.ranks import RankFailed, run
-from gptlite.satellites.certify.reduction import ReducedRuns, exact
+from gptlite.satellites.certify.reduction import ReducedRuns, dense
 from gptlite.satellites.certify.rows import StageRow
 from gptlite.satellites.certify.tasks import Compared
 from gptlite.satellites.certify.worlds import World
@@ -21,11 +21,11 @@ def check_parity(reduction: ReducedRuns, folder: Path, done: Callable[[], None])
     """Compare the first steps of each world with one process. `done` is called after each run."""
     reference = folder / "reference"
     reference.mkdir()
-    run(f"{TASKS}:reference", reduction.alone, folder, str(reference), STEPS)
+    run(f"{TASKS}:reference", dense(reduction.alone), folder, str(reference), STEPS)
     done()
     worst = [0.0, 0.0]
     for world in reduction.worlds:
-        config = _exact(reduction, world)
+        config = _dense(reduction, world)
         result = compared(config, folder, reference)
         done()
         if problem := result if isinstance(result, str) else difference(result):
@@ -68,7 +68,7 @@ def traced(
     healing = []
     for name in world.names:
         other = reduction.without(world, name)
-        if other and not isinstance(again := compared(_exact(reduction, other), folder, reference), str):
+        if other and not isinstance(again := compared(_dense(reduction, other), folder, reference), str):
             healing += [] if difference(again) else [name]
     if not healing:
         return (*lines, "axis: the difference stays whichever axis has degree 1")
@@ -82,7 +82,7 @@ def _layer(reduction: ReducedRuns, world: World, result: Compared, folder: Path)
     wrong = [each for each in step.differences if each.what == "gradient"]
     if step.step == 1 and not step.distances.loss <= result.limits[0]:
         alone, ranks = (
-            run(f"{TASKS}:outputs", each, folder)[0] for each in (reduction.alone, _exact(reduction, world))
+            run(f"{TASKS}:outputs", each, folder)[0] for each in (dense(reduction.alone), _dense(reduction, world))
         )
         for name, size in alone.items():
             if not abs(ranks.get(name, float("nan")) - size) <= APART * abs(size):
@@ -97,5 +97,5 @@ def _layer(reduction: ReducedRuns, world: World, result: Compared, folder: Path)
     return f"layer: {named.name or named.what}, the first that differs in step {named.step}"
 
 
-def _exact(reduction: ReducedRuns, world: World) -> Config:
-    return reduction.of(exact(world.parallelism))
+def _dense(reduction: ReducedRuns, world: World) -> Config:
+    return dense(reduction.of(world.parallelism))

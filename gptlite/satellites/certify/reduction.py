@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from gptlite.config.batch import check_world
@@ -28,6 +28,7 @@ from gptlite.parallelism.layout import (
 from gptlite.precision import Precision, PrecisionConfig
 from gptlite.satellites.certify.shrink import Need, Shrunk, row_counts, shrunk
 from gptlite.satellites.certify.worlds import MOST_RANKS, CutAxis, World, axes_of, cover, thirds, world_of
+from gptlite.satellites.onebit.configs import exchanges_momenta
 
 STEPS = 10  # of the runs that are killed and resumed
 # Largest learning rate. Adam moves an element whose gradient is rounding error in a random direction, by a rate, which
@@ -145,7 +146,7 @@ def _short(config: Config, everything: ParallelismConfig, count: int, odd: bool)
         data=data,
         parallelism=everything,
         precision=_precision(config.precision),
-        optimizer=replace(config.optimizer, lr=min(config.optimizer.lr, RATE)),
+        optimizer=_slow(config),
         trainer=replace(
             trainer,
             **{name: getattr(TrainerConfig(), name) for name in ("max_epochs", "stop_step", "max_time", "compile")},
@@ -164,6 +165,12 @@ def _short(config: Config, everything: ParallelismConfig, count: int, odd: bool)
         logger=LoggerConfig(),
         checkpoint=replace(config.checkpoint, interval=INTERVAL, keep=0, resume="auto", load="all"),
     )
+
+
+def _slow(config: Config) -> Any:
+    """Return the optimizer with a small learning rate. A 1-bit optimizer ends its warm-up before the first death."""
+    optimizer = replace(config.optimizer, lr=min(config.optimizer.lr, RATE))
+    return replace(optimizer, freeze_step=INTERVAL) if exchanges_momenta(config) else optimizer
 
 
 def _precision(precision: PrecisionConfig) -> PrecisionConfig:
@@ -246,8 +253,8 @@ def _uncovered(config: Config, extra: list[World]) -> list[str]:
         lines.append("trainer.compile=true: blocks are not compiled")
     if config.trainer.spike.policy != "none" or config.data.batch_ramp is not None or config.trainer.noise_scale:
         lines.append("rewinds after loss spikes, batch ramps and the noise scale are off")
-    if layout.compression is not Compression.none or lossy(layout):
-        lines.append("compressed communication in parity: it rounds gradients, so dense sums are compared")
+    if compresses(config):
+        lines.append("compressed communication in parity: it rounds gradients or momenta, so dense sums are compared")
     if layout.offload is Offload.nvme:
         lines.append("the local disks of the cluster")
     if layout.activation_checkpointing is ActivationCheckpointing.offload:
@@ -255,19 +262,18 @@ def _uncovered(config: Config, extra: list[World]) -> list[str]:
     return lines
 
 
-def lossy(layout: ParallelismConfig) -> bool:
-    """Return True if ZeRO++ rounds what data ranks send."""
-    return {layout.zeropp.weights, layout.zeropp.gradients} != {Compression.none}
+def compresses(config: Config) -> bool:
+    """Return True if ranks round what they send, so that a layout and one process agree only roughly."""
+    layout = config.parallelism
+    codecs = {layout.compression, layout.zeropp.weights, layout.zeropp.gradients}
+    return codecs != {Compression.none} or exchanges_momenta(config)
 
 
-def exact(layout: ParallelismConfig) -> ParallelismConfig:
-    """Return a layout whose data ranks send what they have, unrounded."""
+def dense(config: Config) -> Config:
+    """Return a configuration whose ranks send what they have, unrounded. A 1-bit optimizer stays in its warm-up."""
+    layout, optimizer = config.parallelism, config.optimizer
     zeropp = replace(layout.zeropp, weights=Compression.none, gradients=Compression.none)
-    return replace(layout, compression=Compression.none, zeropp=zeropp)
-
-
-def options(layout: ParallelismConfig) -> dict[str, Any]:
-    """Return the keys of a layout that have another value than by default."""
-    default = ParallelismConfig()
-    found = {item.name: getattr(layout, item.name) for item in fields(layout)}
-    return {name: value for name, value in found.items() if value != getattr(default, name)}
+    if exchanges_momenta(config):
+        optimizer = replace(optimizer, freeze_step=STEPS - 1)
+    layout = replace(layout, compression=Compression.none, zeropp=zeropp)
+    return replace(config, parallelism=layout, optimizer=optimizer)

@@ -19,10 +19,9 @@ from gptlite.checkpoint.manifest import read_manifest
 from gptlite.checkpoint.store import step_folders, step_of
 from gptlite.config.schema import Config
 from gptlite.metrics.jsonl import read_rows
-from gptlite.parallelism.config import Compression
 from gptlite.precision import Precision
 from gptlite.satellites.certify.ranks import RankFailed, run, start
-from gptlite.satellites.certify.reduction import DDP, INTERVAL, SINGLE, STEPS, ZERO3, ReducedRuns, legal, lossy
+from gptlite.satellites.certify.reduction import DDP, INTERVAL, SINGLE, STEPS, ZERO3, ReducedRuns, compresses, legal
 from gptlite.satellites.certify.rows import StageRow
 
 TRAIN = "gptlite.satellites.certify.tasks:train"
@@ -63,13 +62,13 @@ def check_resume(reduction: ReducedRuns, folder: Path, seed: int, done: Callable
     apart = worst = 0.0
     problem = differing(_last(killed), _last(whole))
     problem = problem and f"after two kills on the same layout, {problem}"
-    for name in layouts if not problem and not _compresses(config) else ():
+    for name in layouts if not problem and not compresses(config) else ():
         problem, apart = _elsewhere(reduction.base.precision.dtype, copies[name], whole)
         worst = max(worst, apart)
         if problem:
             problem = f"resumed on {name}: {problem}"
             break
-    words = f"{deaths}; on {' and '.join(layouts)} " + (f"loss {worst:.0e}" if not _compresses(config) else "too")
+    words = f"{deaths}; on {' and '.join(layouts)} " + (f"loss {worst:.0e}" if not compresses(config) else "too")
     return Resumed(StageRow("resume", not problem, problem or words), _last(whole), _last(copies["single"]))
 
 
@@ -162,11 +161,6 @@ def _complete(config: Config, folder: Path, where: Path) -> None:
     codes = run(TRAIN, config, folder, str(where))
     if any(codes):
         raise RankFailed(f"training ended with exit code {max(codes)}", "")
-
-
-def _compresses(config: Config) -> bool:
-    layout = config.parallelism
-    return layout.compression is not Compression.none or lossy(layout)
 
 
 def _last(run_dir: Path) -> Path:
