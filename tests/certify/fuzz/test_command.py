@@ -127,7 +127,9 @@ def test_ctrl_c_prints_the_summary(fuzz: Callable, capsys: pytest.CaptureFixture
     assert "2 configurations (2 ok), 0 failures" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("argument", ["minutes=0", "timeout=-1", "count=-2", "seed=-1", "hours=2"])
+@pytest.mark.parametrize(
+    "argument", ["minutes=0", "timeout=-1", "count=-2", "seed=-1", "ranks=1", "ranks=9", "hours=2"]
+)
 def test_arguments_out_of_range_are_refused(argument: str, tmp_path: Path):
     with pytest.raises(ConfigError, match=argument.split("=")[0]):
         command.run([f"output={tmp_path}", argument])

@@ -37,6 +37,12 @@ def test_draws_are_legal_and_each_another_run_of_several_ranks():
         assert all(value in AXES[name].values for name, value in draw.items())
 
 
+def test_no_draw_has_more_ranks_than_asked_for():
+    draws = list(islice(Drawing(3, ranks=2), 20))
+    assert {world(draw) for draw in draws} == {2}
+    assert [refusal(overrides(draw)) for draw in draws] == [""] * 20
+
+
 def test_draws_depend_on_the_seed_alone():
     assert first_draws(seed=3, count=9) == DRAWS[:9]
     assert first_draws(seed=4, count=9) != DRAWS[:9]

@@ -1,11 +1,11 @@
 """Train random legal configurations, and compare each with one process; check the refusals of the others.
 
-gptlite certify fuzz [minutes=30] [seed=7] [count=0] [output=fuzz] [timeout=120] [resume=10]
+gptlite certify fuzz [minutes=30] [seed=7] [count=0] [output=fuzz] [timeout=120] [resume=10] [ranks=8]
 
-Configurations are drawn from all keys that change numbers or layouts, of up to 8 ranks: first so that each two values
-that can be legal together meet, then at random. Each trains two steps of a tiny model on gloo ranks, and all losses,
-gradients, values and buffers must agree with those of one process within the limits of `gptlite parity`. Every tenth
-(`resume`; 0: none) also saves a checkpoint for one process, and resumes from that of one process. Where the
+Configurations are drawn from all keys that change numbers or layouts, of up to `ranks` ranks: first so that each two
+values that can be legal together meet, then at random. Each trains two steps of a tiny model on gloo ranks, and all
+losses, gradients, values and buffers must agree with those of one process within the limits of `gptlite parity`. Every
+tenth (`resume`; 0: none) also saves a checkpoint for one process, and resumes from that of one process. Where the
 checks refuse a draw on the way, the message must be one line with a key, its value and a fix that mends it.
 
 A failure is minimised: values are reset to their defaults for as long as it still fails. The command that shows it is
@@ -50,6 +50,7 @@ class Options:
     output: str = "fuzz"
     timeout: float = 120.0
     resume: int = 10
+    ranks: int = LARGEST_WORLD
 
 
 def run(arguments: list[str]) -> int:
@@ -61,13 +62,16 @@ def run(arguments: list[str]) -> int:
         ("count", -1, 0),
         ("seed", -1, 7),
         ("resume", -1, 10),
+        ("ranks", 1, 8),
     ):
         if not getattr(options, key) > least:
             raise ConfigError(f"{key}={getattr(options, key):g} must be above {least}, e.g. {key}={example}")
+    if options.ranks > LARGEST_WORLD:
+        raise ConfigError(f"ranks={options.ranks} is more than the grammar has; use at most {LARGEST_WORLD}")
     folder = Path(options.output)
     folder.mkdir(parents=True, exist_ok=True)
     with RankPool(LARGEST_WORLD) as ranks:
-        fuzz = Fuzz(Drawing(options.seed), Oracle(ranks, options.timeout), folder, options)
+        fuzz = Fuzz(Drawing(options.seed, options.ranks), Oracle(ranks, options.timeout), folder, options)
         try:
             fuzz.run()
         finally:  # after Ctrl-C too
@@ -140,7 +144,7 @@ class Fuzz:
         lines = [
             self._state(),
             f"pairs of values: {len(drawing.met):,} met of {len(drawing.met) + len(drawing.missing):,}; "
-            f"{len(drawing.impossible):,} others cannot be legal, or need more than {LARGEST_WORLD} ranks",
+            f"{len(drawing.impossible):,} others cannot be legal, or need more than {self.options.ranks} ranks",
             f"refusals: {counted(len(self.checked), 'reason')} checked",
             f"checkpoints: {counted(self.resumed, 'configuration')} resumed",
             f"chance: {counted(self.by_chance, 'configuration')} beyond a limit with one seed, but not with another",

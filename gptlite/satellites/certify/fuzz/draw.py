@@ -60,6 +60,7 @@ class Drawing:
     """
 
     seed: int
+    ranks: int = LARGEST_WORLD  # of a draw, at most
     layouts_per_model: int = 4
     missing: set[Pair] = field(default_factory=every_pair)
     impossible: dict[Pair, str] = field(default_factory=dict)
@@ -133,7 +134,7 @@ class Drawing:
 
     def _fits(self, draw: Draw, pinned: Draw) -> bool:
         """Return True if a draw has several ranks, not too many, and the pinned values have an effect."""
-        fits = 2 <= world(draw) <= LARGEST_WORLD and work(draw) <= self._limit
+        fits = 2 <= world(draw) <= self.ranks and work(draw) <= self._limit
         return fits and effective(draw) == draw == draw | pinned
 
     def _filled(self, pinned: Draw, share: float) -> Draw:
@@ -149,8 +150,8 @@ class Drawing:
         return effective(draw) | pinned
 
     def _degrees(self, draw: Draw, pinned: Draw) -> None:
-        """Draw degrees of up to `LARGEST_WORLD` ranks, mostly of four and fewer."""
-        most = self._random.choice((2, 2, 2, 2, 3, 4, 4, 4, 4, LARGEST_WORLD))
+        """Draw degrees of up to `ranks` ranks, mostly of four and fewer."""
+        most = min(self.ranks, self._random.choice((2, 2, 2, 2, 3, 4, 4, 4, 4, LARGEST_WORLD)))
         for name in self._random.sample(DEGREES, len(DEGREES)):
             if name not in pinned:
                 others = world(draw | {name: ""})
