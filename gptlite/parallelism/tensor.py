@@ -184,8 +184,7 @@ class VocabParallelEmbedding(nn.Module):
         weight = local_tensor(self.weight)
         row = tokens - first_row(self.weight, self.axis)
         mine = (row >= 0) & (row < len(weight))
-        # F.embedding rejects the empty table of a rank without rows. A row beside it, not in its place, keeps the table
-        # in the graph: all ranks must take part in the collective of the backward pass of `leave`.
+        # F.embedding rejects an empty table. It stays in the graph, as all ranks join the backward pass of `leave`.
         table = weight if len(weight) else torch.cat((weight, weight.new_zeros(1, weight.shape[1])))
         # Tokens whose rows are on other ranks look up row 0. The factor removes them from the sum, and from row 0's
         # gradient.

@@ -13,8 +13,9 @@ from distributed.cells.bugs import planted
 
 from gptlite.config import Config
 from gptlite.errors import ConfigError
-from gptlite.optimizer.fused import FusedStep
+from gptlite.parallelism.boxes import local_tensor
 from gptlite.satellites.certify.fuzz.run import compare_layout, save_first_step
+from gptlite.trainer.state import TrainState
 
 
 def with_bug(name: str, config: Config, reference: str) -> Any:
@@ -44,7 +45,15 @@ def ends(config: Config, reference: str) -> None:
     os._exit(3)
 
 
-def saves_too_early(config: Config) -> str:
-    """save_first_step, without the update of the step."""
-    with patch.object(FusedStep, "step", lambda *_, **__: None):
+def saves_other_weights(config: Config) -> str:
+    """save_first_step, of weights that are a tenth larger than those of the step."""
+    tensors = TrainState.tensors
+
+    def larger(state: TrainState) -> Any:
+        with torch.no_grad():
+            for _, parameter in state.named_parameters():
+                local_tensor(parameter).mul_(1.1)
+        return tensors(state)
+
+    with patch.object(TrainState, "tensors", larger):
         return save_first_step(config)
