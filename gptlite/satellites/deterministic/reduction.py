@@ -73,11 +73,11 @@ class ExactReduction(BucketReduction):
 
     def bind(self, parameters: Iterable[tuple[str, nn.Parameter]], optimizer: Optimizer) -> None:
         """Receive this rank's parameters, and sum those that FSDP2 does not reduce."""
-        for own in (optimizer, getattr(optimizer, "adamw", optimizer)):  # Muon's AdamW, if any
-            on_host = all(p.device.type == "cpu" for group in own.param_groups for p in group["params"])
-            if type(own) in (Adam, AdamW, SGD) and on_host:
+        for rule in (optimizer, getattr(optimizer, "adamw", optimizer)):  # Muon's AdamW, if any
+            on_host = all(p.device.type == "cpu" for group in rule.param_groups for p in group["params"])
+            if type(rule) in (Adam, AdamW, SGD) and on_host:
                 # torch's fused CPU updates round differently in the last elements of a shard.
-                for group in (own.defaults, *own.param_groups):
+                for group in (rule.defaults, *rule.param_groups):
                     group["fused"] = False
         reduced = {id(each) for bucket in self.buckets for each in bucket.registered()}
         for name, parameter in parameters:
