@@ -142,7 +142,9 @@ def test_a_minute_of_it_finds_nothing(tmp_path: Path):
 
 
 @pytest.mark.long
-@pytest.mark.timeout(5400)
-def test_an_hour_of_it_finds_nothing(tmp_path: Path):
-    assert command.run([f"output={tmp_path}", "minutes=60", "seed=11"]) == 0
-    assert len(rows(tmp_path)) > 300
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("seed", range(11, 23))
+def test_an_hour_of_it_finds_nothing(tmp_path: Path, seed: int):
+    """In pieces of five minutes, so that CI can sample them."""
+    assert command.run([f"output={tmp_path}", "minutes=5", f"seed={seed}"]) == 0
+    assert len(rows(tmp_path)) > 20
