@@ -170,7 +170,8 @@ def _reduced(original: Callable[..., Any], bound: dict[str, Any], kind: str) -> 
     if kind == "doubled":
         original(**bound)
     if kind == "averaged":
-        value.copy_(value / dist.get_world_size(group))
+        size = dist.get_world_size(group)
+        value.div_(size) if value.is_floating_point() else value.floor_divide_(size)
 
 
 def _scattered(original: Callable[..., Any], bound: dict[str, Any], kind: str) -> None:
@@ -238,6 +239,9 @@ def _elsewhere(bound: dict[str, Any], kind: str) -> dict[str, Any]:
 _TARGETS: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
     (dist, "all_reduce", _reduced),
     (dist, "all_to_all_single", _exchanged),
+    # FSDP2's own, which the check of types sees; on gloo, ours replace them.
+    *((dist, name, _scattered) for name in ("reduce_scatter_tensor", "reduce_scatter_single") if hasattr(dist, name)),
+    *((dist, name, _gathered) for name in ("all_gather_into_tensor", "all_gather_single") if hasattr(dist, name)),
     (tensor, "reduce_scatter_single", _scattered),
     (context, "reduce_scatter_single", _scattered),
     *((module, "all_gather_single", _gathered) for module in (tensor, context, collectives)),

@@ -133,6 +133,9 @@ def _compared(first: Trace, last: Trace, atom: int, atoms: Atoms) -> Iterator[st
                 f"{one.where}: rank {first.rank} passes {one.size} bytes to {one.kind} over {atoms.words(one.atoms)}, "
                 f"and rank {last.rank} {other.size}"
             )
+        if one.atoms & mine and one.zero != other.zero:
+            rank = first.rank if one.zero else last.rank
+            yield f"{one.where}: rank {rank} passes zeros to {one.kind} over {atoms.words(one.atoms)}, others do not"
         if one.same & other.same & mine:
             yield (
                 f"{one.where}: {one.kind} over {atoms.words(one.atoms)} adds up a value that is the same on all ranks "

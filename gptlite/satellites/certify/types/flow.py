@@ -39,8 +39,8 @@ ORDERED = {"copy_", CAST, "clone"}  # elementwise, although torch does not tag t
 
 class Call(NamedTuple):
     """A collective: its kind, the atoms of its group, its operator, its bytes, where it was issued, the atoms along
-    which parts of the tensor that it sums are equal, and not 0, the layer in whose forward pass it runs, and whether an
-    op with declared types issues it."""
+    which parts of the tensor that it sums are equal, and not 0, the layer in whose forward pass it runs, whether an op
+    with declared types issues it, and whether a pass gives it nothing but constant zeros."""
 
     kind: str
     atoms: int
@@ -50,6 +50,7 @@ class Call(NamedTuple):
     same: int = 0
     layer: str = ""
     declared: bool = False
+    zero: bool = False
 
 
 @dataclass
@@ -250,7 +251,8 @@ class Flow(TorchDispatchMode):
             for _, _, part in before or [(0, 0, SAME)]:
                 same |= 0 if part.zero else atoms & ~part.varies
         size, declared = (tensor if source is None else source).nbytes, bool(self._scopes)
-        call = Call(kind, atoms, operator, size, self.layer() or self.where, same, self.layer(), declared)
+        zero = self.passing and bool(before) and all(part.zero for _, _, part in before)
+        call = Call(kind, atoms, operator, size, self.layer() or self.where, same, self.layer(), declared, zero)
         self.calls.append(call)
         for scope in (self._scopes[-1] if self._scopes else None, self.owner()):
             if scope is not None:
