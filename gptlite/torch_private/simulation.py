@@ -127,9 +127,9 @@ def seen_reductions(seen: Callable[[str], None]) -> Iterator[None]:
     names = [
         name
         for name in ("allreduce", "_reduce_scatter_base", "reduce_scatter_single")
-        if hasattr(dist.ProcessGroup, name)
+        if name in vars(dist.ProcessGroup)
     ]
-    before = {name: getattr(dist.ProcessGroup, name) for name in names}
+    before = {name: vars(dist.ProcessGroup)[name] for name in names}  # getattr would not give what binds the group
     operators = {name: getattr(dist.ReduceOp, name) for name in ("SUM", "AVG", "MAX", "MIN", "PRODUCT")}
 
     def watched(call: Any) -> Any:
@@ -141,8 +141,8 @@ def seen_reductions(seen: Callable[[str], None]) -> Iterator[None]:
 
         return run
 
-    for name, call in before.items():
-        setattr(dist.ProcessGroup, name, watched(call))
+    for name in names:
+        setattr(dist.ProcessGroup, name, watched(getattr(dist.ProcessGroup, name)))
     try:
         yield
     finally:

@@ -100,7 +100,7 @@ def test_changed_sources_and_versions_no_longer_match(made: Certificate, config:
 
 def test_the_digest_of_a_model_follows_its_plug_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     source = (Path(__file__).parent / "wrong_collective.py").read_text()
-    source = source.replace('"own"', '"digested"').replace('"points"', '"digested_points"')
+    source = source.replace('"own"', '"digested"').replace('"classes"', '"digested_points"')
     (tmp_path / "digested.py").write_text(source)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)

@@ -130,7 +130,7 @@ def test_a_wrong_collective_is_named_by_layer_and_axis(
 ):
     shutil.copy(HERE / "wrong_collective.py", tmp_path / "own_plugin.py")
     monkeypatch.chdir(tmp_path)
-    keys = f"plugins=[own_plugin] model=own data=points model.fault={fault} parallelism.data=1 parallelism.{layout}"
+    keys = f"plugins=[own_plugin] model=own data=classes model.fault={fault} parallelism.data=1 parallelism.{layout}"
     config = load(keys.split())
     layout_ = config.parallelism
     runs = reduce(config, layout_.tensor * layout_.pipeline * (layout_.data or 1))
@@ -191,7 +191,7 @@ def test_a_run_tells_which_certificate_covers_it(command: Callable, tmp_path: Pa
 def test_state_outside_of_the_checkpoint_is_found_by_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     shutil.copy(HERE / "wrong_collective.py", tmp_path / "counting_plugin.py")
     text = (tmp_path / "counting_plugin.py").read_text()
-    (tmp_path / "counting_plugin.py").write_text(text.replace('"own"', '"counting"').replace('"points"', '"counted"'))
+    (tmp_path / "counting_plugin.py").write_text(text.replace('"own"', '"counting"').replace('"classes"', '"counted"'))
     monkeypatch.chdir(tmp_path)
     keys = "plugins=[counting_plugin] model=counting data=counted model.fault=counter parallelism=tp2"
     runs = reduce(load(keys.split()), 2)

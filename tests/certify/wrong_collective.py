@@ -101,4 +101,4 @@ class Points:
 
 
 register_model(OwnSpec())
-register_data("points", PointsConfig, lambda config: (Points(0), Points(1)))
+register_data("classes", PointsConfig, lambda config: (Points(0), Points(1)))

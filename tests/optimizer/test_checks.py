@@ -23,7 +23,7 @@ REFUSED_OPTIMIZERS = [
     (AdamConfig(beta2=-0.1), "optimizer.beta2=-0.1"),
     (AdamConfig(eps=0.0), "optimizer.eps=0.0"),
     (SGDConfig(momentum=1.5), "optimizer.momentum=1.5"),
-    (SGDConfig(momentum=0.0, nesterov=True), "optimizer.nesterov=True needs a momentum"),
+    (SGDConfig(momentum=0.0, nesterov=True), "optimizer.nesterov=true needs a momentum"),
     (LambConfig(beta2=1.0), "optimizer.beta2=1.0"),
     (LambConfig(eps=0.0), "optimizer.eps=0.0"),
     (LambConfig(min_trust=-1.0), "optimizer.min_trust=-1.0"),

@@ -18,7 +18,7 @@ from gptlite.satellites.certify.types.flow import Flow, Scope
 from gptlite.torch_private.ops import tree_leaves
 from gptlite.torch_private.recording import current_node
 
-SCOPE = "gptlite types"  # key of a graph node's metadata
+SCOPE = "scope of gptlite's types"  # key of a graph node's metadata
 
 
 class OpHooks:
