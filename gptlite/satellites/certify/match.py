@@ -27,9 +27,8 @@ def resolved(config: Config, world: int) -> Config:
 
 
 def differences(certificate: Certificate, config: Config, world: int) -> Iterator[str]:
-    """Yield what of a run on `world` ranks is not as certified: first its settings, then sources and versions."""
-    yield from of_settings(certificate, config, world)
-    yield from of_sources(certificate, config)
+    """Yield what of a run on `world` ranks is not as certified: its settings or, if these are, sources and versions."""
+    yield from list(of_settings(certificate, config, world)) or of_sources(certificate, config)
 
 
 def of_settings(certificate: Certificate, config: Config, world: int) -> Iterator[str]:
@@ -70,7 +69,7 @@ def certificate_words(config: Config, world: int, folder: Path) -> str:
     for file in files:
         try:
             certificate = read(file)
-            reasons = list(of_settings(certificate, config, world)) or list(of_sources(certificate, config))
+            reasons = list(differences(certificate, config, world))
         except ConfigError as error:
             reasons = [str(error)] * 99
         if not reasons:
