@@ -18,6 +18,7 @@ from gptlite.parallelism.config import ActivationCheckpointing, Offload
 from gptlite.parallelism.layout import Layout, num_stages, rule
 from gptlite.satellites.certify.types.atoms import Atoms
 from gptlite.satellites.certify.types.declared import Declarations, declarations
+from gptlite.satellites.certify.types.flow import Call
 from gptlite.satellites.certify.types.step import Trace, traced
 from gptlite.satellites.plan.parameters import repeats, with_blocks
 from gptlite.satellites.plan.planning import with_planned_vocabulary, workload_of
@@ -121,7 +122,8 @@ def _between(traces: Mapping[int, Trace], atoms: Atoms) -> Iterator[str]:
 def _compared(first: Trace, last: Trace, atom: int, atoms: Atoms) -> Iterator[str]:
     """Yield what is wrong between the first and the last rank along an atom."""
     mine, axis, size = 1 << atom, atoms.words(1 << atom), atoms.sizes[atom]
-    for one, other in zip(first.calls, last.calls, strict=False):
+    firsts, lasts = _alike(first), _alike(last)
+    for one, other in zip(firsts, lasts, strict=False):
         if (one.kind, one.atoms, one.operator) != (other.kind, other.atoms, other.operator):
             yield (
                 f"{one.where}: rank {first.rank} issues {one.kind} over {atoms.words(one.atoms)}, and rank {last.rank} "
@@ -141,10 +143,10 @@ def _compared(first: Trace, last: Trace, atom: int, atoms: Atoms) -> Iterator[st
                 f"{one.where}: {one.kind} over {atoms.words(one.atoms)} adds up a value that is the same on all ranks "
                 f"of {axis}: expected P, found R, which counts it {size} times"
             )
-    if len(first.calls) != len(last.calls):
-        longer = max(first, last, key=lambda each: len(each.calls))
-        missing = longer.calls[min(len(first.calls), len(last.calls))]
-        yield f"{missing.where}: only rank {longer.rank} issues {missing.kind} over {atoms.words(missing.atoms)}"
+    if len(firsts) != len(lasts):
+        rank, longer = max((first.rank, firsts), (last.rank, lasts), key=lambda each: len(each[1]))
+        missing = longer[min(len(firsts), len(lasts))]
+        yield f"{missing.where}: only rank {rank} issues {missing.kind} over {atoms.words(missing.atoms)}"
     for name, cut in first.parameters.items():
         here, there = name in first.counted, name in last.counted
         if cut & mine and here != there:
@@ -153,6 +155,12 @@ def _compared(first: Trace, last: Trace, atom: int, atoms: Atoms) -> Iterator[st
             yield f"the gradient norm counts {name} on every rank of {axis}, which hold copies of it: {size} times"
         elif not cut & mine and there and not here:
             yield f"the gradient norm counts {name} on the last rank of {axis} alone"
+
+
+def _alike(trace: Trace) -> list[Call]:
+    """Return the collectives that all ranks issue: all but the exchange of whole matrices in the update, in which ranks
+    own different matrices."""
+    return [call for call in trace.calls if (call.where, call.kind) != ("the update", "all_to_all")]
 
 
 def _holes(work: Workload, traces: Mapping[int, Trace]) -> Iterator[str]:

@@ -251,7 +251,8 @@ class Flow(TorchDispatchMode):
             for _, _, part in before or [(0, 0, SAME)]:
                 same |= 0 if part.zero else atoms & ~part.varies
         size, declared = (tensor if source is None else source).nbytes, bool(self._scopes)
-        zero = self.passing and bool(before) and all(part.zero for _, _, part in before)
+        counts = self.passing and (declared or "reduce" in kind)  # FSDP2 gathers shards that are padding
+        zero = counts and bool(before) and all(part.zero for _, _, part in before)
         call = Call(kind, atoms, operator, size, self.layer() or self.where, same, self.layer(), declared, zero)
         self.calls.append(call)
         for scope in (self._scopes[-1] if self._scopes else None, self.owner()):
