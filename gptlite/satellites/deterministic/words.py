@@ -9,5 +9,5 @@ def deterministic_words(config: ParallelismConfig) -> str:
         return ""
     return (
         "deterministic: one sample at a time, exact sums of gradients, losses and norms; equal bits for any "
-        "number of data ranks (gpt-lite on a CPU: 1.5 to 2.2 times the time of a step, docs/deterministic.md)"
+        "number of data ranks (gpt-lite on a CPU: 1.3 to 2.5 times the time of a step, docs/deterministic.md)"
     )
