@@ -324,6 +324,7 @@ BUFFERED = {
     "all_gather_copy_in": Flow._copied_in,
     "split_with_sizes_copy": Flow._copied_out,
     "chunk_cat": Flow._chunked,
+    "chunk_cat_mixed_dtype": Flow._chunked,  # torch 2.15
 }
 EFFECTS = {
     "all_reduce": Flow._reduced,
