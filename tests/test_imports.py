@@ -83,11 +83,11 @@ ROOMS = {
     # Satellites.
     "monitor": Room("parallelism trainer", packages="torch"),
     "compressed": Room("config kernels optimizer parallelism precision", packages="torch"),
-    "noise": Room("compressed config data optimizer parallelism trainer", packages="torch"),
+    "zeropp": Room("compressed config parallelism", packages="torch"),
+    "noise": Room("compressed config data optimizer parallelism trainer zeropp", packages="torch"),
     "corpus": Room("data parallelism tokenizers", packages="numpy", lazy="datasets"),
     "samples": Room("data parallelism", packages="numpy torch"),
     "optimizers": Room("ops optimizer parallelism", packages="torch", lazy="torchao"),
-    "zeropp": Room("compressed config parallelism", packages="torch"),
     "nvme": Room("metrics optimizer parallelism", packages="torch"),
     "graph": Room("data ops optimizer parallelism trainer", packages="torch"),
     "deterministic": Room(

@@ -9,10 +9,10 @@ from gptlite.data.batches import batch_schedule
 from gptlite.data.config import DataConfig
 from gptlite.errors import ConfigError
 from gptlite.optimizer.config import SGDConfig
-from gptlite.parallelism.config import Compression, Offload, ZeroppConfig
+from gptlite.parallelism.config import Compression, Offload
 from gptlite.parallelism.layout import MAX_MICRO_BATCH, divisors, runs_batch, splits_backward
-
-ZEROPP_OFF = "parallelism.zeropp.weights=none parallelism.zeropp.secondary=false parallelism.zeropp.gradients=none"
+from gptlite.satellites.zeropp.check import OFF as ZEROPP_OFF
+from gptlite.satellites.zeropp.check import options
 
 
 def wanted_by(config: Config) -> str | None:
@@ -44,19 +44,11 @@ def check_noise(config: Config) -> None:
         raise ConfigError(f"{key} compares the gradients with their sum, to which parallelism.compression="
                           f"{layout.compression.value} adds noise of its own; use parallelism.compression=none, or "
                           f"{without(key)}")  # fmt: skip
-    if (option := _zeropp_option(layout.zeropp)) is not None:
-        raise ConfigError(f"{key} observes the sums of gradients, which parallelism.zeropp.{option} replaces; "
+    if zeropp := options(layout.zeropp):
+        raise ConfigError(f"{key} observes the sums of gradients, which {zeropp} replaces; "
                           f"use {ZEROPP_OFF}, or {without(key)}")  # fmt: skip
     if layout.data is not None:
         check_groups(config, layout.data)
-
-
-def _zeropp_option(zeropp: ZeroppConfig) -> str | None:
-    """Return the first option of ZeRO++ that is on, as on a command line; None if all are off."""
-    for key, codec in (("weights", zeropp.weights), ("gradients", zeropp.gradients)):
-        if codec is not Compression.none:
-            return f"{key}={codec.value}"
-    return "secondary=true" if zeropp.secondary else None
 
 
 def largest_group(config: Config) -> int | None:

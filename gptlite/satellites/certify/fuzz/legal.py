@@ -1,4 +1,4 @@
-"""Whether a configuration is legal, thousands of times: composed once, then set and checked as `load` checks it."""
+"""Checks of thousands of configurations, composed once, then set and checked as `load` checks them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks do for the fuzz: the steps of one process, written to a file, and those of a layout, compared with it."""
+"""Functions that ranks run for the fuzz: the steps of one process, into a file, and a layout's, compared with it."""
 
 from __future__ import annotations
 

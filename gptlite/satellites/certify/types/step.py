@@ -50,7 +50,7 @@ from gptlite.trainer.step import Step
 
 @dataclass
 class Trace:
-    """What a rank's step has shown: its collectives in order, its faults, the parameters whose gradients it counts in
+    """Record of a rank's step: its collectives in order, its faults, the parameters whose gradients it counts in
     the norm, the atoms over which each parameter is sharded, those that are trained, and what types cannot see."""
 
     rank: int
