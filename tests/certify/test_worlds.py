@@ -9,7 +9,7 @@ from gptlite.parallelism.config import ParallelismConfig
 from gptlite.parallelism.layout import resolve
 from gptlite.satellites.certify.worlds import MOST_RANKS, World, axes_of, cover, thirds, world_of
 
-DEGREES = product((1, 2, 4, 9), (1, 2, 3, 8), (1, 4), (1, 2, 6, 64), (1, 2), (1, 2, 4), (0, 1, 3))
+DEGREES = tuple(product((1, 2, 4, 9), (1, 2, 3, 8), (1, 4), (1, 2, 6, 64), (1, 2), (1, 2, 4), (0, 1, 3)))
 
 
 def legal(world: World) -> bool:
