@@ -112,9 +112,10 @@ ROOMS = {
         packages="torch",
         lazy="jinja2",
     ),
+    "elastic": Room("checkpoint config data launch metrics monitor parallelism trainer", packages="torch"),
     "start": Room(
-        "certify compressed config deepspeed deterministic graph launch metrics monitor noise onebit parallelism plan "
-        "plots pretrain trainer zeropp",
+        "certify compressed config deepspeed deterministic elastic graph launch metrics monitor noise onebit "
+        "parallelism plan plots pretrain trainer zeropp",
         packages="torch",
     ),
     "engine": Room(
@@ -137,8 +138,8 @@ ROOMS = {
     "recipes": Room("config corpus", packages="numpy", lazy="sentencepiece"),
     # The commands, which compose the others.
     "commands": Room(
-        "certify checkpoint config corpus data deepspeed harness launch models parallelism parity plan precision "
-        "preprocess start sweep trainer tokenizers",
+        "certify checkpoint config corpus data deepspeed elastic harness launch models parallelism parity plan "
+        "precision preprocess start sweep trainer tokenizers",
         packages="hydra numpy omegaconf",
         lazy="torch",
     ),
@@ -173,7 +174,8 @@ COMPOSING = {
 # Dataclasses of their users, and the list to which plug-ins add their checks.
 SECTIONS = "gptlite.config.cluster.", "gptlite.config.trainer.", "gptlite.config.plugins.CHECKS"
 CONFIG_USERS = set(
-    "certify checkpoint_tool commands config data_tool deepspeed engine launch parity pretrain start sweep".split()
+    "certify checkpoint_tool commands config data_tool deepspeed elastic engine launch parity pretrain start "
+    "sweep".split()
 )
 # What training, resuming, evaluating and generating on any layout needs. All other rooms are satellites.
 CORE = {

@@ -18,6 +18,8 @@ class CheckpointConfig:
     keep: int = 2
     keep_every: int = 0
     async_save: bool = False
+    memory_interval: int = 0  # steps between checkpoints in host memory; 0: none: docs/elastic.md
+    replicas: int = 0  # number of other nodes that hold a copy of a node's checkpoint in memory
     timeout_seconds: float = 1800
     resume: str = "auto"
     load: str = "all"

@@ -84,6 +84,7 @@ class ClusterConfig:
     disk_gib: float | None = None  # capacity of this disk; null: not checked
     thread_efficiency: float = 1.0
     crowding: float = 1.0
+    exclude_slow: float | None = None  # factor at which a node that stays slower than the others leaves an elastic run
     dollars_per_device_hour: float | None = None
     calibrated: str = ""  # time and machine of the calibration; empty if the figures are from data sheets
     measured: str = ""

@@ -42,6 +42,7 @@ class TrainerConfig:
     host_memory_limit: float | None = None  # GiB of host memory per rank; allocations beyond it fail
     max_restarts: int = 0  # maximum number of restarts from the last checkpoint after a rank fails
     gc_freq: int = 50  # steps between collections by Python's garbage collector, otherwise off; 0: as Python chooses
+    on_divergence: str = "stop"  # if copies differ: stop, or restore a checkpoint from before: docs/elastic.md
     replica_check_interval: int = 0  # steps between checks that parameter copies are equal on all ranks; 0: never
     profile_steps: list[int] = field(default_factory=list)  # [first, last]: writes a Chrome trace of these steps
     spike: SpikeConfig = field(default_factory=SpikeConfig)
