@@ -25,6 +25,7 @@ CHECKS: list[Callable[[Any], None]] = []
 GROUP = "gptlite.plugins"  # group of the entry points
 # Plugins that come with gptlite.
 INCLUDED = (
+    "gptlite.satellites.activations",
     "gptlite.satellites.compressed",
     "gptlite.satellites.corpus",
     "gptlite.satellites.deterministic",

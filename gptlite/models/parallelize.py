@@ -4,6 +4,7 @@ dtypes."""
 import copy
 from collections.abc import Sequence
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -19,8 +20,7 @@ from gptlite.models.metrics import Recording
 from gptlite.models.model import Model
 from gptlite.models.parallel_layers import HeadsNorm, VocabParallelHead
 from gptlite.ops.weight_copies import keep_copies
-from gptlite.parallelism.activation_offload import ActivationOffload
-from gptlite.parallelism.config import ActivationCheckpointing, ParallelismConfig
+from gptlite.parallelism.config import ACTIVATION_OFFLOADS, ActivationCheckpointing, ParallelismConfig
 from gptlite.parallelism.context import ContextAxis, context_axis
 from gptlite.parallelism.expert import ExpertWeights, expert_axis
 from gptlite.parallelism.layout import CONTEXT, num_stages, splits_backward, stages_of_rank
@@ -88,14 +88,16 @@ def parallelize(
             _plain_products(part)
         if context is not None:
             _set_axis(part, "context", context)
-        offload, blocks = ActivationOffload(), list(model.blocks(part).values())
+        blocks = list(model.blocks(part).values())
         if compile:
             for module in part.modules():
                 if getattr(module, "compiles", True) is False:
                     module.forward = torch.compiler.disable(module.forward)  # type: ignore[method-assign]
-        for block in blocks:
-            if mode is ActivationCheckpointing.offload:
+        if mode is ActivationCheckpointing.offload:
+            offload = import_module(ACTIVATION_OFFLOADS[-1]).ActivationOffload()
+            for block in blocks:
                 offload.wrap(block, first=block is blocks[0])
+        for block in blocks:
             _recompute(model, block, mode, split_backward, among is not None)
             if compile:
                 compile_block(block)  # in place, so that parameter names do not change

@@ -20,11 +20,11 @@ from gptlite.models.model import Model
 from gptlite.models.parallelize import materialize, parallelize
 from gptlite.ops.config import Attention
 from gptlite.ops.select import Ops
-from gptlite.parallelism import activation_offload
-from gptlite.parallelism.activation_offload import ActivationOffload
 from gptlite.parallelism.config import ActivationCheckpointing, ParallelismConfig
 from gptlite.parallelism.mesh import Mesh
 from gptlite.precision import Policy
+from gptlite.satellites.activations import offload
+from gptlite.satellites.activations.offload import ActivationOffload
 
 FP32, BF16 = Policy(torch.float32, "test"), Policy(torch.bfloat16, "test")
 NONE, FULL, SELECTIVE, OFFLOAD = ActivationCheckpointing
@@ -63,13 +63,13 @@ def test_how_often_a_block_runs(tiny, batch, recompute, calls):
 
 
 def test_a_block_s_backward_pass_fetches_for_the_block_before_it_in_its_micro_batch():
-    offload, blocks = ActivationOffload(), [nn.Identity() for _ in range(3)]
+    offloads, blocks = ActivationOffload(), [nn.Identity() for _ in range(3)]
     for block in blocks:
-        offload.wrap(block, first=block is blocks[0])
+        offloads.wrap(block, first=block is blocks[0])
     before = []
     for block in blocks * 2:  # two micro-batches
         block(torch.ones(1))
-        before.append((offload._last, offload._last.before))
+        before.append((offloads._last, offloads._last.before))
     saved = [each for each, _ in before]
     assert [link for _, link in before] == [None, saved[0], saved[1], None, saved[3], saved[4]]
 
@@ -78,7 +78,7 @@ def test_offload_moves_what_blocks_save_but_no_parameter(tiny, batch, monkeypatc
     moved = []
     to_host = ActivationOffload._to_host
     monkeypatch.setattr(ActivationOffload, "_to_host", lambda self, t: moved.append(t.clone()) or to_host(self, t))
-    monkeypatch.setattr(activation_offload, "SMALLEST", 0)
+    monkeypatch.setattr(offload, "SMALLEST", 0)
     model = plan(tiny(Attention.matmul), OFFLOAD)
     (out,) = (block(torch.randn(2, 8, model.config.d_model)) for block in model.blocks()[:1])
     shapes = {tuple(tensor.shape) for tensor in moved}
