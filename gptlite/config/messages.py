@@ -67,6 +67,10 @@ def plain(line: str) -> str:
         return "a list is given in brackets, e.g. [4,4], and the keys of a section are set one by one"
     if section := re.match(r"Invalid type assigned: .*Config. value: (.*)", line):
         return f"{section[1]} is not a section of keys; set one of its keys instead"
+    if text := re.match(r"Cannot convert '(?:list|dict)' to string: '(.*)'", line):
+        return f"{text[1]} is not a text; quote it if it is meant literally"
+    if choice := re.match(r"Value (.*) \((?:list|dict)\) is not a valid input for <enum", line):
+        return f"{choice[1]} is not one of its values; --help lists them"
     found = re.match(r"Value '(.*)' (?:of type '\w+' could not be converted to|is not a valid) (\w+)", line)
     kinds = {"Integer": "a whole number", "Float": "a number", "bool": "true or false"}
     return f"{found[1]} is not {kinds[found[2]]}" if found and found[2] in kinds else line
