@@ -33,6 +33,7 @@ from gptlite.parallelism.tensor import (
     TensorAxis,
     VocabParallelEmbedding,
     axis_of,
+    equalize_gradients,
     sum_sliced_gradients,
     tensor_axis,
 )
@@ -211,6 +212,8 @@ def finish_gradients(model: Model, parts: Sequence[nn.Module], mesh: Mesh) -> to
             of_heads = (module for module in part.modules() if getattr(module, "of_heads", False) is True)
             partial = part.parameters() if axis.sequence else (p for module in of_heads for p in module.parameters())
             sum_sliced_gradients(partial, axis)
+            if mesh.size("dp_replicate") > 2 and not axis.sequence:  # a sum of two has no order
+                equalize_gradients(list(part.parameters()), axis)
     if mesh.size("pp") > 1:
         for first, last in model.tied_copies(parts):
             add_across_ends(first, last, mesh)

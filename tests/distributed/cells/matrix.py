@@ -12,6 +12,7 @@ SIX_HEADS = ("model.num_heads=6", "model.d_model=48", "model.sequence_length=24"
 MORE: list[Cell] = [
     # Three data ranks, and a pipeline of three and of six: nothing divides evenly.
     Cell(tensor=2, data=3),
+    Cell(tensor=2, data=3, vocabulary="uneven"),
     Cell(tensor=2, data=3, zero=1, accumulation=4, sequence=True, vocabulary="uneven"),
     Cell(tensor=2, data=3, zero=2, accumulation=2, tied=False, vocabulary="uneven"),
     Cell(tensor=2, data=3, zero=3, accumulation=4, sequence=True, checkpointing="selective"),
