@@ -1,5 +1,7 @@
 """Opening of a run's data from its configuration, and construction of its loader."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from gptlite.data.batch_loader import BatchLoader
@@ -54,9 +56,14 @@ def build_loader(
     ranks.
     """
     layout, schedule = parallelism or ParallelismConfig(), batch_schedule(config.global_batch_size, config.batch_ramp)
+    layout = replace(layout, elastic=layout.elastic and config.unit == "tokens")
     if (micro := 1 if layout.deterministic else config.micro_batch_size) is None:
         micro = largest_micro_batch(layout, schedule.sizes(), mesh.data_size)
-    uneven = [size for size in schedule.sizes() if micro is None or size % (micro * mesh.data_size)]
+    uneven = [
+        size
+        for size in schedule.sizes()
+        if micro is None or (not layout.elastic and size % (micro * mesh.data_size))
+    ]
     if micro is None or uneven:
         words = f" (in data.batch_ramp={config.batch_ramp})" if config.batch_ramp else ""
         raise ConfigError(

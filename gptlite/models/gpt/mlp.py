@@ -24,7 +24,7 @@ class MLP(nn.Module):
         self.up = Linear(config.d_model, config.up_width(width), bias=bias, fused=ops.linear)
         self.down = Linear(width, config.d_model, bias=bias, fused=ops.linear)
 
-    def forward(self, x: Tensor, *, bias: bool = True) -> Tensor:
+    def forward(self, x: Tensor, sample_ids: Tensor | None = None, *, bias: bool = True) -> Tensor:
         """Return the MLP's output. If `bias` is False, the next op adds the last layer's bias."""
         # Cast back to the activations' dtype: with Apex's O1, the projection's output has another dtype.
         projected = self.up.project(x).to(x.dtype)
