@@ -68,10 +68,11 @@ def _batch_problem(config: Config, data_size: int) -> str:
     def fits(batch: int, micro: int) -> bool:
         return runs_batch(layout, batch, micro, data_size)
 
-    if largest_micro_batch(layout, [batch], data_size) if micro is None else fits(batch, micro):
+    idle = layout.elastic and batch < data_size
+    if not idle and (largest_micro_batch(layout, [batch], data_size) if micro is None else fits(batch, micro)):
         return _ramp_problem(config, layout, data_size)
     step = (micro or 1) * data_size
-    if layout.elastic and batch < data_size:
+    if idle:
         problem = f"fewer samples than data={data_size} ranks"
     elif batch % step and not layout.elastic:
         size = "data.micro_batch_size" + ("" if micro is None else f"={micro}")
@@ -106,7 +107,7 @@ def _ramp_problem(config: Config, layout: ParallelismConfig, data_size: int) -> 
             f"{problem}, which is not divisible by data.micro_batch_size={micro} x data={data_size}; "
             f"use a first size and an increment that are multiples of {unit}"
         )
-    why = schedule_refuses(layout, -(-size // unit)) or f"fewer samples than data={data_size} ranks"
+    why = schedule_refuses(layout, accumulation(size, micro, data_size))
     return f"{problem}: {why}; use a larger first size or another increment"
 
 

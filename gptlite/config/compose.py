@@ -27,7 +27,6 @@ from gptlite.errors import ConfigError, did_you_mean, known_home
 from gptlite.invocation import localized
 from gptlite.parallelism.config import ParallelismConfig
 
-
 ELASTIC_KEY = "parallelism.data"  # with the value elastic: parallelism.elastic=true
 
 

@@ -99,9 +99,7 @@ class _Counted(torch.autograd.Function):
     `router.losses`, and returns `router.upstream` as the gradient with respect to the losses."""
 
     @staticmethod
-    def forward(
-        ctx: Any, weights: Tensor, losses: Tensor, chosen: Tensor, samples: Tensor, router: Router
-    ) -> Tensor:
+    def forward(ctx: Any, weights: Tensor, losses: Tensor, chosen: Tensor, samples: Tensor, router: Router) -> Tensor:
         ctx.save_for_backward(chosen, losses, samples)
         ctx.router = router
         return weights.view_as(weights)

@@ -332,8 +332,8 @@ def schedule_refuses(config: ParallelismConfig, accumulation: int) -> str:
 
 def runs_batch(config: ParallelismConfig, global_batch: int, micro_batch: int, data_size: int) -> bool:
     """Return True if the layout can run a global batch in micro-batches of `micro_batch` samples. In an elastic run,
-    fillers complete it if each rank has a sample."""
-    whole = global_batch % (micro_batch * data_size) == 0 or (config.elastic and data_size <= global_batch)
+    fillers complete the last ones."""
+    whole = global_batch % (micro_batch * data_size) == 0 or config.elastic
     return whole and not schedule_refuses(config, accumulation(global_batch, micro_batch, data_size))
 
 

@@ -20,8 +20,8 @@ def check_elastic(config: Config) -> None:
         raise ConfigError(f"{KEY} with parallelism.data={layout.data}: an elastic run takes the data degree that its ranks "
                           "allow; leave out parallelism.data, or use parallelism.elastic=false")  # fmt: skip
     if layout.auto:
-        raise ConfigError(f"{KEY} with parallelism=auto: a plan is for one number of ranks, and other ones keep its "
-                          "degrees; give those that gptlite plan prints, or use parallelism.elastic=false")  # fmt: skip
+        raise ConfigError(f"{KEY} with parallelism=auto: a plan is for one number of ranks; plan without elastic, and "
+                          "train with the degrees that gptlite plan prints")  # fmt: skip
     if data.handed_over:
         raise ConfigError(f"{KEY} with gptlite.initialize: a program divides its batches itself; use "
                           "parallelism.elastic=false, or gptlite train")  # fmt: skip

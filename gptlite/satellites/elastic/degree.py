@@ -10,7 +10,6 @@ from gptlite.config.batch import check_world
 from gptlite.config.overrides import hydra_value
 from gptlite.config.plugins import as_override
 from gptlite.config.schema import Config
-from gptlite.data.batches import batch_schedule
 from gptlite.errors import ConfigError
 from gptlite.invocation import launched_command
 from gptlite.parallelism.axes import every_axis
@@ -32,8 +31,8 @@ def largest(config: Config, world: int) -> int:
 
 def smallest(config: Config) -> int | None:
     """Return the smallest number of ranks that `largest` can give; None if there is none."""
-    step, data = ranks_per_copy(config), config.data
-    most = step * min(batch_schedule(data.global_batch_size, data.batch_ramp).sizes())
+    step = ranks_per_copy(config)
+    most = step * config.data.global_batch_size
     return next((ranks for ranks in range(step, most + 1, step) if not refusal(config, ranks)), None)
 
 
