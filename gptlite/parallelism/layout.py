@@ -241,8 +241,8 @@ def _unequal(config: ParallelismConfig, world: int) -> str:
 def wanted_world(config: ParallelismConfig, gpus: int) -> int:
     """Return the number of ranks that train.py starts on a machine with `gpus` GPUs; 0 means the CPU.
 
-    If `data` is null, and the layout shards (zero > 0) or sets `spread` or `elastic`, use the largest data degree that fits on the
-    GPUs, or 2 on a CPU.
+    If `data` is null, and the layout shards (zero > 0) or sets `spread` or `elastic`, use the largest data degree that
+    fits on the GPUs, or 2 on a CPU.
     """
     inner, replicate = _inner(config), config.dp_replicate
     if config.data is not None:

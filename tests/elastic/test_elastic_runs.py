@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,8 @@ from gptlite.config import load
 from gptlite.satellites.elastic.degree import largest, ranks_per_copy
 
 # 10 samples a batch: three data ranks have four each at most, and so two fillers.
-OVERRIDES = [*BASE, "data.global_batch_size=10", "parallelism.data=elastic", "trainer.max_steps=12", "run.name=elastic"]
+OVERRIDES = [*BASE, "data.global_batch_size=10", "parallelism.data=elastic", "trainer.max_steps=12", "schedule.warmup_steps=11",
+             "trainer.eval_interval=6"]  # fmt: skip
 PIECES = ((4, 3), (3, 6), (2, 9), (4, None))  # copies of the model that the ranks at hand would allow, stop_step
 
 
@@ -28,6 +30,11 @@ class Case:
     words: str
     close: float = 1e-6
     more: Sequence[str] = ()
+
+    @property
+    def id(self) -> str:
+        words = [*self.words.split(), *(each.split(".")[-1] for each in self.more)]
+        return "-".join(re.sub(r"\W+", "", each) for each in words)
 
     @property
     def overrides(self) -> list[str]:
@@ -89,7 +96,7 @@ def order(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "data_order.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("case", marked(CASES, 0, len(CASES), lambda case: " ".join([case.words, *case.more][:3])))
+@pytest.mark.parametrize("case", marked(CASES, 0, len(CASES), lambda case: case.id))
 def test_a_run_on_changing_ranks_is_the_uninterrupted_run(case: Case, ranks: GrowingRanks, tmp_path: Path):
     whole = samples(train(ranks, 4, case, tmp_path / "whole"))
     assert [number for number, _ in whole] == list(range(len(whole)))

@@ -17,8 +17,8 @@ def check_elastic(config: Config) -> None:
     if not layout.elastic:
         return
     if layout.data is not None:
-        raise ConfigError(f"{KEY} with parallelism.data={layout.data}: an elastic run takes the data degree that its ranks "
-                          "allow; leave out parallelism.data, or use parallelism.elastic=false")  # fmt: skip
+        raise ConfigError(f"{KEY} with parallelism.data={layout.data}: an elastic run takes the data degree that its "
+                          "ranks allow; leave out parallelism.data, or use parallelism.elastic=false")  # fmt: skip
     if layout.auto:
         raise ConfigError(f"{KEY} with parallelism=auto: a plan is for one number of ranks; plan without elastic, and "
                           "train with the degrees that gptlite plan prints")  # fmt: skip
@@ -29,8 +29,8 @@ def check_elastic(config: Config) -> None:
         raise ConfigError(f"{KEY} with optimizer.adascale=true: the learning rate would depend on the number of ranks, "
                           "whose gradients are compared; use adascale=false, or parallelism.elastic=false")  # fmt: skip
     if batch_schedule(data.global_batch_size, data.batch_ramp).measured:
-        raise ConfigError(f"{KEY} with data.batch_ramp={data.batch_ramp}: the batch would depend on the number of ranks, "
-                          "whose gradients are compared; give [first size, increment, samples], or use "
+        raise ConfigError(f"{KEY} with data.batch_ramp={data.batch_ramp}: the batch would depend on the number of "
+                          "ranks, whose gradients are compared; give [first size, increment, samples], or use "
                           "parallelism.elastic=false")  # fmt: skip
 
 

@@ -21,9 +21,9 @@ from gptlite.satellites.zeropp.check import check_ranks, wanted
 def largest(config: Config, world: int) -> int:
     """Return the number of ranks of the largest legal layout on at most `world` ranks; 0 if there is none.
 
-    The global batch and all degrees but `data` stay. A layout is legal if train.py would accept it on so many ranks: the
-    expert degree and dp_replicate divide the data degree, each data rank has a sample, and the pipeline's schedule can
-    run the micro-batches.
+    The global batch and all degrees but `data` stay. A layout is legal if train.py would accept it on so many ranks:
+    the expert degree and dp_replicate divide the data degree, each data rank has a sample, and the pipeline's schedule
+    can run the micro-batches.
     """
     step = ranks_per_copy(config)
     return next((ranks for ranks in range(world // step * step, 0, -step) if not refusal(config, ranks)), 0)
