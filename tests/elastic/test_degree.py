@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 import torch
 
+from gptlite.commands.certify import configured
+from gptlite.commands.plan import planned_config
 from gptlite.config import Config, load
 from gptlite.config.batch import check_world
 from gptlite.config.compose import with_elastic
@@ -20,6 +22,7 @@ from gptlite.ops.inputs import IGNORE
 from gptlite.parallelism.config import ParallelismConfig
 from gptlite.parallelism.layout import largest_micro_batch
 from gptlite.satellites.elastic.degree import largest, smallest, too_few
+from gptlite.satellites.engine.settings import compose
 
 BASE = "model=gpt-lite data=synthetic run.dir=unused run.name=x".split()
 ELASTIC = ParallelismConfig(elastic=True)
@@ -59,6 +62,15 @@ def test_what_contradicts_elastic_is_refused_in_one_line(overrides: str, says: s
         load([*BASE, *overrides.split()])
     assert says in str(refusal.value)
     assert "\n" not in str(refusal.value)
+
+
+def test_what_is_for_one_number_of_ranks_refuses_elastic():
+    with pytest.raises(ConfigError, match="a plan is for one number of ranks"):
+        planned_config([*BASE, "parallelism=zero2", "parallelism.data=elastic"])
+    with pytest.raises(ConfigError, match=r"certify each, e\.g\. with parallelism\.elastic=false"):
+        configured([*BASE, "parallelism.data=elastic"])
+    with pytest.raises(ConfigError, match=r"with gptlite\.initialize: a program divides its batches itself"):
+        compose(torch.nn.Linear(2, 2), "adamw", ["parallelism.data=elastic"])
 
 
 def test_a_file_writes_elastic_as_its_key(tmp_path: Path):

@@ -18,8 +18,8 @@ from gptlite.config import load
 from gptlite.satellites.elastic.degree import largest, ranks_per_copy
 
 # 10 samples a batch: three data ranks have four each at most, and so two fillers.
-OVERRIDES = [*BASE, "data.global_batch_size=10", "parallelism.data=elastic", "trainer.max_steps=12", "schedule.warmup_steps=11",
-             "trainer.eval_interval=6"]  # fmt: skip
+SHORT = "trainer.max_steps=12 schedule.warmup_steps=11 trainer.eval_interval=6".split()
+OVERRIDES = [*BASE, *SHORT, "data.global_batch_size=10", "parallelism.data=elastic"]
 PIECES = ((4, 3), (3, 6), (2, 9), (4, None))  # copies of the model that the ranks at hand would allow, stop_step
 
 
@@ -54,6 +54,7 @@ CASES = [
     Case("expert=1 zero=1", more=(*EXPERTS, "model.moe.sequence_loss=0.01")),
     Case("zero=2", more=("optimizer=muon", "optimizer.lr=3e-4")),
     Case("zero=1", more=("data.batch_ramp=[4,2,60]",)),
+    Case("zero=1", more=("trainer.noise_scale=true", "data.micro_batch_size=1")),
     # The losses of fp16 have three digits, and so have its gradients; the loss scale is the same in every step.
     Case("zero=2", close=2e-3, more=("precision=fp16",)),
     Case("zero=2", close=0, more=("parallelism.deterministic=true",)),
