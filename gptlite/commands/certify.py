@@ -73,6 +73,9 @@ def configured(overrides: list[str]) -> Config:
     config.run.overrides = overrides
     if config.parallelism.auto:
         raise ConfigError("parallelism=auto chooses a layout; certify the one that `gptlite plan` prints")
+    if config.parallelism.elastic:
+        raise ConfigError("parallelism.elastic=true has a layout for each number of ranks; certify each, e.g. with "
+                          "parallelism.elastic=false parallelism.data=4")  # fmt: skip
     return config
 
 

@@ -99,7 +99,8 @@ def one_process(config: Config, steps: int) -> "tuple[Iterator[StepRecord], Iter
     from gptlite.precision import resolve_precision
     from gptlite.satellites.parity.record import recorded
 
-    alone = replace(config, parallelism=ParallelismConfig(deterministic=config.parallelism.deterministic))
+    layout = config.parallelism
+    alone = replace(config, parallelism=ParallelismConfig(elastic=layout.elastic, deterministic=layout.deterministic))
     runs = [alone]
     if resolve_precision(config.precision, build_mesh(alone.parallelism).device).name != "fp32":
         runs.append(replace(alone, precision=PrecisionConfig(Precision.fp32)))

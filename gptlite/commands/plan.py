@@ -80,6 +80,9 @@ def planned_config(overrides: list[str]) -> Config:
     overrides = with_deepspeed(overrides)
     preset = any(each.partition("=")[0] in ("parallelism", "experiment") for each in overrides)
     config = load(overrides if preset else ["parallelism=auto", *overrides])
+    if config.parallelism.elastic:
+        raise ConfigError("parallelism.elastic=true: a plan is for one number of ranks; leave it out, and train with "
+                          "the degrees of the plan")  # fmt: skip
     config.run.overrides = overrides  # without parallelism=auto, as the planner keeps the keys in these overrides fixed
     return config
 

@@ -16,7 +16,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from gptlite.config.command_line import pipe_closed
-from gptlite.config.compose import help_text, resumed, typed, with_whole_numbers
+from gptlite.config.compose import help_text, resumed, typed, with_elastic, with_whole_numbers
 from gptlite.config.hydra_private import argument_parser
 from gptlite.config.keys import choices
 from gptlite.config.messages import flag_refusal, refusals
@@ -76,7 +76,7 @@ def command() -> int:
         flags, overrides = sort_arguments(words)
         overrides = with_deepspeed(overrides, print_once)
         import_plugins(named_in(overrides))
-        overrides = with_whole_numbers(overrides)
+        overrides = with_whole_numbers(with_elastic(overrides))
         if {"-h", "--help"} & set(flags):
             print(help_of(flags, overrides))
             return 0

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 
 from gptlite.config.schema import Config
 from gptlite.data.batches import batch_schedule
 from gptlite.errors import ConfigError
 from gptlite.models.registry import spec_of
-from gptlite.parallelism.config import Offload
+from gptlite.parallelism.config import Offload, ParallelismConfig
 from gptlite.parallelism.layout import (
     Layout,
+    accumulation,
     divisors,
     largest_micro_batch,
     listed,
@@ -60,19 +62,23 @@ def _batch_problem(config: Config, data_size: int) -> str:
     """
     if config.data.handed_over:
         return ""
-    batch, micro, layout = config.data.global_batch_size, config.data.micro_batch_size, config.parallelism
+    layout = replace(config.parallelism, elastic=config.parallelism.elastic and config.data.unit == "tokens")
+    batch, micro = config.data.global_batch_size, config.data.micro_batch_size
 
     def fits(batch: int, micro: int) -> bool:
         return runs_batch(layout, batch, micro, data_size)
 
-    if largest_micro_batch(layout, [batch], data_size) if micro is None else fits(batch, micro):
-        return _ramp_problem(config, data_size)
+    idle = layout.elastic and batch < data_size
+    if not idle and (largest_micro_batch(layout, [batch], data_size) if micro is None else fits(batch, micro)):
+        return _ramp_problem(config, layout, data_size)
     step = (micro or 1) * data_size
-    if batch % step:
+    if idle:
+        problem = f"fewer samples than data={data_size} ranks"
+    elif batch % step and not layout.elastic:
         size = "data.micro_batch_size" + ("" if micro is None else f"={micro}")
         problem = f"{size} x accumulation x data={data_size} has no integer solution for accumulation"
     else:
-        count = batch // step
+        count = accumulation(batch, micro or 1, data_size)
         problem = f"data.micro_batch_size={micro or 1} x accumulation={count} x data={data_size}: "
         problem += schedule_refuses(layout, count)
     sizes = [s for s in divisors(batch // data_size) if fits(batch, s)] if batch % data_size == 0 else []
@@ -84,10 +90,10 @@ def _batch_problem(config: Config, data_size: int) -> str:
     return f"data.global_batch_size={batch} = {problem}; try {', or '.join(tries)}"
 
 
-def _ramp_problem(config: Config, data_size: int) -> str:
+def _ramp_problem(config: Config, layout: ParallelismConfig, data_size: int) -> str:
     """Return the reason why a size in the batch ramp cannot be split over the data-parallel ranks; an empty string if
     all sizes can. data.global_batch_size itself must be valid."""
-    data, layout, micro = config.data, config.parallelism, config.data.micro_batch_size or 1
+    data, micro = config.data, config.data.micro_batch_size or 1
     sizes = batch_schedule(data.global_batch_size, data.batch_ramp).sizes()
     if data.micro_batch_size is None and largest_micro_batch(layout, sizes, data_size):
         return ""
@@ -96,12 +102,12 @@ def _ramp_problem(config: Config, data_size: int) -> str:
         return ""
     unit = micro * data_size
     problem = f"data.batch_ramp={data.batch_ramp} includes a global batch size of {size}"
-    if size % unit:
+    if size % unit and not layout.elastic:
         return (
             f"{problem}, which is not divisible by data.micro_batch_size={micro} x data={data_size}; "
             f"use a first size and an increment that are multiples of {unit}"
         )
-    why = schedule_refuses(layout, size // unit)
+    why = schedule_refuses(layout, accumulation(size, micro, data_size))
     return f"{problem}: {why}; use a larger first size or another increment"
 
 

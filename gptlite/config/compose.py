@@ -17,15 +17,17 @@ from gptlite.config.changed_presets import changed_presets
 from gptlite.config.checks import check
 from gptlite.config.keys import choices, presets_of, whole_number_keys
 from gptlite.config.messages import refusals, unknown_key
-from gptlite.config.overrides import NAMELESS, key_of, whole_number
+from gptlite.config.overrides import NAMELESS, key_of, unquoted, whole_number
 from gptlite.config.plugins import import_plugins, named_in, refuse_unnamed
 from gptlite.config.resume import saved_config, saved_overrides
 from gptlite.config.saved import leaves
 from gptlite.config.schema import CONF_DIR, SCHEMAS, Config, register, schema_names
 from gptlite.config.warm_start import with_model
-from gptlite.errors import ConfigError, known_home
+from gptlite.errors import ConfigError, did_you_mean, known_home
 from gptlite.invocation import localized
 from gptlite.parallelism.config import ParallelismConfig
+
+ELASTIC_KEY = "parallelism.data"  # with the value elastic: parallelism.elastic=true
 
 
 def load(overrides: Iterable[str] = (), config_dir: Path = CONF_DIR) -> Config:
@@ -36,7 +38,7 @@ def load(overrides: Iterable[str] = (), config_dir: Path = CONF_DIR) -> Config:
     """
     overrides = as_overrides(overrides)
     import_plugins(named_in(overrides))  # before the composition, since plugins add schemas
-    overrides = with_whole_numbers(overrides)
+    overrides = with_whole_numbers(with_elastic(overrides))
     overrides = with_model(resumed(overrides, config_dir))
     with refusals(), _initialized(config_dir):
         return typed(compose("config", overrides=overrides), overrides)
@@ -82,11 +84,31 @@ def with_whole_numbers(overrides: list[str]) -> list[str]:
     return [new if key_of(each) in keys else each for each, new in zip(overrides, changed, strict=True)]
 
 
+def with_elastic(overrides: list[str]) -> list[str]:
+    """Return the overrides with the keys for which `parallelism.data=elastic` is short. Raises ConfigError for another
+    word than that, and for a sweep over it and numbers."""
+    result = []
+    for each in overrides:
+        key, _, value = each.partition("=")
+        if key_of(each) != ELASTIC_KEY or not re.search("[a-z]", text := unquoted(value).lower()) or text == "null":
+            result.append(each)
+        elif text == "elastic":
+            result += [f"{key.replace('.data', '.elastic')}=true", f"{key}=null"]
+        elif re.search(r"\belastic\b", text):
+            raise ConfigError(f"{each}: a sweep takes elastic beside numbers as parallelism.elastic=true,false")
+        elif re.fullmatch("[a-z]+", text):
+            hint = did_you_mean(text, ["elastic"])
+            raise ConfigError(f"{each} is neither a number of data ranks nor elastic nor null{hint}")
+        else:  # a sweep's function
+            result.append(each)
+    return result
+
+
 def load_layout(overrides: Iterable[str]) -> ParallelismConfig:
     """Compose these overrides and return the section `parallelism`, for a command that does not train. Raises
     ConfigError."""
     register()
-    overrides = list(overrides)
+    overrides = with_elastic(list(overrides))
     with refusals(), _initialized(CONF_DIR):
         config = compose("config", overrides=overrides)
         layout = OmegaConf.to_object(config.parallelism)

@@ -46,7 +46,10 @@ def explain(error: BaseException) -> str:
         return f"{where[1]} defaults to model.{lacks[1]}, which this model does not have; {other}give {where[1]}=..."
     for item in chain:
         if match := re.search(r"full_key: (\S+)", str(item)):
-            return f"{match[1]}: {plain(str(item).splitlines()[0])}"
+            fix = (
+                "; in a file, write elastic: true" if match[1] == "parallelism.data" and "elastic" in str(item) else ""
+            )
+            return f"{match[1]}: {plain(str(item).splitlines()[0])}{fix}"
     if isinstance(error, OverrideParseException):
         if "=" not in error.override:
             return f"{error.override} is not KEY=VALUE; --help lists the keys"

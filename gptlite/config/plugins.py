@@ -29,6 +29,7 @@ INCLUDED = (
     "gptlite.satellites.compressed",
     "gptlite.satellites.corpus",
     "gptlite.satellites.deterministic",
+    "gptlite.satellites.elastic.check",
     "gptlite.satellites.images",
     "gptlite.satellites.noise",
     "gptlite.satellites.nvme",

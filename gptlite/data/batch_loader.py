@@ -19,7 +19,7 @@ class Batch:
 
     tokens: torch.Tensor  # int64[B, S]
     targets: torch.Tensor  # int64[B, S], IGNORE where nothing is predicted
-    sample_ids: torch.Tensor  # int64[B], numbers of the samples in the run, or of the chunks in validation
+    sample_ids: torch.Tensor  # int64[B], numbers of the run's samples, or of chunks in validation; negative: a filler
     documents: Documents | None = None  # boundaries in the whole sequences, also under context parallelism
     counted: bool = True  # False for a filler, so that every rank has the same number of batches
 
@@ -87,11 +87,11 @@ class BatchLoader(ABC):
     @property
     def num_micro_batches(self) -> int:
         """Number of micro-batches in a global batch of full size on this rank."""
-        return self.global_batch_size // self._samples_at_once
+        return -(-self.global_batch_size // self._samples_at_once)
 
     def micro_batches(self, consumed_samples: int) -> int:
         """Return the number of micro-batches on this rank in the global batch after `consumed_samples` samples."""
-        return self.schedule.size(consumed_samples) // self._samples_at_once
+        return -(-self.schedule.size(consumed_samples) // self._samples_at_once)
 
     @property
     def _samples_at_once(self) -> int:
@@ -99,8 +99,12 @@ class BatchLoader(ABC):
         return self.micro_batch_size * self._share.size
 
     def _numbers(self, consumed_samples: int) -> np.ndarray:
-        """Return the numbers of this rank's samples in a global batch: int64[micro-batches, micro-batch size]."""
+        """Return the numbers of this rank's samples in a global batch: int64[micro-batches, micro-batch size].
+
+        In an elastic run, fillers complete the last micro-batch of all ranks: ~n is sample n again, without targets.
+        """
         numbers = self.schedule.samples(consumed_samples)
+        numbers = np.concatenate([numbers, np.full(-len(numbers) % self._samples_at_once, ~numbers[0])])
         return numbers.reshape(-1, self._share.size, self.micro_batch_size)[:, self._share.rank]
 
     def resume(self, history: Sequence[Era], consumed_samples: int) -> None:

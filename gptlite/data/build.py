@@ -51,12 +51,14 @@ def build_loader(
     """Return this rank's loader. `micro_batch_size: null` selects the largest size that the layout can run.
 
     Raises ConfigError if a global batch size is not divisible by the micro-batch size times the number of data-parallel
-    ranks.
+    ranks, unless fillers complete the batches of an elastic run.
     """
     layout, schedule = parallelism or ParallelismConfig(), batch_schedule(config.global_batch_size, config.batch_ramp)
+    fills = layout.elastic and config.unit == "tokens"
     if (micro := 1 if layout.deterministic else config.micro_batch_size) is None:
         micro = largest_micro_batch(layout, schedule.sizes(), mesh.data_size)
-    uneven = [size for size in schedule.sizes() if micro is None or size % (micro * mesh.data_size)]
+    sizes = schedule.sizes()
+    uneven = [size for size in sizes if micro is None or (not fills and size % (micro * mesh.data_size))]
     if micro is None or uneven:
         words = f" (in data.batch_ramp={config.batch_ramp})" if config.batch_ramp else ""
         raise ConfigError(

@@ -126,10 +126,11 @@ class Loader(BatchLoader):
 
     def _read(self, consumed_samples: int) -> list[Batch]:
         numbers = self._numbers(consumed_samples)
-        rows = self.stream.read(numbers.reshape(-1))
+        rows = self.stream.read(np.maximum(numbers, ~numbers).reshape(-1))
         self._require_known(rows, lambda row: f"sample {numbers.reshape(-1)[row]} of the run")
         shape = (*numbers.shape, rows.shape[1] - 1)
         tokens, targets = (part.astype(np.int64).reshape(shape) for part in (rows[:, :-1], rows[:, 1:]))
+        targets[numbers < 0] = IGNORE
         batches = [self._batch(*each) for each in zip(tokens, targets, numbers, strict=True)]
         # Pinned in the background thread, since pinning copies the data.
         return [batch.pin_memory() for batch in batches] if self._device.type == "cuda" else batches

@@ -30,7 +30,7 @@ from gptlite.torch_private.dispatch import has_values
 
 class Router(nn.Module):
     """Router that selects K experts for each token: x [B, s, d] -> weights fp32 and expert indices int64, both [B, s,
-    K].
+    K]. Samples with a negative number are fillers, which no load or loss counts.
 
     Logits and scores are fp32. `bias` [E] is added to the scores to select experts, but not to compute their weights.
     The backward pass adds the number of tokens of each expert to `load` [E] and the router's losses to `losses`; the
@@ -56,7 +56,7 @@ class Router(nn.Module):
         self.register_buffer("load", torch.zeros(experts, dtype=torch.int64), persistent=False)
         self.register_buffer("losses", torch.zeros((), dtype=torch.float64), persistent=False)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, sample_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
         # The weight is rounded to the activations' dtype, in which ZeRO gathers it; the GEMM runs in fp32.
         logits = F.linear(x.float(), self.weight.to(x.dtype).float())
         scores = logits.sigmoid() if self.sigmoid else logits.softmax(-1)
@@ -67,14 +67,15 @@ class Router(nn.Module):
         if self.renormalize:
             weights = weights / weights.sum(-1, keepdim=True)
         if self.training and weights.requires_grad:
-            weights = _Counted.apply(weights, self._losses(logits, scores, chosen), chosen, self)
+            samples = chosen.new_ones(len(x), 1) if sample_ids is None else (sample_ids >= 0).long()[:, None]
+            weights = _Counted.apply(weights, self._losses(logits, scores, chosen, samples), chosen, samples, self)
         return weights, chosen
 
-    def _losses(self, logits: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
-        """Return this rank's share of the router's losses, summed over tokens."""
+    def _losses(self, logits: Tensor, scores: Tensor, chosen: Tensor, samples: Tensor) -> Tensor:
+        """Return this rank's share of the router's losses, summed over tokens. `samples` [B, 1] is 0 for fillers."""
         total = logits.new_zeros(())
         if self.z_loss:
-            total = total + self.z_loss * logits.logsumexp(-1).square().sum()
+            total = total + self.z_loss * (samples * logits.logsumexp(-1).square()).sum()
         if self.sequence_loss:
             counts = torch.zeros_like(scores).scatter_(-1, chosen, 1.0).sum(1)  # [B, E]
             length = scores.shape[1]
@@ -82,6 +83,7 @@ class Router(nn.Module):
                 dist.all_reduce(counts, group=group)
                 length *= size
             shares = counts * scores.shape[-1] / (self.top_k * length)  # 1 for equal loads
+            shares = shares * samples
             total = total + self.sequence_loss * (shares * (scores / scores.sum(-1, keepdim=True)).sum(1)).sum()
         return total
 
@@ -97,20 +99,20 @@ class _Counted(torch.autograd.Function):
     `router.losses`, and returns `router.upstream` as the gradient with respect to the losses."""
 
     @staticmethod
-    def forward(ctx: Any, weights: Tensor, losses: Tensor, chosen: Tensor, router: Router) -> Tensor:
-        ctx.save_for_backward(chosen, losses)
+    def forward(ctx: Any, weights: Tensor, losses: Tensor, chosen: Tensor, samples: Tensor, router: Router) -> Tensor:
+        ctx.save_for_backward(chosen, losses, samples)
         ctx.router = router
         return weights.view_as(weights)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor):
-        chosen, losses = ctx.saved_tensors
+        chosen, losses, samples = ctx.saved_tensors
         router: Router = ctx.router
-        router.load.scatter_add_(0, chosen.flatten(), torch.ones_like(chosen).flatten())
+        router.load.scatter_add_(0, chosen.flatten(), samples[..., None].expand_as(chosen).flatten())
         router.losses += losses
         upstream = torch.zeros_like(losses) if router.upstream is None else router.upstream.to(losses)
-        return grad, upstream, None, None
+        return grad, upstream, None, None, None
 
 
 class Experts(ExpertWeights):

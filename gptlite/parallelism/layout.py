@@ -241,14 +241,14 @@ def _unequal(config: ParallelismConfig, world: int) -> str:
 def wanted_world(config: ParallelismConfig, gpus: int) -> int:
     """Return the number of ranks that train.py starts on a machine with `gpus` GPUs; 0 means the CPU.
 
-    If `data` is null, and the layout shards (zero > 0) or sets `spread`, use the largest data degree that fits on the
-    GPUs, or 2 on a CPU.
+    If `data` is null, and the layout shards (zero > 0) or sets `spread` or `elastic`, use the largest data degree that
+    fits on the GPUs, or 2 on a CPU.
     """
     inner, replicate = _inner(config), config.dp_replicate
     if config.data is not None:
         return inner * config.data
     sharing = config.expert // math.gcd(config.expert, config.context)  # the data degree must be a multiple of this
-    if config.zero == 0 and (replicate > 1 or not config.spread):
+    if config.zero == 0 and (replicate > 1 or not (config.spread or config.elastic)):
         return inner * math.lcm(replicate, sharing)
     shards = gpus // (inner * replicate) if gpus else 2
     return inner * replicate * max(shards // sharing, 1) * sharing
@@ -304,8 +304,8 @@ def split_layers(num_layers: int, num_stages: int, layer_cost: float, head_cost:
 
 
 def accumulation(global_batch: int, micro_batch: int, data_size: int) -> int:
-    """Return the number of micro-batches that each data-parallel rank runs per step."""
-    return global_batch // (micro_batch * data_size)
+    """Return the number of micro-batches that each data-parallel rank runs per step, including fillers."""
+    return -(-global_batch // (micro_batch * data_size))
 
 
 def check_micro_batches(config: ParallelismConfig, accumulation: int) -> None:
@@ -331,18 +331,18 @@ def schedule_refuses(config: ParallelismConfig, accumulation: int) -> str:
 
 
 def runs_batch(config: ParallelismConfig, global_batch: int, micro_batch: int, data_size: int) -> bool:
-    """Return True if the layout can run a global batch in micro-batches of `micro_batch` samples."""
-    whole = global_batch % (micro_batch * data_size) == 0
+    """Return True if the layout can run a global batch in micro-batches of `micro_batch` samples. In an elastic run,
+    fillers complete the last ones."""
+    whole = global_batch % (micro_batch * data_size) == 0 or config.elastic
     return whole and not schedule_refuses(config, accumulation(global_batch, micro_batch, data_size))
 
 
 def largest_micro_batch(config: ParallelismConfig, global_batches: Sequence[int], data_size: int) -> int | None:
     """Return the largest micro-batch size up to MAX_MICRO_BATCH with which the layout can run each of these global
-    batches; None if there is none."""
-    for size in range(MAX_MICRO_BATCH, 0, -1):
-        if all(runs_batch(config, batch, size, data_size) for batch in global_batches):
-            return size
-    return None
+    batches with the fewest fillers; None if there is none."""
+    sizes = range(MAX_MICRO_BATCH, 0, -1)
+    fit = [size for size in sizes if all(runs_batch(config, batch, size, data_size) for batch in global_batches)]
+    return min(fit, key=lambda size: sum(-batch % (size * data_size) for batch in global_batches), default=None)
 
 
 def divisors(number: int) -> list[int]:

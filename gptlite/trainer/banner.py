@@ -59,6 +59,8 @@ def announce(run: Run, folder: RunFolder, attached: Attached) -> Reporter:
     size = format_parameters(count, spec.idle_parameters(model))
     idle = [op for op, _ in ops.chosen if not (config.optimizer.adam_kernel if op == "adamw" else spec.uses(model, op))]
     used = ", ".join(ops.reasons_without(*idle))
+    fillers = -batch.global_batch_size % (state.loader.micro_batch_size * mesh.data_size)
+    less = f" - {counted(fillers, 'filler')}" if fillers else ""
     lines = [
         ("device", f"{device_words(mesh.device)}, torch {torch.__version__}"),
         *_layout(config.parallelism, folder.layout, mesh, accumulation, elements, layers),
@@ -73,7 +75,7 @@ def announce(run: Run, folder: RunFolder, attached: Attached) -> Reporter:
         *_tokenizer_warning(run.data),
         ("batch", f"{_step_words(config)}; "
                   f"{batch.global_batch_size} = micro-batch {state.loader.micro_batch_size} x "
-                  f"{accumulation} accumulation x {mesh.data_size} data-parallel{_ramp(config)}"),
+                  f"{accumulation} accumulation x {mesh.data_size} data-parallel{less}{_ramp(config)}"),
         ("length", f"{steps} steps = {least}{format_count(total)} {batch.unit}, {total / count:.3g} per parameter, "
                    f"{total / length / epoch:.3g} epochs, {arithmetic}"),
         *uncounted,

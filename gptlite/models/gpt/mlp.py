@@ -24,8 +24,8 @@ class MLP(nn.Module):
         self.up = Linear(config.d_model, config.up_width(width), bias=bias, fused=ops.linear)
         self.down = Linear(width, config.d_model, bias=bias, fused=ops.linear)
 
-    def forward(self, x: Tensor, *, bias: bool = True) -> Tensor:
-        """Return the MLP's output. If `bias` is False, the next op adds the last layer's bias."""
+    def forward(self, x: Tensor, *, sample_ids: Tensor | None = None, bias: bool = True) -> Tensor:
+        """Return the MLP's output, for any samples. If `bias` is False, the next op adds the last layer's bias."""
         # Cast back to the activations' dtype: with Apex's O1, the projection's output has another dtype.
         projected = self.up.project(x).to(x.dtype)
         hidden = bias_activation(projected, cast(self.up.local_bias(), x.dtype), self.kind, self.fused, self.notes_amax)

@@ -118,7 +118,7 @@ class Block(nn.Module):
         attended = attended.to(x.dtype)
         bias = self.attn.proj.bias if self.deferred_add else None
         normed, x = self.mlp_norm.after_residual(attended, x, self.dropout, residual_key, bias)
-        added = self.mlp(normed, bias=not self.deferred_add).to(x.dtype)
+        added = self.mlp(normed, sample_ids=sample_ids, bias=not self.deferred_add).to(x.dtype)
         if not self.deferred_add:
             out = x + dropout(added, self.dropout, mlp_key, self.fused_dropout)
         else:

@@ -22,9 +22,10 @@ class MoE(nn.Module):
         self.experts = Experts(*sizes, config.mlp.value, fused=ops.activation)
         self.shared = MLP(config, ops, width=moe.shared * width, bias=False) if moe.shared else None
 
-    def forward(self, x: Tensor, *, bias: bool = True) -> Tensor:
-        """Return the sum of the experts' outputs. `bias` is ignored."""
-        return self.experts(x, *self.router(x), self.shared)
+    def forward(self, x: Tensor, *, sample_ids: Tensor | None = None, bias: bool = True) -> Tensor:
+        """Return the sum of the experts' outputs. The router does not count fillers among `sample_ids`. `bias` is
+        ignored."""
+        return self.experts(x, *self.router(x, sample_ids), self.shared)
 
     def local_bias(self) -> Tensor | None:
         """Return None, since there are no biases."""

@@ -78,7 +78,8 @@ class Noise(GradientNoise):
             raise ConfigError("optimizer.adascale=true compares gradients, and this step has one micro-batch on one "
                               "data rank; give a list of batches, or a smaller data.micro_batch_size")  # fmt: skip
         first = mesh.coordinate("pp") == 0 and mesh.coordinate("tp") == 0  # one of the ranks with these samples
-        sizes, number = counts.square().sum() * first, torch.full_like(counts[0], len(counts) * first)
+        # A group of fillers is none.
+        sizes, number = counts.square().sum() * first, (counts > 0).sum().double() * first
         return torch.stack([self._squares.take(), sizes, self._squares.outside(), number])
 
     def take(self, totals: StepTotals, samples: int, loss_scale: float, step: int, stop: int) -> None:
