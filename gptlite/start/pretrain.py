@@ -47,16 +47,14 @@ def pretrain(
     All ranks call this after joining the process group; a single rank needs no group. `started` is the time.monotonic()
     at which the command began, by default now. With `stop_signal=StopSignal()`, a signal such as SIGTERM makes the run
     save a checkpoint and stop; by default signals are not handled. `opened` is called with the path of the run folder
-    once it exists. `memory` is the banner's line on the memory that a planner has predicted. `shelf` is host memory that
-    outlives this process, for `checkpoint.memory_interval`. Raises ConfigError for a configuration that cannot run here,
+    once it exists. `memory` is the banner's line on the memory that a planner has predicted. `shelf` is host memory
+    that outlives this process, for checkpoints in memory. Raises ConfigError for a configuration that cannot run here,
     before writing to the run folder (the server of an experiment tracker may still refuse the run later).
     """
     grow_segments()
     if (kept := memory_checkpoints(config, shelf)) is None:
         return train(config, started, stop_signal, opened, Attached(memory, watch_ranks, observers, graph_steps))
-    attached = Attached(
-        memory, watch_ranks, lambda *run: (*observers(*run), kept), graph_steps, kept.recall
-    )
+    attached = Attached(memory, watch_ranks, lambda *run: (*observers(*run), kept), graph_steps, kept.recall)
     return train(config, started, stop_signal, opened, attached)
 
 

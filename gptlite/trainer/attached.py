@@ -18,9 +18,8 @@ class Attached:
 
     `memory` is the banner's line on the memory that a planner has predicted. `watch(mesh, limit)` returns a watch over
     the ranks, where `limit` is the time limit of a collective in seconds. `observers(run, folder, throughput)` returns
-    the run's observers. `execute(run, log)` returns the `execute` of its Step. `recall(run, folder)` fills the state from
-    elsewhere than the folder's checkpoint, or returns False. All ranks call these functions, so they may call a
-    collective.
+    the run's observers. `execute(run, log)` returns the `execute` of its Step. `recall(run, folder)` restores the state
+    without the folder's checkpoint, or returns False. All ranks call these functions, so they may call a collective.
     """
 
     memory: str = ""

@@ -7,19 +7,21 @@ import threading
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch.distributed as dist
-
 from distributed.cells.compare import same_bits
 from distributed.cells.reshard import COUNTERS, drawn, fill, filled, held
 from distributed.cells.steps import joined
+
 from gptlite.config import Config, load
 from gptlite.parallelism.mesh import build_mesh
 from gptlite.satellites.elastic.copies import Copies
+from gptlite.satellites.elastic.disk import write_to_disk
 from gptlite.satellites.elastic.exchange import hand_over
-from gptlite.satellites.elastic.memory import MemoryCheckpoints
+from gptlite.satellites.elastic.memory import MemoryCheckpoints, drop
 from gptlite.satellites.elastic.parts import File, Record
 from gptlite.satellites.elastic.shelf import Shelf
 from gptlite.satellites.parity.gather import gather
@@ -46,6 +48,9 @@ class Damage:
     places: Sequence[int] = (0,)
 
 
+NONE = Damage()
+
+
 @dataclass(frozen=True)
 class Recalled:
     """The restored step, None if it was not from memory; the keys of wrong tensors; the log of rank 0."""
@@ -55,7 +60,7 @@ class Recalled:
     log: list[str] = field(default_factory=list)
 
 
-def shelf_of(key: str, config: Config, nodes: Sequence[str] | None, damage: Damage = Damage()) -> Shelf:
+def shelf_of(key: str, config: Config, nodes: Sequence[str] | None, damage: Damage = NONE) -> Shelf:
     """The shelf of a rank, by default on a node of its own."""
     rank = int(os.environ.get("RANK", 0))
     if key not in SHELVES or rank in damage.lost:
@@ -108,10 +113,8 @@ def keep(
         return sorted((record.name.step, record.rank) for record in records(shelf))
 
 
-def recall(
-    config: Config, world: int, name: str, key: str, damage: Damage = Damage(), again: int | None = None
-) -> Recalled | None:
-    """Restore a state of other values from memory, and compare it; then go back to step `again`."""
+def recall(config: Config, world: int, name: str, key: str, damage: Damage = NONE) -> Recalled | None:
+    """Restore a state of other values from memory, and compare it."""
     with joined(world, name) as is_in:
         if not is_in:
             return None
@@ -124,9 +127,6 @@ def recall(
             memory, found, folder = attached(config, state, mesh, shelf_of(key, config, None, damage))
             stack.enter_context(closing(folder.checkpointer))
             stack.enter_context(closing(memory))
-            if found and again is not None:
-                memory.before(state)
-                found = memory.rewind(again) is not None
             wholes = gather(held(state)) or {}
             if not found:
                 return Recalled(None, log=log)
@@ -147,6 +147,21 @@ def give(config: Config, world: int, name: str, key: str, active: int) -> list[t
             return None
         hand_over(SHELVES[key], active)
         return sorted((record.name.step, record.rank) for record in records(SHELVES[key]))
+
+
+def forget(config: Config, world: int, name: str, key: str, after: int) -> None:
+    """Drop the records of later steps."""
+    if key in SHELVES:
+        drop(SHELVES[key], after)
+
+
+def write(config: Config, world: int, name: str, key: str, damage: Damage) -> tuple[Path | None, list[str]] | None:
+    """Write a checkpoint on disk. Gives its folder and the log."""
+    with joined(world, name) as is_in:
+        if not is_in:
+            return None
+        log: list[str] = []
+        return write_to_disk(shelf_of(key, config, None, damage), config, log.append), log
 
 
 def train(overrides: list[str], world: int, name: str, key: str, crash: int | None = None, hung: int = 0) -> Any:

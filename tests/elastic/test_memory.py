@@ -7,12 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from marking import marked
-from run_files import differing, read_metrics
-
+from distributed.cells.compare import same_bits
+from distributed.cells.reshard import COUNTERS, drawn
 from distributed.cells.reshard_pairs import EXPERTS, SINGLE, SMALL, Layout, Pair
 from distributed.cells.run import GrowingRanks
+from marking import marked
+from run_files import checkpoint, differing, read_metrics, step_folder
+
 from elastic.cells import Damage
+from gptlite.checkpoint.manifest import read_manifest
 from gptlite.config import Config, load
 
 CELLS = "elastic.cells:"
@@ -108,13 +111,12 @@ def test_a_rank_killed_during_a_save_leaves_the_step_before(
     assert (first.step, first.wrong) == (4, [])
 
 
-def test_a_run_goes_back_to_an_older_step(growing: GrowingRanks, config: Callable[..., Config], tmp_path: Path):
+def test_later_steps_are_dropped(growing: GrowingRanks, config: Callable[..., Config], tmp_path: Path):
     run = config(FOUR, FOUR.source)
     growing.run(4, CELLS + "keep", run, str(tmp_path), [4, 6])
-    first, *_ = growing.run(4, CELLS + "recall", run, str(tmp_path), Damage(), 5)
+    growing.run(4, CELLS + "forget", run, str(tmp_path), 5)
+    first, *_ = growing.run(4, CELLS + "recall", run, str(tmp_path))
     assert (first.step, first.wrong) == (4, [])
-    first, *_ = growing.run(4, CELLS + "recall", run, str(tmp_path))  # the later one was dropped
-    assert first.step == 4
 
 
 def test_spare_ranks_hand_over_what_only_they_hold(
@@ -137,6 +139,29 @@ def test_nodes_of_several_ranks_keep_copies_on_other_nodes(
     assert [sorted({part for _, part in each}) for each in held] == [[0, 3], [1], [2], [0, 1, 2, 3]]
     first, *_ = growing.run(4, CELLS + "recall", run, str(tmp_path), Damage(lost=[0, 1, 2]))
     assert (first.step, first.wrong) == (4, [])
+
+
+def test_too_few_ranks_write_what_is_in_memory_to_disk(
+    growing: GrowingRanks, config: Callable[..., Config], tmp_path: Path
+):
+    run, layout = config(FOUR, FOUR.source), "data 4 (zero 3)"
+    growing.run(4, CELLS + "keep", run, str(tmp_path), [4, 6])
+    (folder, log), *_ = growing.run(3, CELLS + "write", run, str(tmp_path), Damage())
+    assert folder == step_folder(tmp_path, 6)
+    tensors, meta = checkpoint(tmp_path, 6)
+    assert {key for key, value in tensors.items() if not same_bits(value, drawn(key, value.shape, "step 6"))} == set()
+    assert meta["tokens"] == COUNTERS["tokens"]
+    assert read_manifest(folder).environment["layout"] == layout
+    assert (folder / "tokenizer").is_dir()
+    (folder, log), *_ = growing.run(3, CELLS + "write", run, str(tmp_path), Damage())
+    assert (folder, log) == (None, [])  # the disk has it
+
+    first, *_ = growing.run(4, CELLS + "recall", run, str(tmp_path), Damage(lost=[0, 1, 2]))
+    assert first.step is None
+    assert (
+        first.log[-1]
+        == f"restored from disk: {step_folder(tmp_path, 6)} (memory lacks the parts of ranks 0 and 1 at step 6)"
+    )
 
 
 @pytest.fixture

@@ -15,10 +15,8 @@ from gptlite.satellites.elastic.parts import Box, Name, Record
 SHOWN = 4  # ranks or nodes that a line names
 
 
-def agree(
-    records: Sequence[Record], run: str, node: str, mesh: Mesh, log: Log, least: int, most: float = float("inf")
-) -> tuple[Held | None, str]:
-    """Return the newest checkpoint of a run, of a step from `least` to `most`, that the ranks' records hold completely.
+def agree(records: Sequence[Record], run: str, node: str, mesh: Mesh, log: Log, least: int) -> tuple[Held | None, str]:
+    """Return the newest checkpoint of a run, of a step of at least `least`, that the ranks' records hold completely.
 
     Without one, return None and why the newest is not complete; an empty string if there is none at all. Collective.
     Every record that is used has been hashed; a damaged one is logged and not used.
@@ -30,7 +28,7 @@ def agree(
         for rank, each in enumerate(known):
             for name, part in each:
                 holders.setdefault(Name(**name), {}).setdefault(part, []).append(rank)
-        newest = sorted((n for n in holders if least <= n.step <= most), key=lambda n: (-n.step, n.save))
+        newest = sorted((n for n in holders if n.step >= least), key=lambda n: (-n.step, n.save))
         whole = [name for name in newest if len(holders[name]) == name.world]
         if not whole:
             return None, lacking(newest[0], holders[newest[0]]) if newest else ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import prod
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -106,30 +107,29 @@ def fill(tensors: Mapping[str, Tensor], held: Held, mesh: Mesh, group: dist.Proc
 
 
 def hand_over(shelf: Shelf, active: int) -> None:
-    """Give records that only ranks >= `active` hold to ranks < `active`, into their shelves. Collective over the default
-    process group of all ranks.
+    """Give records that only ranks >= `active` hold to ranks < `active`, into their shelves. Collective over the
+    default process group of all ranks.
 
-    The receivers are chosen in turn. A rank adds a record to the file of its own place that has records of the same
-    step, else to the file whose records are oldest. The givers keep theirs.
+    The parts go to the receivers in turn. A rank adds a record to the file of its own place that has records of the
+    same step, else to the file whose records are oldest. The givers keep theirs.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     if active >= world:
         return
-    group = dist.new_group(backend="gloo")
-    assert isinstance(group, dist.ProcessGroup)
+    own = dist.get_backend() != "gloo"  # the memory is on hosts
+    group: Any = dist.new_group(backend="gloo") if own else dist.group.WORLD
     try:
         mine = {(record.name, record.rank): record for record in _records(shelf)}
         listed = [(asdict(name), part, len(record.whole)) for (name, part), record in mine.items()]
         known = [decode(each) for each in gather_bytes(encode(listed), group)]
         held = {(Name(**name), part) for each in known[:active] for name, part, _ in each}
-        turn = 0
         for giver in range(active, world):
             for name, part, length in known[giver]:
                 key = Name(**name), part
                 if key in held:
                     continue
                 held.add(key)
-                taker, turn = turn % active, turn + 1
+                taker = part % active
                 if rank == giver:
                     for chunk in mine[key].whole.split(BUFFERS):
                         dist.send(chunk, taker, group=group)
@@ -139,7 +139,8 @@ def hand_over(shelf: Shelf, active: int) -> None:
                         dist.recv(chunk, giver, group=group)
                     _file_for(shelf, key[0].step).append(record)
     finally:
-        dist.destroy_process_group(group)
+        if own:
+            dist.destroy_process_group(group)
 
 
 def _records(shelf: Shelf) -> list[Record]:
@@ -174,9 +175,7 @@ def _checked(parts: Parts, held: Held) -> Parts:
 
 def _overlap(box: Box, offset: Sequence[int], sizes: Sequence[int]) -> Overlap | None:
     begin = tuple(map(max, box.offset, offset))
-    ends = [
-        min(a + m, b + n) for a, m, b, n in zip(box.offset, box.sizes, offset, sizes, strict=True)
-    ]
+    ends = [min(a + m, b + n) for a, m, b, n in zip(box.offset, box.sizes, offset, sizes, strict=True)]
     shared = tuple(end - start for start, end in zip(begin, ends, strict=True))
     return Overlap(box, begin, shared) if all(size > 0 for size in shared) else None
 

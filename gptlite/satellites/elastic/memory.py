@@ -22,16 +22,29 @@ from gptlite.checkpoint.manifest import read_manifest
 from gptlite.checkpoint.parts import Parts
 from gptlite.config.saved import to_dict, to_yaml
 from gptlite.config.schema import Config
+from gptlite.cpu import memory_bytes
+from gptlite.errors import ConfigError
 from gptlite.parallelism.boxes import local_tensor
 from gptlite.parallelism.collectives import all_reduce
 from gptlite.parallelism.in_files import read_once
 from gptlite.parallelism.rank_sync import from_all, from_main
 from gptlite.parallelism.reduction import PREFIX
-from gptlite.progress import Log, counted
+from gptlite.progress import Log, counted, format_bytes
 from gptlite.satellites.elastic.agree import agree, named
 from gptlite.satellites.elastic.copies import Copies, Gate, Stopped
 from gptlite.satellites.elastic.exchange import Held, fill
-from gptlite.satellites.elastic.parts import ALIGN, PAGE, ROW, Box, File, Name, header_bytes, record_length, rounded, seal
+from gptlite.satellites.elastic.parts import (
+    ALIGN,
+    PAGE,
+    ROW,
+    Box,
+    File,
+    Name,
+    header_bytes,
+    record_length,
+    rounded,
+    seal,
+)
 from gptlite.satellites.elastic.shelf import COPIES, Shelf
 from gptlite.trainer.build import Run
 from gptlite.trainer.folder import RunFolder
@@ -95,28 +108,10 @@ class MemoryCheckpoints(Observer):
             seconds = time.monotonic() - began
             self._main_log(f"restored step {held.name.step:,} from memory of {named('node', nodes)} in {seconds:.2f} s")
         elif reason:
-            self._main_log(f"restored from {f'disk: {on_disk}' if on_disk else 'nothing: no step is on disk'} ({reason})")
+            self._main_log(
+                f"restored from {f'disk: {on_disk}' if on_disk else 'nothing: no step is on disk'} ({reason})"
+            )
         return held is not None
-
-    def rewind(self, newest: int) -> int | None:
-        """Go back, in a run, to the newest checkpoint in memory of a step of at most `newest`. Collective.
-
-        Returns its step, None if memory has none. Later ones are dropped. The caller truncates logs, as after
-        `RunFolder.rewind`.
-        """
-        self._wait(self._timeout)
-        held, _ = self._find(0, newest)
-        if held is None:
-            return None
-        tracker = self._state.wandb_id
-        self._restore(held)
-        self._state.wandb_id = tracker
-        for place, steps in zip(self._files, self._steps, strict=True):
-            for version, file in enumerate(place):
-                if any(record.name.step > newest for record in file.records()):
-                    file.clear()
-                    steps[version] = -1
-        return held.name.step
 
     def before(self, state: TrainState) -> None:
         """Lay out this rank's parts before the first step. Drop the checkpoints of steps that were taken back."""
@@ -124,10 +119,8 @@ class MemoryCheckpoints(Observer):
             self._lay_out(state)
         if state.step < self._last:
             self._wait(self._timeout)
-            for place, steps in zip(self._files, self._steps, strict=True):
-                for version, file in enumerate(place):
-                    file.clear()
-                    steps[version] = -1
+            drop(self._shelf, state.step)
+            self._steps = [[self._newest(file) for file in place] for place in self._files]
             self._safe = self._last = -1
 
     def reads(self, state: TrainState) -> bool:
@@ -181,10 +174,10 @@ class MemoryCheckpoints(Observer):
         while self._running and time.monotonic() < end:
             time.sleep(0.002)
 
-    def _find(self, least: int, most: float = float("inf")) -> tuple[Held | None, str]:
+    def _find(self, least: int) -> tuple[Held | None, str]:
         """Return the newest complete checkpoint in memory, or None and the reason. Collective."""
         records = [record for place in self._files for file in place for record in file.records()]
-        return agree(records, self._run, self._shelf.node, self._mesh, self._main_log, least, most)
+        return agree(records, self._run, self._shelf.node, self._mesh, self._main_log, least)
 
     def _restore(self, held: Held) -> list[str]:
         """Fill the state from memory. Returns notes to print."""
@@ -223,6 +216,7 @@ class MemoryCheckpoints(Observer):
         if any(local_tensor(tensors[box.key]).is_cuda for box in self._boxes):
             self._staging = torch.empty(self._bytes, dtype=torch.uint8, pin_memory=True)
         kept, nodes = len(self._copies.targets), len(set(self._nodes))
+        self._announce(from_all(self._mesh, lambda: self._bytes), kept)
         if kept < self._replicas:
             had = "there is no other node" if nodes == 1 else f"there are {nodes - 1} other nodes"
             self._main_log(f"checkpoints in memory: {kept or 'no'} copies on other nodes, although checkpoint.replicas="
@@ -233,6 +227,23 @@ class MemoryCheckpoints(Observer):
                 if not len(file.memory):
                     file.resize(length)
                     file.memory.zero_()  # the kernel allocates pages at the first write, which is slow
+
+    def _announce(self, sizes: list[int], kept: int) -> None:
+        """Log the memory and the bytes of checkpoints. Raises ConfigError, on all ranks, if a node has too little."""
+        shares: dict[str, int] = {}
+        for node, size in zip(self._nodes, sizes, strict=True):
+            shares[node] = shares.get(node, 0) + size
+        held, sent = (1 + kept) * COPIES * max(shares.values()), kept * max(shares.values())
+        room = min(from_all(self._mesh, memory_bytes))
+        if held > room:
+            raise ConfigError(
+                f"checkpoint.memory_interval={self._interval} with checkpoint.replicas={self._replicas} needs "
+                f"{format_bytes(held)} of a node's memory, which has {format_bytes(room)}; use more nodes, fewer "
+                "replicas, or checkpoint.memory_interval=0"
+            )
+        copies = f"; a node sends {format_bytes(sent)} to {kept} other{'s' if kept > 1 else ''}" if kept else ""
+        words = f"every {counted(self._interval, 'step')}, {format_bytes(held)} of a node's memory{copies}"
+        self._main_log(f"checkpoints in memory: {words}")
 
     def _save(self, state: TrainState) -> None:
         """Copy this rank's parts, and start the thread that does the rest. Collective."""
@@ -317,6 +328,13 @@ def _fingerprint(config: Config) -> str:
     every = to_dict(config)
     text = json.dumps([every[key] for key in ("seed", "model", "optimizer")], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def drop(shelf: Shelf, after: int) -> None:
+    """Drop the records of steps after step `after`, which no run may use meanwhile."""
+    for file in (File(descriptor) for place in shelf.places for descriptor in place):
+        if any(record.name.step > after for record in file.records()):
+            file.clear()
 
 
 def memory_checkpoints(config: Config, shelf: Shelf | None = None) -> MemoryCheckpoints | None:
