@@ -22,7 +22,7 @@ from gptlite.satellites.elastic.copies import Copies
 from gptlite.satellites.elastic.disk import write_to_disk
 from gptlite.satellites.elastic.exchange import hand_over
 from gptlite.satellites.elastic.memory import MemoryCheckpoints, drop
-from gptlite.satellites.elastic.parts import File, Record
+from gptlite.satellites.elastic.parts import File, KeptPart
 from gptlite.satellites.elastic.shelf import Shelf
 from gptlite.satellites.parity.gather import gather
 from gptlite.start.pretrain import pretrain
@@ -76,7 +76,7 @@ def shelf_of(key: str, config: Config, nodes: Sequence[str] | None, damage: Dama
     return SHELVES[key]
 
 
-def records(shelf: Shelf, *places: int) -> list[Record]:
+def records(shelf: Shelf, *places: int) -> list[KeptPart]:
     """The complete records in places of a shelf, by default in all."""
     chosen = places or range(len(shelf.places))
     return [record for i in chosen for descriptor in shelf.places[i] for record in File(descriptor).records()]
@@ -109,7 +109,8 @@ def keep(
                 memory.before(state)
                 memory._save(state)
                 memory._wait(60)
-                assert not memory._work.failed, memory._work.result()
+                assert memory._work is not None
+                memory._work.result()
         return sorted((record.name.step, record.rank) for record in records(shelf))
 
 

@@ -35,15 +35,15 @@ def test_a_wrong_key_is_refused_in_one_line(overrides: list[str], message: str):
 def test_the_cost_is_that_of_the_state_each_element_once():
     config = load([*SMALL, "checkpoint.memory_interval=10", "checkpoint.replicas=1", "parallelism.zero=0"])
     cluster = ClusterConfig(device="cuda", nodes=2, devices_per_node=2, host_memory_gib=1, inter=LinkConfig(1.0))
-    cost = InMemory.of(workload_of(config, resolve(config.parallelism, 4), cluster), config.checkpoint, cluster)
+    cost = InMemory.of(workload_of(config, resolve(config.parallelism, 4), cluster), 1, cluster)
     count = 128 * 256 + 256 * 256 + 12 * 256**2 + 13 * 256 + 2 * 256  # embeddings, positions, a block, the last norm
     assert VERSIONS == COPIES
     assert cost.sent == pytest.approx(12 * count / 2)
     assert cost.held == pytest.approx(2 * COPIES * cost.sent)
     assert cost.seconds == pytest.approx(cost.sent / 2e9)  # two devices with a link of 1 GB/s each
-    assert "too much" not in cost.words(config.checkpoint, cluster, 1.0)
+    assert "too much" not in cost.words(10, cluster, 1.0)
     tight = ClusterConfig(device="cuda", host_memory_gib=0.01)
-    assert "too much for cluster.host_memory_gib=0.01: use more nodes" in cost.words(config.checkpoint, tight, 1.0)
+    assert "too much for cluster.host_memory_gib=0.01: use more nodes" in cost.words(10, tight, 1.0)
 
 
 def test_partners_are_on_other_nodes_and_share_the_copies_evenly():

@@ -17,7 +17,7 @@ from gptlite.parallelism.in_files import changed
 from gptlite.parallelism.mesh import Mesh
 from gptlite.parallelism.messages import decode, encode
 from gptlite.parallelism.rank_sync import from_all, together
-from gptlite.satellites.elastic.parts import Box, File, Name, Record, rounded
+from gptlite.satellites.elastic.parts import Box, File, KeptPart, Name, rounded
 from gptlite.satellites.elastic.shelf import Shelf
 
 BUFFERS = 256 << 20  # bytes that a rank sends, and receives, at a time
@@ -33,7 +33,7 @@ class Held:
     name: Name
     holders: Mapping[int, Sequence[int]]
     boxes: Mapping[str, Sequence[Box]]
-    mine: Mapping[int, Record]
+    mine: Mapping[int, KeptPart]
 
     def source(self, part: int, target: int) -> int:
         """Return the rank from which rank `target` gets a part: itself if it holds the part."""
@@ -99,11 +99,11 @@ def fill(tensors: Mapping[str, Tensor], held: Held, mesh: Mesh, group: dist.Proc
             return
         counts = [[sum(piece.nbytes for piece in each) for each in both] for both in (leaving, coming)]
         sent, got = (torch.empty(sum(each), dtype=torch.uint8) for each in counts)
-        for each, place in _places(leaving, sent):
-            place.copy_(_elements(held, each).reshape(-1).view(torch.uint8))
+        for piece, place in _places(leaving, sent):
+            place.copy_(_elements(held, piece).reshape(-1).view(torch.uint8))
         dist.all_to_all_single(got, sent, counts[1], counts[0], group=group)
-        for each, place in _places(coming, got):
-            _put(parts, each, place.view(getattr(torch, each.box.dtype)).view(each.sizes))
+        for piece, place in _places(coming, got):
+            _put(parts, piece, place.view(getattr(torch, piece.box.dtype)).view(piece.sizes))
 
 
 def hand_over(shelf: Shelf, active: int) -> None:
@@ -143,7 +143,7 @@ def hand_over(shelf: Shelf, active: int) -> None:
             dist.destroy_process_group(group)
 
 
-def _records(shelf: Shelf) -> list[Record]:
+def _records(shelf: Shelf) -> list[KeptPart]:
     """Return the complete records of a shelf."""
     return [record for place in shelf.places for descriptor in place for record in File(descriptor).records()]
 
@@ -184,8 +184,8 @@ def _stream(wanted: Mapping[str, Offer], held: Held, source: int, target: int, m
     """Yield what one rank sends to another, in the order in which both know it."""
     for key, (offset, sizes, _) in sorted(wanted.items()):
         for box in held.boxes.get(key, ()):
-            if held.source(box.rank, target) == source and (found := _overlap(box, offset, sizes)):
-                yield from found.pieces(most)
+            if held.source(box.rank, target) == source and (shared := _overlap(box, offset, sizes)):
+                yield from shared.pieces(most)
 
 
 def _take(stream: list[Overlap], most: int) -> list[Overlap]:

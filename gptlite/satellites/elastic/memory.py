@@ -193,8 +193,9 @@ class MemoryCheckpoints(Observer):
         elif stored:
             notes.append("the checkpoint's compression errors are dropped")
         first = held.holders[0][0]
-        meta = from_all(mesh, lambda: held.mine[0].header["meta"] if mesh.rank == first else None)[first]
-        notes += state.load_meta(meta)
+        notes += state.load_meta(
+            from_all(mesh, lambda: held.mine[0].header["meta"] if mesh.rank == first else {})[first]
+        )
         self._safe = self._last = held.name.step
         return notes
 

@@ -63,7 +63,7 @@ class Name:
 
 
 @dataclass(frozen=True)
-class Record:
+class KeptPart:
     """Complete record: the rank that wrote it, its header and its bytes, uint8, of which `digest` is not yet
     verified."""
 
@@ -122,14 +122,14 @@ class File:
         place[len(MAGIC) :] = record[len(MAGIC) :]
         complete(place)
 
-    def records(self) -> list[Record]:
+    def records(self) -> list[KeptPart]:
         """Return the complete records whose header is intact."""
-        found = []
+        complete_ones = []
         for start, length in self._spans():
             whole = self.memory[start : start + length]
             if (record := read(whole)) is not None:
-                found.append(record)
-        return found
+                complete_ones.append(record)
+        return complete_ones
 
     def _laid(self, start: int, lengths: Sequence[int]) -> list[Tensor]:
         places = []
@@ -165,7 +165,7 @@ def seal(record: Tensor, num_bytes: int, header: bytes) -> None:
     complete(record)
 
 
-def read(whole: Tensor) -> Record | None:
+def read(whole: Tensor) -> KeptPart | None:
     """Return the record of these bytes, uint8; None if it is not complete or its header is damaged."""
     magic, length, num_bytes, size, number, crc = _preamble(whole)
     end = PAGE + num_bytes
@@ -175,7 +175,7 @@ def read(whole: Tensor) -> Record | None:
     if zlib.crc32(text) != crc:
         return None
     header = json.loads(text)
-    return Record(Name(**header["name"]), header["rank"], header, whole, whole[PAGE:end], number)
+    return KeptPart(Name(**header["name"]), header["rank"], header, whole, whole[PAGE:end], number)
 
 
 def header_bytes(name: Name, rank: int, boxes: str, more: Mapping[str, Any]) -> bytes:

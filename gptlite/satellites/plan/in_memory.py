@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gptlite.checkpoint.config import CheckpointConfig
 from gptlite.config.cluster import ClusterConfig
 from gptlite.progress import format_bytes
 from gptlite.satellites.plan.capacity import GIB
@@ -25,18 +24,20 @@ class InMemory:
     seconds: float
 
     @classmethod
-    def of(cls, work: Workload, checkpoint: CheckpointConfig, cluster: ClusterConfig) -> InMemory:
-        """Predict the cost of a layout. Each element of the state is in one part, so that no layout adds copies."""
+    def of(cls, work: Workload, replicas: int, cluster: ClusterConfig) -> InMemory:
+        """Predict the cost of a layout, with `replicas` copies on other nodes.
+
+        Each element of the state is in one rank's part, whatever the layout.
+        """
         ranks = ranks_on_node(cluster, work.layout.world_size)
         nodes = -(-work.layout.world_size // ranks)
         share = MASTER * (1 + work.optimizer.moments) * num_parameters(work.model) / nodes
-        copies, link = min(checkpoint.replicas, nodes - 1), cluster.inter
+        copies, link = min(replicas, nodes - 1), cluster.inter
         rate = link.gb_per_second * link.efficiency * 1e9 * max(1.0, ranks / link.shared)
         return cls((1 + copies) * VERSIONS * share, copies * share, copies * share / rate)
 
-    def words(self, checkpoint: CheckpointConfig, cluster: ClusterConfig, step_seconds: float) -> str:
+    def words(self, interval: int, cluster: ClusterConfig, step_seconds: float) -> str:
         """Return the cost in words, and a warning if the host memory of a node does not hold the checkpoints."""
-        interval = checkpoint.memory_interval
         text = f"every {interval} steps: {format_bytes(self.held)} of host memory per node"
         if self.sent:
             share = self.seconds / (interval * step_seconds)

@@ -353,8 +353,8 @@ def _offload_words(plan: Plan) -> str:
 def _in_memory_words(plan: Plan) -> str:
     """Return the cost of checkpoints in memory with the best layout."""
     checkpoint, best = plan.config.checkpoint, plan.best
-    cost = InMemory.of(best.work, checkpoint, plan.cluster)
-    return cost.words(checkpoint, plan.cluster, best.prediction.step_seconds)
+    cost = InMemory.of(best.work, checkpoint.replicas, plan.cluster)
+    return cost.words(checkpoint.memory_interval, plan.cluster, best.prediction.step_seconds)
 
 
 def _training_words(plan: Plan, tokens: float) -> str:
