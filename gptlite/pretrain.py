@@ -47,7 +47,8 @@ def pretrain(
         run = build_run(config, mesh, folder.log)
     folder.config = config = run.config  # now with the vocabulary size and the number of steps
     state = run.state
-    folder.restore(state)
+    if not attached.recall(run, folder):
+        folder.restore(state)
     if folder.complete(state):
         state.loader.close()
         watch.close()

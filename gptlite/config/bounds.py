@@ -37,7 +37,7 @@ BOUNDS: list[tuple[str, str, float, float, str]] = [
     ("trainer.", "host_memory_limit", SOME, FINITE, "must be above 0 (GiB per rank), or null for no limit"),
     ("checkpoint.", "interval", 0, INTEGER, "must not be negative; 0 saves only at the end"),
     ("checkpoint.", "keep", 0, INTEGER, "must not be negative; 0 keeps all"),
-    ("checkpoint.", "keep_every", 0, INTEGER, OFF_AT_0),
+    ("checkpoint.", "keep_every memory_interval replicas", 0, INTEGER, OFF_AT_0),
     ("checkpoint.", "timeout_seconds", SOME, FINITE, "must be above 0; the default is 1800"),
 ]
 LARGEST = {"num_layers": LAYERS, "vocab_size": VOCABULARY}  # keys of a model with another limit than SIZE

@@ -30,6 +30,7 @@ INCLUDED = (
     "gptlite.satellites.corpus",
     "gptlite.satellites.deterministic",
     "gptlite.satellites.elastic.check",
+    "gptlite.satellites.elastic.kept",
     "gptlite.satellites.images",
     "gptlite.satellites.noise",
     "gptlite.satellites.nvme",

@@ -12,6 +12,8 @@ from gptlite.parallelism.config import Offload
 from gptlite.pretrain import pretrain as train
 from gptlite.satellites.compressed.words import compression_words
 from gptlite.satellites.deterministic.words import deterministic_words
+from gptlite.satellites.elastic.memory import memory_checkpoints
+from gptlite.satellites.elastic.shelf import Shelf
 from gptlite.satellites.graph.attach import graph_steps, graph_words
 from gptlite.satellites.monitor.garbage import GarbageCollection
 from gptlite.satellites.monitor.memory_report import MemoryReport
@@ -38,18 +40,22 @@ def pretrain(
     stop_signal: StopSignal | None = None,
     opened: Callable[[Path], None] | None = None,
     memory: str = "",
+    shelf: Shelf | None = None,
 ) -> Result:
     """Train, and return how the run ended. If it diverges, return a result with exit code 1.
 
     All ranks call this after joining the process group; a single rank needs no group. `started` is the time.monotonic()
     at which the command began, by default now. With `stop_signal=StopSignal()`, a signal such as SIGTERM makes the run
     save a checkpoint and stop; by default signals are not handled. `opened` is called with the path of the run folder
-    once it exists. `memory` is the banner's line on the memory that a planner has predicted. Raises ConfigError for a
-    configuration that cannot run here, before writing to the run folder (the server of an experiment tracker may still
-    refuse the run later).
+    once it exists. `memory` is the banner's line on the memory that a planner has predicted. `shelf` is host memory
+    that outlives this process, for checkpoints in memory. Raises ConfigError for a configuration that cannot run here,
+    before writing to the run folder (the server of an experiment tracker may still refuse the run later).
     """
     grow_segments()
-    return train(config, started, stop_signal, opened, Attached(memory, watch_ranks, observers, graph_steps))
+    if (kept := memory_checkpoints(config, shelf)) is None:
+        return train(config, started, stop_signal, opened, Attached(memory, watch_ranks, observers, graph_steps))
+    attached = Attached(memory, watch_ranks, lambda *run: (*observers(*run), kept), graph_steps, kept.recall)
+    return train(config, started, stop_signal, opened, attached)
 
 
 def grow_segments() -> None:

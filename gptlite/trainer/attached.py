@@ -18,14 +18,15 @@ class Attached:
 
     `memory` is the banner's line on the memory that a planner has predicted. `watch(mesh, limit)` returns a watch over
     the ranks, where `limit` is the time limit of a collective in seconds. `observers(run, folder, throughput)` returns
-    the run's observers. `execute(run, log)` returns the `execute` of its Step. All ranks call
-    these functions, so they may call a collective.
+    the run's observers. `execute(run, log)` returns the `execute` of its Step. `recall(run, folder)` restores the state
+    without the folder's checkpoint, or returns False. All ranks call these functions, so they may call a collective.
     """
 
     memory: str = ""
     watch: Callable[[Mesh, float], Watch] = lambda mesh, limit: Unwatched()
     observers: Callable[[Run, RunFolder, Throughput], tuple[Observer, ...]] = lambda run, folder, throughput: ()
     execute: Callable[[Run, Log], Execute | None] = lambda run, log: None
+    recall: Callable[[Run, RunFolder], bool] = lambda run, folder: False
 
 
 NOTHING = Attached()

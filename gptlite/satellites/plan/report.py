@@ -22,6 +22,7 @@ from gptlite.progress import counted
 from gptlite.satellites.plan.capacity import GIB, MEMORY_ERROR
 from gptlite.satellites.plan.compression import is_compressed
 from gptlite.satellites.plan.cost import cost_per_billion_tokens, stage_seconds
+from gptlite.satellites.plan.in_memory import InMemory
 from gptlite.satellites.plan.largest import Largest
 from gptlite.satellites.plan.links import DENSE, SPEEDS, LinkCurves
 from gptlite.satellites.plan.parameters import num_parameters
@@ -57,6 +58,7 @@ def report(plan: Plan, top: int, tokens: float | None = None) -> str:
         ("equal", f"{_equal_words(plan)}{f'; {EQUAL} marks them' if len(equals(result)) > 1 else ''}"),
         ("memory", _memory_words(plan)),
         *([("offload", _offload_words(plan))] if work.parallelism.offload is not Offload.none else []),
+        *([("in memory", _in_memory_words(plan))] if plan.config.checkpoint.memory_interval else []),
     ]  # fmt: skip
     if tokens is not None:
         lines.append(("training", _training_words(plan, tokens)))
@@ -346,6 +348,13 @@ def _offload_words(plan: Plan) -> str:
     kept += [f"{format_bytes(state)} per rank in {parallelism.offload_path}"] if state else []
     given = "" if "offload" in fixed_keys(plan.config) else ", since no layout fits without it"
     return f"{parallelism.offload.value}{given}: {', '.join(kept) or 'in host memory'}"
+
+
+def _in_memory_words(plan: Plan) -> str:
+    """Return the cost of checkpoints in memory with the best layout."""
+    checkpoint, best = plan.config.checkpoint, plan.best
+    cost = InMemory.of(best.work, checkpoint.replicas, plan.cluster)
+    return cost.words(checkpoint.memory_interval, plan.cluster, best.prediction.step_seconds)
 
 
 def _training_words(plan: Plan, tokens: float) -> str:
