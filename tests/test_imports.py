@@ -112,7 +112,7 @@ ROOMS = {
         packages="torch",
         lazy="jinja2",
     ),
-    "elastic": Room("checkpoint config data launch metrics monitor parallelism trainer", packages="torch"),
+    "elastic": Room("checkpoint config data launch metrics monitor parallelism plan trainer", packages="torch"),
     "start": Room(
         "certify compressed config deepspeed deterministic elastic graph launch metrics monitor noise onebit "
         "parallelism plan plots pretrain trainer zeropp",

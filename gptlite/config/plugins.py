@@ -28,6 +28,7 @@ INCLUDED = (
     "gptlite.satellites.compressed",
     "gptlite.satellites.corpus",
     "gptlite.satellites.deterministic",
+    "gptlite.satellites.elastic.decisions",
     "gptlite.satellites.images",
     "gptlite.satellites.noise",
     "gptlite.satellites.nvme",
