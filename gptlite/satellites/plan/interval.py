@@ -24,15 +24,15 @@ class Failures:
         return sqrt(2 * self.save * self.mtbf)
 
     def daly(self) -> float:
-        """Return Daly's higher-order estimate of the same (equation 37), which stays right if saves are slow."""
+        """Return Daly's higher-order estimate of the same, which stays right if saves are slow."""
         ratio = self.save / (2 * self.mtbf)
         if ratio >= 1:
             return self.mtbf
         return self.young() * (1 + sqrt(ratio) / 3 + ratio / 9) - self.save
 
     def goodput(self, interval: float) -> float:
-        """Return the expected share of the time that is useful, with `interval` seconds of training between two saves
-        (Daly's equation 20). Failures come at exponential times, also during saves and restarts."""
+        """Return the expected share of the time that is useful, with `interval` seconds of training between two saves,
+        in Daly's complete model: failures come at exponential times, also during saves and restarts."""
         exponent = (interval + self.save) / self.mtbf
         if exponent > 500:  # a run that hardly ever saves between two failures
             return 0.0
