@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from run_files import differing, read_metrics
 import gptlite.satellites.monitor.replicas
 from gptlite.config import load
 from gptlite.errors import ConfigError
-from gptlite.satellites.elastic.divergence import FILE
+from gptlite.satellites.elastic.divergence import FILE, RestoringCheck
 from gptlite.satellites.elastic.shelf import Shelf
 from gptlite.satellites.monitor.replicas import check_replicas
 from gptlite.start.pretrain import pretrain
@@ -51,7 +52,14 @@ def train_with_flips(overrides: list[str], flips: list[tuple[int, int]], shelf: 
 @pytest.fixture
 def options(tiny: list[str]) -> list[str]:
     more = ["trainer.replica_check_interval=2", "trainer.on_divergence=restore", "checkpoint.interval=3"]
-    return [*tiny, *more, "data.global_batch_size=6", "checkpoint.keep=0", "trainer.log_interval=1"]
+    return [
+        *tiny,
+        *more,
+        "data.global_batch_size=12",
+        "data.micro_batch_size=1",
+        "checkpoint.keep=0",
+        "trainer.log_interval=1",
+    ]
 
 
 def losses(folder: Path) -> list[tuple[int, float]]:
@@ -67,8 +75,6 @@ def test_a_flipped_bit_leaves_no_trace(options: list[str], tmp_path: Path, world
 
         def train(name: str, *flips: tuple[int, int]) -> list[tuple[int, int | None]]:
             overrides = [*options, *layout, f"run.dir={tmp_path / name}"]
-            if world == 4:
-                overrides.append("data.global_batch_size=8")
             return ranks.run(f"{THIS}:train_with_flips", overrides, list(flips), timeout=300)
 
         assert train("whole") == [(0, None)] * world
@@ -91,17 +97,36 @@ def test_a_flipped_bit_leaves_no_trace(options: list[str], tmp_path: Path, world
 
 
 @pytest.mark.slow
-def test_later_checkpoints_are_renamed_and_a_run_goes_back_three_times(options: list[str], tmp_path: Path) -> None:
-    overrides = [*options, f"run.dir={tmp_path}", "parallelism.zero=0"]
+def test_a_run_goes_back_three_times(options: list[str], tmp_path: Path) -> None:
+    overrides, flips = [*options, f"run.dir={tmp_path}", "parallelism.zero=0"], [(4, 1), (4, 0), (4, 1), (4, 0)]
     with Ranks(2) as ranks:
-        stopped = [*overrides, "trainer.stop_step=5"]  # its last save is not checked
-        assert ranks.run(f"{THIS}:train_with_flips", stopped, [], timeout=200) == [(0, None)] * 2
-        flips = [(6, 1), (6, 0), (6, 1), (6, 0)]
         assert ranks.run(f"{THIS}:train_with_flips", overrides, flips, timeout=300) == [(1, None)] * 2
     log = (tmp_path / "train.log").read_text()
-    assert "going back to step-00000005 (3 of at most 3 times)" in log
+    assert "going back to step-00000003 (3 of at most 3 times)" in log
     assert "the run has already gone back 3 times. Nothing was saved" in log
     assert json.loads((tmp_path / "result.json").read_text())["status"].endswith("already gone back 3 times")
+
+
+def test_checkpoints_of_later_steps_than_the_last_good_check_are_renamed(tmp_path: Path) -> None:
+    """Such as one that a loss spike has postponed."""
+    log: list[str] = []
+    config = load(["data=synthetic", "trainer.on_divergence=restore", "trainer.replica_check_interval=2"])
+    folder: Any = SimpleNamespace(path=tmp_path, config=config, log=log.append)
+    check = RestoringCheck(folder, step=2)
+    for step in (3, 5, 7):
+        (tmp_path / "checkpoints" / f"step-{step:08d}").mkdir(parents=True)
+    again, text, _ = check._decide(())
+    assert (again, text) == (False, "no checkpoint is of step 2, the last that was checked, or before")
+    assert not (tmp_path / FILE).exists()
+    check.passed(SimpleNamespace(step=6))  # type: ignore[arg-type]
+    decided = check._decide(("b",)), check._decide(("b",)), check._decide(("c",))
+    texts = [f"going back to step-00000005 ({number} of at most 3 times)" for number in (1, 2, 3)]
+    assert decided == ((True, texts[0], ""), (True, texts[1], "b"), (True, texts[2], ""))
+    assert check._decide(("c",))[:2] == (False, "the run has already gone back 3 times")
+    names = sorted(path.name[:24] for path in (tmp_path / "checkpoints").iterdir())
+    assert names == ["latest", "step-00000003", "step-00000005", "superseded-step-00000007"]
+    assert len(log) == 1
+    assert (tmp_path / "checkpoints" / "latest").read_text() == "step-00000005\n"
 
 
 @pytest.mark.slow

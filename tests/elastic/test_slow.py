@@ -163,14 +163,14 @@ def train_with_a_slow_rank(overrides: list[str], sleeping: int | None, jitter: b
     """Trains, each rank as a node whose launcher is the rank; returns the exit code, and the signal of the launcher."""
     from gptlite.trainer.steps import Steps
 
-    slow.SECONDS = 0.6
+    slow.SECONDS = 2.0
     rank, begin, draw = int(os.environ["RANK"]), Steps.begin, random.Random(os.environ["RANK"])
 
     def begun(self: Steps, state: Any) -> None:
-        """A step with 20 ms of work, 3 times as much on the slow rank, with a hiccup of each rank now and then."""
+        """A step of 0.15 s, 4 times as long on the slow rank, with a hiccup of each rank now and then."""
         if jitter:
-            time.sleep(0.5 if draw.random() < 0.01 else draw.uniform(0.0, 0.006))
-        time.sleep(0.06 if rank == sleeping else 0.02)
+            time.sleep(1.5 if draw.random() < 0.03 else draw.uniform(0.0, 0.03))
+        time.sleep(0.6 if rank == sleeping else 0.15)
         begin(self, state)
 
     Steps.begin = begun  # type: ignore[method-assign]
@@ -187,8 +187,8 @@ def train_with_a_slow_rank(overrides: list[str], sleeping: int | None, jitter: b
 @pytest.mark.parametrize(("sleeping", "jitter"), [(1, False), (2, True), (None, True)])
 def test_ranks_of_which_one_is_slow(tiny: list[str], tmp_path: Path, sleeping: int | None, jitter: bool) -> None:
     overrides = [*tiny, f"run.dir={tmp_path / 'a'}", "parallelism.elastic=true", "cluster.exclude_slow=1.5"]
-    overrides += ["trainer.max_steps=120", "trainer.log_interval=4", "trainer.eval_interval=20"]
-    overrides += ["checkpoint.interval=5", "data.global_batch_size=6"]
+    overrides += ["trainer.max_steps=60", "trainer.log_interval=2", "trainer.eval_interval=10"]
+    overrides += ["checkpoint.interval=5", "data.global_batch_size=6", "data.micro_batch_size=1"]
     with Ranks(3) as ranks:
         results = ranks.run("elastic.test_slow:train_with_a_slow_rank", overrides, sleeping, jitter, timeout=300)
     log = (tmp_path / "a" / "train.log").read_text()
