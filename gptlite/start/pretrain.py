@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 
 from gptlite.config.schema import Config
-from gptlite.launch.elastic import going_on
 from gptlite.metrics.meter import Throughput
 from gptlite.parallelism.config import Offload
 from gptlite.parallelism.mesh import Mesh
@@ -73,6 +72,8 @@ def pretrain(
         gc.collect()  # the state of the run, which its exception has held
         if shelf is not None:
             forget(shelf)
+        from gptlite.launch.elastic import going_on  # imports torch's launcher
+
         config = going_on(config)
 
 
