@@ -114,7 +114,8 @@ ROOMS = {
         lazy="jinja2",
     ),
     "elastic": Room(
-        "checkpoint config data launch metrics monitor noise optimizer parallelism trainer zeropp", packages="torch"
+        "checkpoint config data launch metrics monitor noise optimizer parallelism plan trainer zeropp",
+        packages="torch",
     ),
     "start": Room(
         "certify compressed config deepspeed deterministic elastic graph launch metrics monitor noise onebit "
@@ -286,8 +287,8 @@ def test_the_core_imports_no_satellite():
     quoted = {(path.name, text) for path in texts for text in re.findall(r'"(gptlite(?:\.\w+)+)"', texts[path])}
     # Imported by their names: the plug-ins that come with gptlite, as a user's are.
     included = (
-        "activations compressed corpus deterministic elastic.check elastic.kept images noise nvme onebit optimizers "
-        "samples zeropp".split()
+        "activations compressed corpus deterministic elastic.check elastic.decisions elastic.kept images noise nvme "
+        "onebit optimizers samples zeropp".split()
     )
     named = {("plugins.py", f"gptlite.satellites.{name}") for name in included}
     assert {each for each in quoted if f"{each[1]}.".startswith(satellites)} == named

@@ -24,6 +24,8 @@ AT_LEAST_1, OFF_AT_0 = "must be at least 1", "must not be negative; 0 turns it o
 BOUNDS: list[tuple[str, str, float, float, str]] = [
     ("", "seed", 0, 2**32 - 1, "must be at least 0 and below 2**32"),
     ("cluster.", "nodes devices_per_node", 1, RANKS, AT_LEAST_1),
+    ("cluster.", "exclude_slow", 1.05, FINITE, "must be at least 1.05, the factor at which a node counts as slow"),
+    ("cluster.", "mtbf_hours", SOME, FINITE, "must be above 0 (hours between two failures of a node)"),
     ("parallelism.", "virtual_stages bucket_layers compression_rank offload_buffer_mib", 1, SIZE, AT_LEAST_1),
     ("parallelism.", "zero", 0, 3, "is not a ZeRO stage; use 0, 1, 2 or 3"),
     ("parallelism.", "prefetch", 0, INTEGER, "must not be negative; 0 turns prefetching off"),

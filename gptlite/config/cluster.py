@@ -85,6 +85,7 @@ class ClusterConfig:
     thread_efficiency: float = 1.0
     crowding: float = 1.0
     exclude_slow: float | None = None  # factor at which a node that stays slower than the others leaves an elastic run
+    mtbf_hours: float | None = None  # mean time between failures of one node, for the best checkpoint interval
     dollars_per_device_hour: float | None = None
     calibrated: str = ""  # time and machine of the calibration; empty if the figures are from data sheets
     measured: str = ""

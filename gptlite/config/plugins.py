@@ -31,6 +31,7 @@ INCLUDED = (
     "gptlite.satellites.deterministic",
     "gptlite.satellites.elastic.check",
     "gptlite.satellites.elastic.kept",
+    "gptlite.satellites.elastic.decisions",
     "gptlite.satellites.images",
     "gptlite.satellites.noise",
     "gptlite.satellites.nvme",

@@ -1,6 +1,7 @@
 """Throughput and remaining time of a run."""
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ class Throughput:
         self._window_steps = 0
         self._window_batches = self._pace_batches = 0.0  # a step with a smaller batch counts as a fraction
         self._excluded = 0.0
+        self.spent: Counter[str] = Counter()  # seconds under `excluded` since the start, by cause
         self._first_pace: float | None = None
 
     def step(self, samples: int | None = None) -> None:
@@ -44,13 +46,14 @@ class Throughput:
         self._pace_batches += batches
 
     @contextmanager
-    def excluded(self) -> Iterator[None]:
+    def excluded(self, cause: str = "other") -> Iterator[None]:
         """Exclude the time of the block from training time."""
         start = self.clock()
         try:
             yield
         finally:
-            self._excluded += self.clock() - start
+            self._excluded += (seconds := self.clock() - start)
+            self.spent[cause] += seconds  # type: ignore[assignment]
 
     def read(self) -> dict[str, float | None]:
         """Return `tokens_per_second`, `samples_per_second`, `step_seconds` and `mfu` (0 to 1), and start a new window.

@@ -1,7 +1,10 @@
 """`pretrain` of the Python API, and of each rank of a run: training, with what observes a run attached."""
 
+import gc
 import os
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -9,17 +12,21 @@ import torch
 from gptlite.config.schema import Config
 from gptlite.metrics.meter import Throughput
 from gptlite.parallelism.config import Offload
+from gptlite.parallelism.mesh import Mesh
 from gptlite.pretrain import pretrain as train
 from gptlite.satellites.compressed.words import compression_words
 from gptlite.satellites.deterministic.words import deterministic_words
-from gptlite.satellites.elastic.memory import memory_checkpoints
+from gptlite.satellites.elastic.divergence import GoingBack, RestoringCheck, forget
+from gptlite.satellites.elastic.goodput import Goodput
+from gptlite.satellites.elastic.memory import MemoryCheckpoints, memory_checkpoints
 from gptlite.satellites.elastic.shelf import Shelf
+from gptlite.satellites.elastic.slow import Departure, SlowNodes
 from gptlite.satellites.graph.attach import graph_steps, graph_words
 from gptlite.satellites.monitor.garbage import GarbageCollection
 from gptlite.satellites.monitor.memory_report import MemoryReport
 from gptlite.satellites.monitor.profile import StepProfiler
 from gptlite.satellites.monitor.replicas import ReplicaCheck
-from gptlite.satellites.monitor.watchdog import watch_ranks
+from gptlite.satellites.monitor.watchdog import RankWatch, watch_ranks
 from gptlite.satellites.noise.report import noise_report, noise_words
 from gptlite.satellites.onebit.words import onebit_words
 from gptlite.satellites.zeropp.words import zeropp_words
@@ -27,7 +34,7 @@ from gptlite.torch_private.allocator import set_allocator
 from gptlite.trainer.attached import Attached
 from gptlite.trainer.build import Run
 from gptlite.trainer.folder import RunFolder
-from gptlite.trainer.observers import Observer
+from gptlite.trainer.observers import Observer, Watch
 from gptlite.trainer.result import Result
 from gptlite.trainer.signals import StopSignal
 
@@ -52,10 +59,22 @@ def pretrain(
     before writing to the run folder (the server of an experiment tracker may still refuse the run later).
     """
     grow_segments()
-    if (kept := memory_checkpoints(config, shelf)) is None:
-        return train(config, started, stop_signal, opened, Attached(memory, watch_ranks, observers, graph_steps))
-    attached = Attached(memory, watch_ranks, lambda *run: (*observers(*run), kept), graph_steps, kept.recall)
-    return train(config, started, stop_signal, opened, attached)
+    began, leaving = time.monotonic() if started is None else started, ""
+    while True:
+        around = Around(began, shelf, leaving, memory_checkpoints(config, shelf))
+        attached = Attached(memory, around.watched, around.observers, graph_steps, around.recall)
+        try:
+            return train(config, started, stop_signal, opened, attached)
+        except GoingBack as back:  # on all ranks
+            mesh, leaving = back.mesh, back.leaving
+        del around, attached
+        mesh.close()
+        gc.collect()  # the state of the run, which its exception has held
+        if shelf is not None:
+            forget(shelf)
+        from gptlite.launch.elastic import going_on  # imports torch's launcher
+
+        config = going_on(config)
 
 
 def grow_segments() -> None:
@@ -67,19 +86,57 @@ def grow_segments() -> None:
         set_allocator("expandable_segments:True")
 
 
-def observers(run: Run, folder: RunFolder, throughput: Throughput) -> tuple[Observer, ...]:
-    """Return the observers of a run: the memory of its ranks, the profiler, the comparison of replicas, the garbage
-    collector, and the noise of gradients if it is measured."""
-    trainer, offloads = run.config.trainer, run.config.parallelism.offload is not Offload.none
-    for line in filter(None, [*communication_words(run), graph_words(run), covered(run)] if run.mesh.is_main else ()):
-        folder.log(line)
-    return (
-        MemoryReport(run.mesh, trainer.last_step, throughput.excluded, offloads),
-        StepProfiler(trainer.profile_steps, folder.path, run.mesh.rank, folder.log),
-        ReplicaCheck(trainer.replica_check_interval),
-        GarbageCollection(trainer.gc_freq),
-        *noise_report(run.state, folder),
-    )
+@dataclass
+class Around:
+    """Facts on a run's ranks that its observers need: the start in time.monotonic() seconds, this rank's memory and the
+    node that leaves in an elastic run, and the watch over the ranks, once it is built."""
+
+    began: float
+    shelf: Shelf | None = None
+    leaving: str = ""
+    kept: MemoryCheckpoints | None = None
+    watch: Watch | None = None
+
+    def recall(self, run: Run, folder: RunFolder) -> bool:
+        """Restore the state from memory, see `MemoryCheckpoints.recall`."""
+        return self.kept is not None and self.kept.recall(run, folder)
+
+    def watched(self, mesh: Mesh, limit: float) -> Watch:
+        """Build and keep the watch, see `watch_ranks`."""
+        self.watch = watch_ranks(mesh, limit)
+        return self.watch
+
+    def observers(self, run: Run, folder: RunFolder, throughput: Throughput) -> tuple[Observer, ...]:
+        """Return the observers of a run: the account of its time, the memory of its ranks, the profiler, the comparison
+        of replicas, decisions on nodes, the garbage collector, and the noise of gradients if it is measured."""
+        trainer, offloads = run.config.trainer, run.config.parallelism.offload is not Offload.none
+        for line in filter(
+            None, [*communication_words(run), graph_words(run), covered(run)] if run.mesh.is_main else ()
+        ):
+            folder.log(line)
+        node, interval = self.shelf.node if self.shelf else None, trainer.replica_check_interval
+        restores = trainer.on_divergence == "restore"
+        return (
+            Goodput(folder, throughput, self.began),
+            MemoryReport(run.mesh, trainer.last_step, throughput.excluded, offloads),
+            StepProfiler(trainer.profile_steps, folder.path, run.mesh.rank, folder.log),
+            RestoringCheck(folder, run.state.step, node) if restores else ReplicaCheck(interval, node),
+            *self._decisions(run, folder),
+            GarbageCollection(trainer.gc_freq),
+            *([self.kept] if self.kept else []),
+            *noise_report(run.state, folder),
+        )
+
+    def _decisions(self, run: Run, folder: RunFolder) -> tuple[Observer, ...]:
+        """Return the observers that let a node leave an elastic run."""
+        if self.shelf is None:
+            return ()
+        departure, slow = Departure(run.config, run.mesh, self.shelf, folder.log), run.config.cluster.exclude_slow
+        if self.leaving:
+            departure.ask(self.leaving, "has had wrong copies twice", now=True)
+        if slow is None or not isinstance(self.watch, RankWatch):
+            return (departure,)
+        return SlowNodes(slow, run.mesh, self.watch.communication_time, departure), departure
 
 
 def covered(run: Run) -> str:

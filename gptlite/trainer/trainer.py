@@ -237,7 +237,7 @@ class Trainer:
 
     def _save(self) -> None:
         start = time.monotonic()
-        with self._reporter.throughput.excluded():
+        with self._reporter.throughput.excluded("checkpoints"):
             self._checkpoint = self._folder.save(self._state)
         self._saved_step, self._save_due = self._state.step, False
         seconds = time.monotonic() - start
@@ -248,7 +248,7 @@ class Trainer:
         state, reporter, samples = self._state, self._reporter, self._config.eval_samples
         if state.evaluated_step == state.step:
             return
-        with reporter.throughput.excluded():
+        with reporter.throughput.excluded("evaluation"):
             state.settle()
             result = evaluate_sets(state.model, state.runner, state.loader, samples, interrupted, reporter.log)
         if result is not None:

@@ -1,6 +1,7 @@
 """Ranks whose copies of a parameter differ are named, and their run ends unsaved."""
 
 import json
+import platform
 from pathlib import Path
 
 import pytest
@@ -50,7 +51,9 @@ def test_a_flipped_bit_is_named(two: Ranks) -> None:
 
     for layout in ({"tensor": 2}, {"pipeline": 2}, {}):
         assert run(None, **layout) == ""
-    end = "ranks 0 and 1 (world ranks 0 and 1) after step 200"
+    node = platform.node()
+    end = "ranks 0 and 1 (world ranks 0 and 1) after step 200; without a majority, one of them is wrong: "
+    end += f"rank 0 on {node}, rank 1 on {node}"
     assert run((1, "norm.weight"), tensor=2) == f"parameter norm.weight differs between tp {end}"
     assert run((1, "linear.weight"), tensor=2) == ""  # each rank has a part of its own
     assert run((0, "linear.weight")) == f"parameter linear.weight differs between dp_replicate {end}"
@@ -66,18 +69,18 @@ def test_the_line_of_ranks_is_named() -> None:
         (message,) = set(ranks.run(f"{THIS}:replicas", {"tensor": 2}, (5, "linear.weight")))
         assert message == (
             "parameter linear.weight differs between dp_replicate ranks 0, 1, 3 and 2 (world ranks 1, 3, 7 and 5) "
-            "after step 200"
+            f"after step 200; wrong: rank 5 on {platform.node()}, by majority"
         )
 
 
 def train_with_a_flip(overrides: list[str]) -> int:
     """Trains; before the check after step 4 rank 1 flips a bit."""
 
-    def check(parameters, tied: list[str], mesh: Mesh, step: int) -> None:
+    def check(parameters, tied: list[str], mesh: Mesh, step: int, node: str | None = None) -> None:
         named = list(parameters)
         if step == 4 and mesh.rank == 1:
             dict(named)["layers.1.attn_norm.weight"].detach().view(torch.int32)[0] ^= 1
-        check_replicas(named, tied, mesh, step)
+        check_replicas(named, tied, mesh, step, node)
 
     gptlite.satellites.monitor.replicas.check_replicas = check
     try:
@@ -91,6 +94,7 @@ def test_a_run_whose_replicas_differ_ends_unsaved(two: Ranks, tiny: list[str], t
     results = two.run(f"{THIS}:train_with_a_flip", [*tiny, *options, f"run.dir={tmp_path / 'a'}"], timeout=150)
     assert results == [1, 1]
     error = "parameter layers.1.attn_norm.weight differs between tp ranks 0 and 1 (world ranks 0 and 1) after step 4"
+    error += f"; without a majority, one of them is wrong: rank 0 on {platform.node()}, rank 1 on {platform.node()}"
     assert json.loads((tmp_path / "a" / "result.json").read_text())["status"] == f"failed: {error}"
     assert f"error: {error}. Nothing was saved" in (tmp_path / "a" / "train.log").read_text()
     assert [path.name for path in (tmp_path / "a" / "checkpoints").glob("step-*")] == ["step-00000003"]

@@ -160,6 +160,7 @@ def test_nothing_that_observes_a_run_changes_it(tiny: list[str], run: Callable, 
         *(f"memory_{name}_bytes" for name in ("allocated", "peak", "average")),
         *(f"memory_{name}_bytes" for name in ("parameters", "gradients", "optimizer", "activations")),
         "utilization",
+        "goodput",
     }
     assert meta(tmp_path / "bare", 8) == meta(tmp_path / "observed", 8)
     assert differing(tmp_path / "bare", tmp_path / "observed", 8) == []

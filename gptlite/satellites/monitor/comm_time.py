@@ -7,7 +7,9 @@ collective includes waiting for its slowest rank, so the rank that spends the le
 
 from __future__ import annotations
 
+import time
 from collections import Counter
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,16 +23,27 @@ WINDOW_SECONDS = 20.0  # half-life of a sample's weight in the moving average of
 NOTABLE = 0.1  # share of a step by which a rank's compute time must exceed the mean to be reported as slowest
 
 
+@dataclass(frozen=True)
+class Window:
+    """Steps between two rows: each rank's share of the time that it was not in collectives, and their seconds. Equal on
+    all ranks."""
+
+    computing: list[float]
+    seconds: float
+
+
 class CommunicationTime:
     """Shares of the training time spent in collectives of each axis. On a CPU they are moving averages with a half-life
-    of WINDOW_SECONDS. `add` and `row` are called from different threads."""
+    of WINDOW_SECONDS. `add` and `row` are called from different threads. `window` has the steps before the last row,
+    without an average; None before the third row, as the first steps connect, allocate and compile."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
         # Seconds by axis (None: computation). `_new` has those since the last row, `_seconds` a moving average.
         self._new: Counter[str | None] = Counter()
         self._seconds: dict[str | None, float] = dict.fromkeys([*kinds(), None], 0.0)
-        self._rows = 0
+        self._rows, self._read = 0, time.monotonic()
+        self.window: Window | None = None
         groups = [dist.group.WORLD, *mesh.groups().values()]
         self._recorded = RecordedTime(groups) if mesh.device.type == "cuda" else None
 
@@ -46,23 +59,32 @@ class CommunicationTime:
         all ranks. `slowest_rank`: the rank that the others waited for; None if no rank computed notably longer than the
         mean. `slowest_rank_<axis>`: the same along an axis, as an index on that axis.
         """
-        shares = self._shares()
-        own = torch.tensor(shares, dtype=torch.float64, device=self._mesh.device)
-        everyone = own.new_empty(self._mesh.world_size, len(shares))
+        shares, computing, seconds = self._shares()
+        own = torch.tensor([*shares, computing, seconds], dtype=torch.float64, device=self._mesh.device)
+        everyone = own.new_empty(self._mesh.world_size, len(own))
         dist.all_gather(list(everyone.unbind()), own)
-        return summary(everyone.cpu(), self._mesh, step_seconds)
+        everyone = everyone.cpu()
+        if self._rows > 2:
+            self.window = Window(everyone[:, -2].tolist(), float(everyone[:, -1].max()))
+        return summary(everyone[:, :-2], self._mesh, step_seconds)
 
-    def _shares(self) -> list[float]:
+    def _shares(self) -> tuple[list[float], float, float]:
+        """Return the shares of each kind, and since the last row the share of computation and the seconds."""
+        now = time.monotonic()
+        since, self._read = now - self._read, now
         if self._recorded is not None:
+            self._rows += 1
             recorded = self._recorded.shares()
-            return [recorded.get(kind, 0.0) for kind in kinds()]
+            shares = [recorded.get(kind, 0.0) for kind in kinds()]
+            return shares, max(0.0, 1 - sum(shares)), since
         new, self._new = self._new, Counter()  # replaced, not cleared, as the other thread keeps adding
         # The first row covers steps in which ranks connect, allocate and compile; the second row drops those samples.
         keep = 0.5 ** (new.total() / WINDOW_SECONDS) if self._rows != 1 else 0.0
         self._rows += 1
         self._seconds = {axis: keep * seconds + new[axis] for axis, seconds in self._seconds.items()}
         total = max(sum(self._seconds.values()), 1e-9)  # avoids a division by zero before the first sample
-        return [self._seconds[kind] / total for kind in kinds()]
+        fresh = new.total()
+        return [self._seconds[kind] / total for kind in kinds()], new[None] / fresh if fresh else 0.0, fresh
 
 
 def summary(shares: torch.Tensor, mesh: Mesh, step_seconds: float) -> dict[str, Any]:

@@ -3,6 +3,8 @@ run."""
 
 from __future__ import annotations
 
+import platform
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -25,20 +27,25 @@ MORE = 3  # maximum number of differing parameters to name, including the first
 
 
 class ReplicasDiffer(RunEnded):
-    """Raised when copies of a parameter differ between ranks."""
+    """Raised when copies of a parameter differ between ranks. `nodes` are those of the ranks that most others disagree
+    with; none if there is no majority."""
 
     advice = (
         ". Nothing was saved, and earlier checkpoints are intact. Resume from one that was saved "
         "before the last check that passed; if the error happens again, use other hardware"
     )
 
+    def __init__(self, message: str, nodes: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.nodes = tuple(nodes)
+
 
 class ReplicaCheck(Observer):
     """Comparison of the copies of each parameter on all ranks, every `interval` steps; never if it is 0. If the steps
-    of data ranks are apart then, after the next exchange."""
+    of data ranks are apart then, after the next exchange. `node` is the name of this rank's node."""
 
-    def __init__(self, interval: int) -> None:
-        self._interval, self._waits = interval, False
+    def __init__(self, interval: int, node: str | None = None) -> None:
+        self._interval, self._waits, self._node = interval, False, node
 
     def reads(self, state: TrainState) -> bool:
         """Return True if a check is due after this step."""
@@ -46,18 +53,25 @@ class ReplicaCheck(Observer):
 
     def settled(self, state: TrainState) -> None:
         """Check if it is due. Raises ReplicasDiffer."""
-        mesh, now = state.runner.mesh, self._waits or due(state.step, self._interval)
+        mesh, now = state.runner.mesh, self._waits or self.reads(state)
         self._waits = now and mesh.reduction is not None and mesh.reduction.apart
         if now and not self._waits:
-            check_replicas(state.named_parameters(), state.tied_names(), mesh, state.step)
+            check_replicas(state.named_parameters(), state.tied_names(), mesh, state.step, self._node)
+            self.passed(state)
+
+    def passed(self, state: TrainState) -> None:
+        """Called after a check that has found no difference."""
 
 
-def check_replicas(parameters: Iterable[tuple[str, Tensor]], tied: Sequence[str], mesh: Mesh, step: int) -> None:
+def check_replicas(
+    parameters: Iterable[tuple[str, Tensor]], tied: Sequence[str], mesh: Mesh, step: int, node: str | None = None
+) -> None:
     """Compare this rank's parameters with their copies on other ranks. Collective; raises ReplicasDiffer on all ranks.
 
     All parameters have copies over dp_replicate, those without dims also over dp_shard, those not sharded over tp have
     copies over tp, and those named in `tied` (the same names on all ranks) have copies on the first and the last
-    pipeline part. The message names the first parameter that differs, and the ranks.
+    pipeline part. The message names the first parameter that differs, the ranks, and the node and GPU of those that
+    most others disagree with. `node` is the name of this rank's node, by default that of the host.
     """
     # Data ranks hold different experts. Each rank's part of the experts is treated as a separate parameter, of which
     # ranks with other experts have no copy.
@@ -84,7 +98,14 @@ def check_replicas(parameters: Iterable[tuple[str, Tensor]], tied: Sequence[str]
             differences[axis, name] = [int(hashes[i]) for i in held[name]]
     any_found = torch.tensor(len(differences), device=mesh.device)
     if all_reduce(any_found, mesh, op="max"):  # ranks without a difference must raise too
-        raise ReplicasDiffer(_message(gather_objects(mesh, differences), mesh, step))
+        node = platform.node() if node is None else node
+        gpu = f", GPU {mesh.device.index}" if mesh.device.type == "cuda" else ""
+        by_rank, places = gather_objects(mesh, differences), gather_objects(mesh, (node, gpu))
+        wrong = _outvoted(by_rank)
+        told = ", ".join(f"rank {rank} on {places[rank][0]}{places[rank][1]}" for rank in wrong or _concerned(by_rank))
+        verdict = f"wrong: {told}, by majority" if wrong else f"without a majority, one of them is wrong: {told}"
+        nodes = sorted({places[rank][0] for rank in wrong})
+        raise ReplicasDiffer(f"{_message(by_rank, mesh, step)}; {verdict}", nodes)
 
 
 def fingerprint(tensor: Tensor) -> Tensor:
@@ -133,6 +154,30 @@ def _message(by_rank: list[dict[tuple[str, str], list[int]]], mesh: Mesh, step: 
     named = ", ".join([*others[: MORE - 1], *(["..."] if len(others) >= MORE else [])])
     more = f"; {len(others)} more differ{'s' if len(others) == 1 else ''}: {named}" if others else ""
     return f"parameter {name} differs between {axis} ranks {places} (world ranks {ranks}) after step {step}{more}"
+
+
+def _first_name(by_rank: list[dict[tuple[str, str], list[int]]]) -> str:
+    """Return the parameter that the message names."""
+    return next(iter(next(filter(None, by_rank))))[1]
+
+
+def _concerned(by_rank: list[dict[tuple[str, str], list[int]]]) -> list[int]:
+    """Return the ranks that hold differing copies of this parameter, along any axis."""
+    name = _first_name(by_rank)
+    return [rank for rank, differing in enumerate(by_rank) if any(other == name for _, other in differing)]
+
+
+def _outvoted(by_rank: list[dict[tuple[str, str], list[int]]]) -> list[int]:
+    """Return the ranks whose copies of this parameter most others disagree with; none without a majority."""
+    name = _first_name(by_rank)
+    votes = {
+        rank: tuple(next(hashes for (_, other), hashes in by_rank[rank].items() if other == name))
+        for rank in _concerned(by_rank)
+    }
+    (most, count), *others = Counter(votes.values()).most_common(2)
+    if others and others[0][1] == count:
+        return []
+    return [rank for rank, hashes in votes.items() if hashes != most]
 
 
 def _same_line(mesh: Mesh, rank: int, other: int, axis: str) -> bool:

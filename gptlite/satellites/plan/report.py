@@ -23,6 +23,7 @@ from gptlite.satellites.plan.capacity import GIB, MEMORY_ERROR
 from gptlite.satellites.plan.compression import is_compressed
 from gptlite.satellites.plan.cost import cost_per_billion_tokens, stage_seconds
 from gptlite.satellites.plan.in_memory import InMemory
+from gptlite.satellites.plan.interval import Saves
 from gptlite.satellites.plan.largest import Largest
 from gptlite.satellites.plan.links import DENSE, SPEEDS, LinkCurves
 from gptlite.satellites.plan.parameters import num_parameters
@@ -60,6 +61,7 @@ def report(plan: Plan, top: int, tokens: float | None = None) -> str:
         *([("offload", _offload_words(plan))] if work.parallelism.offload is not Offload.none else []),
         *([("in memory", _in_memory_words(plan))] if plan.config.checkpoint.memory_interval else []),
     ]  # fmt: skip
+    lines += _saves(plan).lines()
     if tokens is not None:
         lines.append(("training", _training_words(plan, tokens)))
     last = train_command(plan.config, plan.cluster, work)
@@ -301,6 +303,13 @@ def _memory_words(plan: Plan) -> str:
     spare = _spare(plan, plan.best)
     words = f"{total / GIB:.1f} GiB predicted of {limit / GIB:.1f} on the fullest rank, {spare:.1%} to spare"
     return f"{words}: less than the prediction's error of {MEMORY_ERROR:.0%}" if spare < MEMORY_ERROR else words
+
+
+def _saves(plan: Plan) -> Saves:
+    """Return the planned saves of the best layout: parameters and moments in fp32."""
+    work, prediction = plan.best.work, plan.best.prediction
+    size = 4 * num_parameters(work.model) * (1 + work.optimizer.moments)
+    return Saves(plan.config, plan.cluster, size, work.layout.world_size, prediction.step_seconds)
 
 
 def _label(work: Workload) -> str:

@@ -24,7 +24,7 @@ ALIKE = 0.05  # relative; closer speeds count as equal, since measurements on a 
 FEWEST = 4  # cells needed for a meaningful rank correlation
 MOST_PASSES = 20_000  # in a timeline; more take long to compute and cannot be distinguished in a picture
 SPEED = "tokens_per_second"
-MEASURED = (SPEED, "unit", "mfu", "step_seconds", "loss", "val_loss", "val_bits_per_byte", "pipeline")  # of result.json
+MEASURED = (SPEED, "unit", "mfu", "step_seconds", "loss", "val_loss", "val_bits_per_byte", "pipeline", "goodput")
 # Criteria for the best cell if cells train different models; the first one for which a cell has a value is used.
 LOSSES = {
     "val_bits_per_byte": "validation bits per byte",

@@ -101,12 +101,13 @@ COLUMNS = (
            "measured one.", format_bytes, "memory_tensor_bytes"),
     Column("predicted_assumed"),
     Column("wall_seconds", "wall", "Time from start to end of the cell, summed over all attempts.", format_duration),
+    Column("goodput", "goodput", "Share of the time since the run's first start in which it took new steps.", PERCENT),
     Column("run_dir", "run folder"),
     Column("overrides"),
 )  # fmt: skip
 # Columns on the terminal, the most important first. If they do not fit the width, the last ones are dropped.
 TERMINAL = ("name", "status", SPEED, "step_seconds", "memory_peak_bytes", "val_loss", "loss", "loss_minus_baseline",
-            "mfu", "predicted_step_seconds", "utilization", "wall_seconds")  # fmt: skip
+            "mfu", "predicted_step_seconds", "utilization", "wall_seconds", "goodput")  # fmt: skip
 
 
 def shown(comparison: Comparison) -> tuple[Column, ...]:
