@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -12,6 +13,8 @@ from gptlite.parallelism.config import Offload
 from gptlite.pretrain import pretrain as train
 from gptlite.satellites.compressed.words import compression_words
 from gptlite.satellites.deterministic.words import deterministic_words
+from gptlite.satellites.elastic.attendance import Attendance
+from gptlite.satellites.elastic.shelf import Shelf
 from gptlite.satellites.graph.attach import graph_steps, graph_words
 from gptlite.satellites.monitor.garbage import GarbageCollection
 from gptlite.satellites.monitor.memory_report import MemoryReport
@@ -38,18 +41,23 @@ def pretrain(
     stop_signal: StopSignal | None = None,
     opened: Callable[[Path], None] | None = None,
     memory: str = "",
+    shelf: Shelf | None = None,
+    attendance: Attendance | None = None,
 ) -> Result:
     """Train, and return how the run ended. If it diverges, return a result with exit code 1.
 
     All ranks call this after joining the process group; a single rank needs no group. `started` is the time.monotonic()
     at which the command began, by default now. With `stop_signal=StopSignal()`, a signal such as SIGTERM makes the run
     save a checkpoint and stop; by default signals are not handled. `opened` is called with the path of the run folder
-    once it exists. `memory` is the banner's line on the memory that a planner has predicted. Raises ConfigError for a
+    once it exists. `memory` is the banner's line on the memory that a planner has predicted. A rank of an elastic run has
+    a `shelf`, and an `attendance`, which watches over the other ranks. Raises ConfigError for a
     configuration that cannot run here, before writing to the run folder (the server of an experiment tracker may still
     refuse the run later).
     """
     grow_segments()
-    return train(config, started, stop_signal, opened, Attached(memory, watch_ranks, observers, graph_steps))
+    watch = watch_ranks if attendance is None else attendance.watch
+    followed = partial(observers, attendance=attendance)
+    return train(config, started, stop_signal, opened, Attached(memory, watch, followed, graph_steps))
 
 
 def grow_segments() -> None:
@@ -61,12 +69,16 @@ def grow_segments() -> None:
         set_allocator("expandable_segments:True")
 
 
-def observers(run: Run, folder: RunFolder, throughput: Throughput) -> tuple[Observer, ...]:
+def observers(
+    run: Run, folder: RunFolder, throughput: Throughput, attendance: Attendance | None = None
+) -> tuple[Observer, ...]:
     """Return the observers of a run: the memory of its ranks, the profiler, the comparison of replicas, the garbage
     collector, and the noise of gradients if it is measured."""
     trainer, offloads = run.config.trainer, run.config.parallelism.offload is not Offload.none
     for line in filter(None, [*communication_words(run), graph_words(run), covered(run)] if run.mesh.is_main else ()):
         folder.log(line)
+    if attendance is not None:
+        attendance.note(run, folder)
     return (
         MemoryReport(run.mesh, trainer.last_step, throughput.excluded, offloads),
         StepProfiler(trainer.profile_steps, folder.path, run.mesh.rank, folder.log),
