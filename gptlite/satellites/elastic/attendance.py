@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 UNWIND_SECONDS = 5.0  # from the loss of others until this rank has left its world; else its process ends
 RESTARTS = "restarts.jsonl"
+PARTS = "launcher", "meeting", "restoring", "first step"  # of the seconds from a loss to the next step
 APPENDED = "train.log", "metrics.jsonl", "data_order.jsonl", RESTARTS  # files of a run to which rank 0 appends
 
 
@@ -46,21 +47,23 @@ class Attendance:
         self._timer: threading.Timer | None = None
         self._roster, self._change = Roster(), Change([], [], [], 0, "", None)
         self._first_step: Callable[[], None] = lambda: None
+        self.came = 0.0  # time at which the keeper has sent this rank into its world
 
     @property
     def restarted(self) -> bool:
         """True if this is not the first world of the run."""
         return self._roster.start > 1
 
-    def leave(self, why: str) -> None:
-        """Make this rank leave its world, called from another thread: whatever waits for other ranks raises."""
+    def leave(self, why: str, silent: float = 0.0) -> None:
+        """Make this rank leave its world, called from another thread: whatever waits for other ranks raises. `silent`
+        are the seconds since the loss of others."""
         with self._lock:
             if self._timer is not None:
                 return
             self._timer = threading.Timer(UNWIND_SECONDS, os._exit, [1])  # blocked elsewhere: the keeper forks anew
             self._timer.daemon = True
             self._timer.start()
-        self.note_loss(why)
+        self.note_loss(why, time.time() - silent)
         cut_connections()
 
     def left(self) -> None:
@@ -85,6 +88,7 @@ class Attendance:
         """Take the roster of a new world, and write it to the notes of this node."""
         self._change, self._roster = Change.of(members, roster), roster
         self._lost, self._why, self.gone = None, "", ""
+        self._met = time.time()
         self._write_notes()
 
     def take_over(self, run_dir: Path) -> None:
@@ -126,10 +130,12 @@ class Attendance:
             **degrees,
             "cause": change.why or ("nodes came" if change.back else "asked to stop"),
         }
-        begun = change.loss or change.ended
+        times = [change.loss or change.ended, self.came, self._met, time.time()]
 
         def write() -> None:
-            line = json.dumps(row | {"seconds": round(time.time() - begun, 3)})
+            ends = [*times[1:], time.time()]
+            parts = dict(zip(PARTS, (round(end - begin, 3) for begin, end in zip(times, ends, strict=True)), strict=True))
+            line = json.dumps(row | {"seconds": round(ends[-1] - times[0], 3), "parts": parts})
             with suppress(OSError), open_inside(folder.path, folder.path / RESTARTS, "a", encoding="utf-8") as file:
                 file.write(line + "\n")
 

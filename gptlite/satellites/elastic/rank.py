@@ -98,7 +98,7 @@ def serve(
             for name in [name for name in os.environ if name.startswith(VARIABLES)]:
                 del os.environ[name]
             os.environ.update(task.variables)
-            link.busy = True
+            link.busy, attendance.came = True, time.time()
             code = Start(task, shelf, attendance, train).run(text)
             for number in SIGNALS:
                 signal.signal(number, signal.SIG_IGN)

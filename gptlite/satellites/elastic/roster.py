@@ -107,7 +107,7 @@ class Change:
         return cls(
             lost=[number for number in before if number not in roster.present],
             back=[number for number in roster.present if number not in before],
-            failed=sorted(gone),
+            failed=sorted(set(gone).intersection(before)),
             step=max(members, key=lambda member: member.time).step,
             # What a watch has seen comes before what the sockets of others say.
             why=next(iter([*gone.values(), *sorted(reasons, key=lambda why: "heartbeat" not in why)]), ""),
@@ -122,7 +122,7 @@ class Change:
         """
         cause = f" ({self.why})" if self.why else ""
         if self.lost:
-            first = f"{_nodes(self.lost)} lost at step {self.step:,}{cause}"
+            first = f"{_nodes(self.lost)} {'left' if self.loss is None else 'lost'} at step {self.step:,}{cause}"
         elif self.failed:
             first = f"a rank of {_nodes(self.failed)} lost at step {self.step:,}{cause}"
         elif self.loss is not None:

@@ -23,11 +23,11 @@ class Silence:
     """Heartbeats of a rank in the process group's store, and the watch over those of the next rank, until closed.
 
     Both are in threads of their own, so a rank that is slow, or waits, is not silent. Each rank watches the next, so
-    the store has little work. `lost(why)` is called from a thread if the next rank, or the store, is silent for
-    LOST_SECONDS. A rank that has been frozen ends at once when it runs again: the others have gone on without it.
+    the store has little work. `lost(why, seconds)` is called from a thread if the next rank, or the store, is silent
+    for LOST_SECONDS. A rank that has been frozen ends at once when it runs again: the others have gone on without it.
     """
 
-    def __init__(self, store: Any, rank: int, world: int, lost: Callable[[str], None]) -> None:
+    def __init__(self, store: Any, rank: int, world: int, lost: Callable[[str, float], None]) -> None:
         self._store, self._lost = store.clone(), lost
         self._own, self._next, self._name = f"alive/{rank}", f"alive/{(rank + 1) % world}", (rank + 1) % world
         self._closed = threading.Event()
@@ -66,21 +66,22 @@ class Silence:
                 os._exit(EXIT_FROZEN)
             looked, worked = now, work
             if (silent := now - self._answered) > LOST_SECONDS:
-                return self._lost(f"no answer of the store for {silent:.0f} s")
+                return self._lost(f"no answer of the store for {silent:.0f} s", silent)
             if (silent := now - self._heard) > LOST_SECONDS:
-                return self._lost(f"no heartbeat of rank {self._name} for {silent:.0f} s")
+                return self._lost(f"no heartbeat of rank {self._name} for {silent:.0f} s", silent)
 
 
 def cut_connections() -> None:
     """Shut down all TCP connections of this process, so that whatever waits for another rank raises.
 
     gloo cannot abort a collective that waits (`ProcessGroupGloo.abort` in torch 2.13 returns, and the wait goes on),
-    and a call of a store has no other end either.
+    and a call of a store has no other end either. Sockets that listen stay, as gloo aborts the process without them.
     """
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError):
             if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
                 continue
             with socket.socket(fileno=os.dup(int(name))) as connection:
-                if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.type == socket.SOCK_STREAM:
+                tcp = connection.family in (socket.AF_INET, socket.AF_INET6) and connection.type == socket.SOCK_STREAM
+                if tcp and not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                     connection.shutdown(socket.SHUT_RDWR)
