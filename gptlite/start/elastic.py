@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import sys
@@ -44,6 +45,7 @@ def keep(arguments: list[str]) -> None:
     threads = prepared(config)
     folder, launcher = Path(arguments[0]), int(arguments[1])
     Keeper(folder, launcher, config.checkpoint.replicas, partial(serve, text, threads)).run()
+    os._exit(0)  # at once: torch takes seconds to unload
 
 
 def prepared(config: Config) -> int:
@@ -55,8 +57,6 @@ def prepared(config: Config) -> int:
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    import gptlite.satellites.elastic.rank
-    import gptlite.start.pretrain
     from gptlite.ops.select import select_ops
 
     if not torch.cuda.device_count():  # loads the kernels

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from gptlite.files import open_inside, replacing
 from gptlite.parallelism.mesh import Mesh
@@ -134,7 +134,9 @@ class Attendance:
 
         def write() -> None:
             ends = [*times[1:], time.time()]
-            parts = dict(zip(PARTS, (round(end - begin, 3) for begin, end in zip(times, ends, strict=True)), strict=True))
+            parts = dict(
+                zip(PARTS, (round(end - begin, 3) for begin, end in zip(times, ends, strict=True)), strict=True)
+            )
             line = json.dumps(row | {"seconds": round(ends[-1] - times[0], 3), "parts": parts})
             with suppress(OSError), open_inside(folder.path, folder.path / RESTARTS, "a", encoding="utf-8") as file:
                 file.write(line + "\n")

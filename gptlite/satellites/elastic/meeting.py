@@ -7,8 +7,8 @@ import os
 import time
 from contextlib import suppress
 from dataclasses import asdict, replace
-from pathlib import Path
 from datetime import timedelta
+from pathlib import Path
 from types import TracebackType
 
 import torch.distributed as dist

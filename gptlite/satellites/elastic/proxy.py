@@ -15,8 +15,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
+
+from gptlite.errors import ConfigError
 
 VARIABLES = "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_"  # prefixes
 SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1
@@ -27,10 +30,6 @@ EXIT_TERMINATED = 143
 SOCKET = "keeper"
 
 
-class Refused(ValueError):
-    """Raised if a worker must not use the folder of its keeper."""
-
-
 def keeper_folder() -> Path:
     """Return the folder of the keeper of this process's parent, the launcher: one for each launcher of each user."""
     parent = os.getppid()
@@ -39,14 +38,14 @@ def keeper_folder() -> Path:
 
 
 def keeper_socket(folder: Path) -> socket.socket | None:
-    """Return a connection to the keeper in a folder; None if it has not started. Raises Refused for a folder that
+    """Return a connection to the keeper in a folder; None if it has not started. Raises ConfigError for a folder that
     another user could write to."""
     try:
         status = folder.lstat()
     except FileNotFoundError:
         return None
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) != 0o700:
-        raise Refused(f"{folder} is not a folder of this user alone; delete it, or set TMPDIR to another folder")
+        raise ConfigError(f"{folder} is not a folder of this user alone; delete it, or set TMPDIR to another folder")
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connection.connect(str(folder / SOCKET))
@@ -59,15 +58,16 @@ def keeper_socket(folder: Path) -> socket.socket | None:
 def go_on(arguments: Sequence[str] = ()) -> None:
     """Stand for a rank of the keeper that an earlier worker of this launcher has started, and exit; return if there is
     none. `arguments` are those of `launched`."""
-    if (connection := keeper_socket(keeper_folder())) is not None:
-        stand_for(connection, arguments)
+    with suppress(ConfigError):  # raised again, and printed, by `with_keeper`
+        if (connection := keeper_socket(keeper_folder())) is not None:
+            stand_for(connection, arguments)
 
 
 def with_keeper(command: Sequence[str], text: Callable[[], str], arguments: Sequence[str] = ()) -> NoReturn:
     """Start this node's keeper, unless another worker has done so, and stand for one of its ranks.
 
     `command` are the arguments of Python that start a keeper, to which its folder and its launcher are appended; it
-    reads `text()` from its standard input. Raises Refused.
+    reads `text()` from its standard input. Raises ConfigError.
     """
     folder = keeper_folder()
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -89,7 +89,7 @@ def _start(folder: Path, command: Sequence[str], text: str) -> socket.socket:
     until = time.monotonic() + START_SECONDS
     while (connection := keeper_socket(folder)) is None:
         if process.poll() is not None or time.monotonic() > until:
-            raise Refused(f"the keeper of this node's ranks did not start (exit code {process.poll()})")
+            raise ConfigError(f"the keeper of this node's ranks did not start (exit code {process.poll()})")
         time.sleep(LOOK_SECONDS)
     return connection
 
@@ -105,7 +105,7 @@ def stand_for(connection: socket.socket, arguments: Sequence[str] = ()) -> NoRet
         signal.signal(number, lambda *_: None)
     signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
     variables = {name: value for name, value in os.environ.items() if name.startswith(VARIABLES)}
-    request = {"variables": variables, "arguments": list(arguments), "folder": os.getcwd()}
+    request = {"variables": variables, "arguments": list(arguments), "words": sys.orig_argv}
     socket.send_fds(connection, [json.dumps(request).encode() + b"\n"], [1, 2])
     stop = Path(arguments[0]).parent / "stop" if arguments else None
     code = _relayed(connection, signals, stop)

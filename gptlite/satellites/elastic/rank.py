@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import Any, NoReturn
 
 from gptlite.config.saved import from_yaml
@@ -35,16 +36,17 @@ from gptlite.satellites.elastic.shelf import Shelf
 from gptlite.torch_private.distributed import abandon_groups, forget_meshes
 from gptlite.trainer.signals import StopSignal
 
+
 @dataclass(frozen=True)
 class Task:
     """What a worker has sent: the variables of its launcher, and with our launcher the arguments of a worker.
 
-    `ended` says when and how an earlier process of this rank has ended, None if it has not.
+    `words` are its command line. `ended` says when and how an earlier process of this rank has ended, None if it has not.
     """
 
     variables: dict[str, str]
     arguments: list[str]
-    folder: str
+    words: list[str]
     ended: dict[str, Any] | None
 
 
@@ -82,9 +84,15 @@ class Control:
                     descriptors = []
 
 
-def serve(
-    control: socket.socket, shelf: Shelf, pulse: int, train: Callable[..., int], text: str
-) -> NoReturn:
+class RankStop(StopSignal):
+    """StopSignal that ignores signals at its end: a rank that leaves its world must come back in the same process."""
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+
+
+def serve(control: socket.socket, shelf: Shelf, pulse: int, train: Callable[..., int], text: str) -> NoReturn:
     """Train in the worlds that the keeper tells, until it ends. `train` is that of gptlite/start/elastic.py; `text` is the
     configuration of a run that torchrun has started."""
     attendance = Attendance(shelf, Pulse(pulse))
@@ -98,6 +106,7 @@ def serve(
             for name in [name for name in os.environ if name.startswith(VARIABLES)]:
                 del os.environ[name]
             os.environ.update(task.variables)
+            sys.orig_argv = task.words  # for printed commands
             link.busy, attendance.came = True, time.time()
             code = Start(task, shelf, attendance, train).run(text)
             for number in SIGNALS:
@@ -180,7 +189,7 @@ class Start:
                 self._folder,
                 config,
                 self._started,
-                StopSignal(),
+                RankStop(),
                 opened if log else None,
                 shelf=self._shelf,
                 attendance=self._attendance,
