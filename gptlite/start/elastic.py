@@ -7,6 +7,7 @@ import signal
 import socket
 import sys
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -57,6 +58,8 @@ def prepared(config: Config) -> int:
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
+    for name in ("gptlite.satellites.elastic.rank", "gptlite.start.pretrain"):
+        import_module(name)
     from gptlite.ops.select import select_ops
 
     if not torch.cuda.device_count():  # loads the kernels

@@ -49,10 +49,10 @@ def pretrain(
     All ranks call this after joining the process group; a single rank needs no group. `started` is the time.monotonic()
     at which the command began, by default now. With `stop_signal=StopSignal()`, a signal such as SIGTERM makes the run
     save a checkpoint and stop; by default signals are not handled. `opened` is called with the path of the run folder
-    once it exists. `memory` is the banner's line on the memory that a planner has predicted. A rank of an elastic run has
-    a `shelf`, and an `attendance`, which watches over the other ranks. Raises ConfigError for a
-    configuration that cannot run here, before writing to the run folder (the server of an experiment tracker may still
-    refuse the run later).
+    once it exists. `memory` is the banner's line on the memory that a planner has predicted. A rank of an elastic run
+    has a `shelf`, and an `attendance`, which watches over the other ranks. Raises ConfigError for a configuration that
+    cannot run here, before writing to the run folder (the server of an experiment tracker may still refuse the run
+    later).
     """
     grow_segments()
     watch = watch_ranks if attendance is None else attendance.watch

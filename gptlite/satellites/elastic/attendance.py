@@ -99,8 +99,8 @@ class Attendance:
         if self._change.loss is None and not self._change.lost:
             return
         for name in APPENDED:
-            with suppress(FileNotFoundError), open_inside(run_dir, run_dir / name, "rb") as old:
-                with replacing(run_dir / name) as new:
+            if (path := run_dir / name).exists():
+                with open_inside(run_dir, path, "rb") as old, replacing(path) as new:
                     shutil.copyfileobj(old, new)
 
     def watch(self, mesh: Mesh, limit: float) -> Watch:
@@ -134,9 +134,7 @@ class Attendance:
 
         def write() -> None:
             ends = [*times[1:], time.time()]
-            parts = dict(
-                zip(PARTS, (round(end - begin, 3) for begin, end in zip(times, ends, strict=True)), strict=True)
-            )
+            parts = {name: round(end - begin, 3) for name, begin, end in zip(PARTS, times, ends, strict=True)}
             line = json.dumps(row | {"seconds": round(ends[-1] - times[0], 3), "parts": parts})
             with suppress(OSError), open_inside(folder.path, folder.path / RESTARTS, "a", encoding="utf-8") as file:
                 file.write(line + "\n")

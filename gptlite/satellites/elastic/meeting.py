@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
+import sys
 import time
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -14,9 +16,11 @@ from types import TracebackType
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
+from gptlite.config.overrides import hydra_value
 from gptlite.config.saved import from_yaml, to_yaml
 from gptlite.config.schema import Config
 from gptlite.errors import ConfigError, printable
+from gptlite.invocation import launched_command
 from gptlite.launch.elastic import going_on
 from gptlite.launch.starter import Starter
 from gptlite.parallelism.collectives import broadcast_text, gather_bytes
@@ -138,7 +142,9 @@ class Meeting:
         layout, seconds = self.config.parallelism, self.config.parallelism.timeout_seconds
         if self._node.rank == 0:
             inner = layout.tensor * layout.pipeline * layout.context
-            print(printable(
-                f"{self._node.world_size} ranks are too few: parallelism.tensor x pipeline x context is {inner}; waiting "
-                f"up to parallelism.timeout_seconds={seconds:g} for more nodes; later, go on with the same command"
-            ), file=sys.stderr, flush=True)  # fmt: skip
+            words = (
+                f"{self._node.world_size} ranks are too few for parallelism.tensor x pipeline x context = {inner}; "
+                f"waiting up to parallelism.timeout_seconds={seconds:g} for more nodes; later, go on with "
+                f"{launched_command()} {shlex.join([f'run.dir={hydra_value(self.config.run.dir)}'])}"
+            )
+            print(printable(words), file=sys.stderr, flush=True)

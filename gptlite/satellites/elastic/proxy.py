@@ -1,4 +1,4 @@
-"""Workers of an elastic run, as torchrun or our launcher starts them: each stands for a rank that its node's keeper has.
+"""Workers of an elastic run, as torchrun or our launcher starts them: each stands for a rank of its node's keeper.
 
 Imports neither torch nor Hydra, since a worker is started anew at each restart.
 """

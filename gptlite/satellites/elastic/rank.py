@@ -41,7 +41,8 @@ from gptlite.trainer.signals import StopSignal
 class Task:
     """What a worker has sent: the variables of its launcher, and with our launcher the arguments of a worker.
 
-    `words` are its command line. `ended` says when and how an earlier process of this rank has ended, None if it has not.
+    `words` are its command line. `ended` says when and how an earlier process of this rank has ended, None if it has
+    not.
     """
 
     variables: dict[str, str]
@@ -93,8 +94,8 @@ class RankStop(StopSignal):
 
 
 def serve(control: socket.socket, shelf: Shelf, pulse: int, train: Callable[..., int], text: str) -> NoReturn:
-    """Train in the worlds that the keeper tells, until it ends. `train` is that of gptlite/start/elastic.py; `text` is the
-    configuration of a run that torchrun has started."""
+    """Train in the worlds that the keeper tells, until it ends. `train` is that of gptlite/start/elastic.py; `text` is
+    the configuration of a run that torchrun has started."""
     attendance = Attendance(shelf, Pulse(pulse))
     link = Control(control, attendance)
     while True:
