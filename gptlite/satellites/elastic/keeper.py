@@ -207,7 +207,7 @@ class Keeper:
             _, status = os.waitpid(place.pid, 0)
             code = os.waitstatus_to_exitcode(status)
             place.ended = {"time": time.time(), "why": _ending(code)}
-            code = 128 - code if code < 0 else code or 1
+            code = code or 1  # without an answer
             place.control = None
         place.busy, place.deadline = False, None
         if code > 128 and not place.signalled and place.worker is not None and received and place.waiting is None:

@@ -109,15 +109,17 @@ def stand_for(connection: socket.socket, arguments: Sequence[str] = ()) -> NoRet
     socket.send_fds(connection, [json.dumps(request).encode() + b"\n"], [1, 2])
     stop = Path(arguments[0]).parent / "stop" if arguments else None
     code = _relayed(connection, signals, stop)
-    if stop is not None and stop.exists() and code > 128:
+    if code < 0 and stop is not None and stop.exists():
         code = EXIT_TERMINATED  # of a rank that a request has ended before it trained
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
+    if code < 0:  # killed by a signal, as the launcher should see
+        signal.signal(-code, signal.SIG_DFL) if -code != signal.SIGKILL else None
+        os.kill(os.getpid(), -code)
     os._exit(code)
 
 
 def _relayed(connection: socket.socket, signals: socket.socket, stop: Path | None) -> int:
-    """Pass signals on until the rank has ended, and return its exit code."""
+    """Pass signals on until the rank has ended, and return its exit code; the negative number of a signal that has
+    killed it."""
     signals.settimeout(0)
     connection.settimeout(LOOK_SECONDS)
     answer, signalled, asked = b"", None, False
