@@ -21,7 +21,7 @@ TINY = (
     *("data.sequence_length=32", "data.global_batch_size=8", "data.vocab_size=64", "precision=fp32", "run.name=x"),
     *("trainer.log_interval=1", "trainer.eval_interval=0", "trainer.gc_freq=0"),
 )
-CONF = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=2,join_timeout=120,is_host=0"
+CONF = "last_call_timeout=1,keep_alive_interval=2,keep_alive_max_attempt=5,join_timeout=120,is_host=0"
 PATIENCE = 150.0
 
 

@@ -109,7 +109,7 @@ class Keeper:
                 message += part
             request = json.loads(message)
             local = int(request["variables"]["LOCAL_RANK"])
-        except (OSError, ValueError, KeyError):
+        except (OSError, ValueError, KeyError, TypeError):
             for descriptor in descriptors:
                 os.close(descriptor)
             return worker.close()
