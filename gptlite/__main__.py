@@ -1,5 +1,6 @@
 """Command `gptlite COMMAND ...`, also `python -m gptlite`. Only the command's module is imported."""
 
+import os
 import sys
 from importlib import import_module
 from typing import NoReturn
@@ -7,6 +8,7 @@ from typing import NoReturn
 from gptlite import __version__
 from gptlite.errors import did_you_mean
 from gptlite.invocation import COMMANDS, prepare_process
+from gptlite.satellites.elastic.proxy import go_on
 
 HELP = """\
 gptlite: GPT pretraining with Hydra configuration.
@@ -38,6 +40,8 @@ def main() -> NoReturn:
         message = f"error: {word} is neither a gptlite command nor KEY=VALUE{hint}; --help lists the commands"
         print(message, file=sys.stderr)
         sys.exit(2)
+    if word == "train" and "TORCHELASTIC_RUN_ID" in os.environ:
+        go_on()  # if this worker is of a restart of an elastic run
     if word == "sweep":
         sys.argv.insert(1, "--multirun")
     import_module(COMMANDS[word][0]).main()

@@ -21,6 +21,8 @@ from gptlite.launch.starter import starter
 
 FLAG, PORT_FLAG = "--hostfile", "--master-port"
 PORT = 29500  # torchrun's default
+RESTARTS = 100  # of the workers of an elastic run, at most
+NOT_SHARED = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"  # torchrun's variable: each world of an elastic run has a store
 
 
 @dataclass(frozen=True)
@@ -73,14 +75,19 @@ def run(file: str, port: int, overrides: list[str]) -> NoReturn:
     if flags := [each for each in overrides if each.startswith("-")]:
         raise ConfigError(f"{FLAG} trains a single run; leave out {flags[0]}")
     hosts = read_hosts(Path(file))
-    check_slots(load(overrides), hosts, file)
+    config = load(overrides)
+    check_slots(config, hosts, file)
     node = this_machine(hosts, file)
+    start = elastic_torchrun if config.parallelism.elastic else torchrun
+    variables = {NOT_SHARED: "1"} if config.parallelism.elastic else {}
     if node == 0:
         refuse_used_port(port)
+        before = "".join(f"{name}={value} " for name, value in variables.items())
         for number, host in enumerate(hosts[1:], 1):
-            words = [python(), *torchrun(hosts, number, port, overrides)]
-            print(f"on {host.name}:  cd {shlex.quote(os.getcwd())} && {shlex.join(words)}", flush=True)
-    os.execv(sys.executable, [sys.executable, *torchrun(hosts, node, port, overrides)])
+            words = [python(), *start(hosts, number, port, overrides)]
+            print(f"on {host.name}:  cd {shlex.quote(os.getcwd())} && {before}{shlex.join(words)}", flush=True)
+    os.environ.update(variables)  # torchrun's, like its options
+    os.execv(sys.executable, [sys.executable, *start(hosts, node, port, overrides)])
 
 
 def read_hosts(path: Path) -> list[Host]:
@@ -108,7 +115,7 @@ def read_hosts(path: Path) -> list[Host]:
 def check_slots(config: Config, hosts: Sequence[Host], file: str) -> None:
     """Raise ConfigError if the layout's number of ranks is not the number of slots on all machines."""
     total = sum(host.slots for host in hosts)
-    if config.parallelism.auto:  # the planner uses all slots
+    if config.parallelism.auto or config.parallelism.elastic:  # all slots, or the largest layout on them
         return
     try:
         check_world(config, total)
@@ -167,6 +174,24 @@ def torchrun(hosts: Sequence[Host], node: int, port: int, overrides: Sequence[st
         *("-m", "torch.distributed.run"),
         *(f"--nnodes={len(hosts)}", f"--node-rank={node}", f"--nproc-per-node={hosts[node].slots}"),
         *(f"--master-addr={hosts[0].name}", f"--master-port={port}"),
+        *arguments("train"),
+        *overrides,
+    ]
+
+
+def elastic_torchrun(hosts: Sequence[Host], node: int, port: int, overrides: Sequence[str]) -> list[str]:
+    """Return the arguments of Python that start the ranks of machine number `node` in an elastic run, which needs at
+    least one machine. The first one hosts the rendezvous. Raises ConfigError if machines have unequal slots."""
+    if len({host.slots for host in hosts}) > 1:
+        raise ConfigError(
+            f"{FLAG}: parallelism.elastic=true needs equal slots on all machines, not "
+            f"{', '.join(f'{host.name} slots={host.slots}' for host in hosts)}; write the lowest number for all"
+        )
+    return [
+        *("-m", "torch.distributed.run"),
+        *(f"--nnodes=1:{len(hosts)}", f"--nproc-per-node={hosts[node].slots}", f"--max-restarts={RESTARTS}"),
+        *("--rdzv-backend=c10d", f"--rdzv-endpoint={hosts[0].name}:{port}", f"--rdzv-id={port}"),
+        f"--rdzv-conf=last_call_timeout=2,keep_alive_interval=1,is_host={int(node == 0)}",
         *arguments("train"),
         *overrides,
     ]

@@ -17,23 +17,24 @@ NOWHERE = "192.0.2.1"  # documentation address (RFC 5737), which takes the defau
 RESOLVE_SECONDS = 20.0  # a new machine's name may take a while to appear in the name service
 
 
-def join(timeout_seconds: float, claim: bool = False) -> None:
+def join(timeout_seconds: float, claim: bool = False, place: tuple[Store | None, int, int] = (None, -1, -1)) -> None:
     """Join the group described by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, with NCCL if there are GPUs, otherwise
     with gloo.
 
     With GPUs, the current device is set to the GPU with number LOCAL_RANK, or to the only visible one. A collective
     that takes longer than `timeout_seconds` fails. Raises ConfigError if rank 0's address does not exist or its port is
     in use, with `claim` also if another rank uses this rank's GPU, and torch.distributed.DistError if the other ranks
-    cannot be reached.
+    cannot be reached. `place` are a store, the rank and the world size, instead of those of the variables.
     """
     timeout = timedelta(seconds=timeout_seconds)
-    _refuse_address()
+    store, rank, world = place
+    if store is None:
+        _refuse_address()
     _choose_interfaces()
     if torch.cuda.is_available():
         # Under srun, each rank may see only its own GPU.
         local_rank = int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count()
         torch.cuda.set_device(local_rank)
-        store, rank, world = None, -1, -1
         if claim:
             store, rank, world = next(dist.rendezvous("env://", timeout=timeout))  # type: ignore[attr-defined]
             store.set_timeout(timeout)
@@ -42,7 +43,7 @@ def join(timeout_seconds: float, claim: bool = False) -> None:
         device = torch.device("cuda", local_rank)
         dist.init_process_group("nccl", timeout=timeout, store=store, rank=rank, world_size=world, device_id=device)
     else:
-        dist.init_process_group("gloo", timeout=timeout)
+        dist.init_process_group("gloo", timeout=timeout, store=store, rank=rank, world_size=world)
 
 
 def claim_gpu(store: Store, rank: int, world: int, gpu: str) -> None:

@@ -16,6 +16,7 @@ from gptlite.parallelism.mesh import Mesh
 from gptlite.pretrain import pretrain as train
 from gptlite.satellites.compressed.words import compression_words
 from gptlite.satellites.deterministic.words import deterministic_words
+from gptlite.satellites.elastic.attendance import Attendance
 from gptlite.satellites.elastic.divergence import GoingBack, RestoringCheck, forget
 from gptlite.satellites.elastic.goodput import Goodput
 from gptlite.satellites.elastic.memory import MemoryCheckpoints, memory_checkpoints
@@ -48,6 +49,7 @@ def pretrain(
     opened: Callable[[Path], None] | None = None,
     memory: str = "",
     shelf: Shelf | None = None,
+    attendance: Attendance | None = None,
 ) -> Result:
     """Train, and return how the run ended. If it diverges, return a result with exit code 1.
 
@@ -55,13 +57,14 @@ def pretrain(
     at which the command began, by default now. With `stop_signal=StopSignal()`, a signal such as SIGTERM makes the run
     save a checkpoint and stop; by default signals are not handled. `opened` is called with the path of the run folder
     once it exists. `memory` is the banner's line on the memory that a planner has predicted. `shelf` is host memory
-    that outlives this process, for checkpoints in memory. Raises ConfigError for a configuration that cannot run here,
+    that outlives this process, for checkpoints in memory, and `attendance` watches over the other ranks of an elastic
+    run. Raises ConfigError for a configuration that cannot run here,
     before writing to the run folder (the server of an experiment tracker may still refuse the run later).
     """
     grow_segments()
     began, leaving = time.monotonic() if started is None else started, ""
     while True:
-        around = Around(began, shelf, leaving, memory_checkpoints(config, shelf))
+        around = Around(began, shelf, attendance, leaving, memory_checkpoints(config, shelf))
         attached = Attached(memory, around.watched, around.observers, graph_steps, around.recall)
         try:
             return train(config, started, stop_signal, opened, attached)
@@ -93,6 +96,7 @@ class Around:
 
     began: float
     shelf: Shelf | None = None
+    attendance: Attendance | None = None
     leaving: str = ""
     kept: MemoryCheckpoints | None = None
     watch: Watch | None = None
@@ -104,7 +108,7 @@ class Around:
     def watched(self, mesh: Mesh, limit: float) -> Watch:
         """Build and keep the watch, see `watch_ranks`."""
         self.watch = watch_ranks(mesh, limit)
-        return self.watch
+        return self.watch if self.attendance is None else self.attendance.watch(self.watch, mesh)
 
     def observers(self, run: Run, folder: RunFolder, throughput: Throughput) -> tuple[Observer, ...]:
         """Return the observers of a run: the account of its time, the memory of its ranks, the profiler, the comparison
@@ -114,6 +118,8 @@ class Around:
             None, [*communication_words(run), graph_words(run), covered(run)] if run.mesh.is_main else ()
         ):
             folder.log(line)
+        if self.attendance is not None:
+            self.attendance.note(run, folder)
         node, interval = self.shelf.node if self.shelf else None, trainer.replica_check_interval
         restores = trainer.on_divergence == "restore"
         return (

@@ -9,12 +9,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from gptlite.config.saved import to_yaml
 from gptlite.config.schema import Config
 from gptlite.errors import one_line, printable, without_exit
 from gptlite.launch import launcher, process, worker
 from gptlite.launch.host_memory import lift, out_of_memory
 from gptlite.launch.starter import Starter, is_main, starter
 from gptlite.progress import working
+from gptlite.satellites.elastic.proxy import with_keeper
+from gptlite.start.elastic import KEEPER, WORKER
 from gptlite.start.rank import START
 
 if TYPE_CHECKING:
@@ -31,6 +34,8 @@ def launch_command(config: Config, started: float) -> int:
     """
     process.keep_freed_memory()  # before the planner creates tensors; ranks started here inherit the environment
     outer = starter()
+    if outer and config.parallelism.elastic and outer.name == "torchrun":
+        with_keeper(KEEPER, lambda: to_yaml(config))
     with working("starting", print if is_main() else lambda _: None):  # imports torch, and checks the memory
         config, world = settled(config, outer)
     if world == 1:
@@ -74,7 +79,8 @@ def alone(config: Config, started: float, stop: StopSignal | None) -> Result:
 def start_ranks(config: Config, world: int, started: float) -> Ended:
     """Run the configuration in new processes, even for one rank. Raises ConfigError if a rank refuses it."""
     memory, advise = predicted(config, world), partial(advice, config, world)
-    ended = launcher.start_ranks(config, world, started, ("-c", START), memory, advise)
+    start = WORKER if config.parallelism.elastic else START
+    ended = launcher.start_ranks(config, world, started, ("-c", start), memory, advise)
     if not ended.killed:
         drawn(Path(config.run.dir).expanduser(), ended.exit_code)
     return ended

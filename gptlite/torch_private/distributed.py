@@ -28,6 +28,12 @@ def forget_meshes() -> None:
     _clear_sharding_prop_cache()
 
 
+def abandon_groups() -> None:
+    """Leave all process groups without waiting for the other ranks, which may have ended."""
+    if dist.is_initialized():
+        dist.distributed_c10d._abort_process_group()
+
+
 def default_store() -> Any:
     """Return the store that the ranks joined with."""
     return dist.distributed_c10d._get_default_store()

@@ -1,0 +1,102 @@
+"""Entry points of an elastic run's workers, keeper and ranks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from gptlite.satellites.elastic.proxy import go_on, with_keeper
+from gptlite.start.rank import HOME
+
+if TYPE_CHECKING:
+    from gptlite.config.schema import Config
+    from gptlite.satellites.elastic.shelf import Shelf
+
+PATH = f"import sys; {HOME!r} in sys.path or sys.path.insert(0, {HOME!r}); from gptlite.start.elastic import "
+KEEPER = "-P", "-u", "-c", PATH + "keep; keep(sys.argv[1:])"
+WORKER = PATH + "work; work(sys.argv[1:])"  # of our launcher
+
+
+def work(arguments: list[str]) -> NoReturn:
+    """Stand for a rank of our launcher. The arguments are those of launch/worker.py: a folder, a time, the launcher."""
+    go_on(arguments)
+    with_keeper(KEEPER, Path(arguments[0], "config.yaml").read_text, arguments)
+
+
+def keep(arguments: list[str]) -> None:
+    """Keep the ranks of this node. The arguments are a folder and the launcher; standard input is the configuration."""
+    from gptlite.invocation import prepare_process
+    from gptlite.launch.process import keep_freed_memory
+
+    prepare_process()
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    keep_freed_memory()  # before the imports below create tensors
+    text = sys.stdin.read()
+    from gptlite.config.saved import from_yaml
+    from gptlite.satellites.elastic.keeper import Keeper
+
+    config = from_yaml(text, imports=True)
+    threads = prepared(config)
+    folder, launcher = Path(arguments[0]), int(arguments[1])
+    Keeper(folder, launcher, config.checkpoint.replicas, partial(serve, text, threads)).run()
+    os._exit(0)  # at once: torch takes seconds to unload
+
+
+def prepared(config: Config) -> int:
+    """Import what ranks need, so that forked ones have it. Return torch's number of threads, which ranks are to set.
+
+    Neither threads nor CUDA must be in use when ranks are forked.
+    """
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    for name in ("gptlite.satellites.elastic.rank", "gptlite.start.pretrain"):
+        import_module(name)
+    from gptlite.ops.select import select_ops
+
+    if not torch.cuda.device_count():  # loads the kernels
+        select_ops(config.ops, torch.device("cpu"), documents=config.data.documents)
+    return threads
+
+
+def serve(text: str, threads: int, control: socket.socket, shelf: Shelf, pulse: int) -> NoReturn:
+    """Run a forked rank."""
+    import faulthandler
+
+    import torch
+
+    from gptlite.launch.host_memory import prefer_oom_kill
+    from gptlite.satellites.elastic.rank import serve as serve_rank
+
+    torch.set_num_threads(threads)
+    faulthandler.enable()
+    prefer_oom_kill()
+    serve_rank(control, shelf, pulse, train, text)
+
+
+def train(folder: Path | None, config: Config, *arguments: Any, **more: Any) -> int:
+    """Train in a world, and return the exit code. `folder` is that of our launcher, None under torchrun."""
+    import torch.distributed as dist
+
+    from gptlite.launch.worker import MEMORY
+    from gptlite.start.pretrain import pretrain
+    from gptlite.start.run import drawn, predicted
+
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    main, memory = not dist.is_initialized() or dist.get_rank() == 0, ""
+    if folder is not None:
+        memory = (folder / MEMORY).read_text(encoding="utf-8")
+    elif main and not more["attendance"].restarted:
+        memory = predicted(config, world)
+    result = pretrain(config, *arguments, memory=memory, **more)
+    if folder is None and main and result.exit_code == 0:
+        drawn(result.folder, 0)
+    return result.exit_code

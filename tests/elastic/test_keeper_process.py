@@ -1,0 +1,224 @@
+"""The keeper alone: what it does as workers and ranks come and go, and what its ranks leave behind after 20 worlds."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from distributed.cells.commands import free_port
+
+from elastic.nodes import TINY, Nodes, children, commands
+from gptlite.config.saved import to_yaml
+from gptlite.satellites.elastic.proxy import SOCKET
+from gptlite.start.elastic import KEEPER
+from gptlite.start.load import load
+
+# Ranks that answer with what their worker's variable says, without torch.
+FAKE = """
+import json, os, signal, socket, sys, time
+from pathlib import Path
+from gptlite.satellites.elastic import keeper
+keeper.LEAVE_SECONDS = keeper.HOLD_SECONDS = 0.5
+def serve(control, shelf, pulse):
+    while True:
+        message, fds, _, _ = socket.recv_fds(control, 65536, 2)
+        if message == b'"leave"\\n':
+            continue
+        for fd in fds: os.close(fd)
+        task = json.loads(message)
+        print(json.dumps([os.getpid(), task["ended"] and task["ended"]["why"]]), flush=True)
+        what = task["variables"]["WHAT"]
+        if what == "wait":
+            message = control.recv(64)
+            control.sendall(b"1\\n")
+        elif what == "hang":
+            time.sleep(1000)
+        else:
+            control.sendall(what.encode() + b"\\n")
+keeper.Keeper(Path(sys.argv[1]), int(sys.argv[2]), 0, serve).run()
+"""
+
+
+class Worker:
+    """A worker's connection to a keeper."""
+
+    def __init__(self, folder: Path, local: int = 0, **variables: str) -> None:
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.socket.settimeout(100)
+        self.socket.connect(str(folder / SOCKET))
+        request = {"variables": {"LOCAL_RANK": str(local), **variables}, "arguments": [], "words": ["train.py"]}
+        with open(os.devnull, "w") as null:
+            socket.send_fds(self.socket, [json.dumps(request).encode() + b"\n"], [null.fileno(), null.fileno()])
+
+    def code(self) -> int | None:
+        """The exit code of the rank; None if the keeper has not answered."""
+        with self.socket:
+            answer = self.socket.recv(64)
+        return int(answer) if answer else None
+
+
+class Kept:
+    """A keeper whose launcher is a process of the test."""
+
+    def __init__(self, folder: Path, *words: str, text: str = "") -> None:
+        self.folder = folder / "keeper"
+        self.folder.mkdir(mode=0o700)
+        self.launcher = subprocess.Popen(["sleep", "1000"])
+        self.process = subprocess.Popen(
+            [sys.executable, *words, str(self.folder), str(self.launcher.pid)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=folder,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        assert self.process.stdin is not None
+        with self.process.stdin as pipe:
+            pipe.write(text)
+        deadline = time.monotonic() + 100
+        while not (self.folder / SOCKET).exists():
+            assert self.process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+    def told(self) -> list[Any]:
+        assert self.process.stdout is not None
+        return json.loads(self.process.stdout.readline())
+
+    def end(self) -> None:
+        self.launcher.kill()
+        self.launcher.wait()
+        self.process.kill()
+        self.process.wait()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+
+@pytest.fixture
+def fake(tmp_path: Path) -> Iterator[Kept]:
+    kept = Kept(tmp_path, "-c", FAKE)
+    yield kept
+    kept.end()
+
+
+def test_a_rank_serves_one_worker_after_another(fake: Kept) -> None:
+    assert Worker(fake.folder, WHAT="0").code() == 0
+    pid, ended = fake.told()
+    assert ended is None
+    assert Worker(fake.folder, WHAT="7").code() == 7
+    assert fake.told() == [pid, None]
+    assert Worker(fake.folder, local=1, WHAT="0").code() == 0
+    assert fake.told()[0] != pid
+
+
+def test_a_rank_that_is_killed_is_forked_anew(fake: Kept) -> None:
+    worker = Worker(fake.folder, WHAT="wait")
+    pid, _ = fake.told()
+    os.kill(pid, signal.SIGKILL)
+    assert worker.code() == -signal.SIGKILL
+    assert Worker(fake.folder, WHAT="0").code() == 0
+    new, ended = fake.told()
+    assert new != pid
+    assert ended == "killed by SIGKILL"
+
+
+def test_a_rank_leaves_when_its_worker_is_gone_or_the_next_comes(fake: Kept) -> None:
+    first = Worker(fake.folder, WHAT="wait")
+    pid, _ = fake.told()
+    second = Worker(fake.folder, WHAT="0")
+    assert (first.code(), second.code()) == (1, 0)
+    assert fake.told() == [pid, None]  # in the same process
+    third = Worker(fake.folder, WHAT="wait")
+    assert fake.told() == [pid, None]
+    third.socket.close()
+    assert Worker(fake.folder, WHAT="0").code() == 0
+    assert fake.told() == [pid, None]
+
+
+def test_a_rank_that_does_not_leave_is_killed(fake: Kept) -> None:
+    first = Worker(fake.folder, WHAT="hang")
+    pid, _ = fake.told()
+    second = Worker(fake.folder, WHAT="0")
+    assert (first.code(), second.code()) == (-signal.SIGKILL, 0)
+    assert fake.told()[0] != pid
+
+
+def test_signals_reach_the_rank_and_a_stop_of_others_is_held(fake: Kept) -> None:
+    worker = Worker(fake.folder, WHAT="wait")
+    fake.told()
+    worker.socket.sendall(b"15\n")
+    assert worker.code() == -signal.SIGTERM
+    begun = time.monotonic()
+    assert Worker(fake.folder, WHAT="143").code() == 143  # asked by another node: the launcher has time to notice
+    assert time.monotonic() - begun >= 0.5
+
+
+def test_the_keeper_and_its_ranks_end_with_the_launcher(fake: Kept) -> None:
+    worker = Worker(fake.folder, WHAT="hang")
+    pid, _ = fake.told()
+    fake.launcher.kill()
+    fake.launcher.wait()
+    assert worker.code() is None
+    fake.process.wait(10)
+    assert pid not in [each for each, _ in commands()]
+    assert not fake.folder.exists()
+
+
+def test_a_message_that_is_no_request_is_dropped(fake: Kept) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stranger:
+        stranger.connect(str(fake.folder / SOCKET))
+        stranger.sendall(b"[]\n")
+        assert stranger.recv(1) == b""
+    assert Worker(fake.folder, WHAT="0").code() == 0
+
+
+@pytest.mark.slow
+def test_twenty_worlds_in_one_process_leave_nothing_behind(tmp_path: Path) -> None:
+    """Threads, descriptors and memory of two ranks are the same after 5 worlds and after 20."""
+    run = Nodes(tmp_path)
+    config = load([*TINY, f"run.dir={run.run}", "parallelism.elastic=true", "trainer.max_steps=100000"])
+    kept = Kept(tmp_path, *KEEPER, text=to_yaml(config))
+    sizes = []
+    try:
+        for world in range(20):
+            shared = {
+                "WORLD_SIZE": "2",
+                "LOCAL_WORLD_SIZE": "2",
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": free_port(),
+            }
+            workers = [Worker(kept.folder, rank, RANK=str(rank), **shared) for rank in (0, 1)]
+            if world:
+                run.wait(lambda: len(run.restarts()) == world)  # noqa: B023
+            else:
+                run.training(2)
+            workers[world % 2].socket.close()
+            assert workers[1 - world % 2].code() == 1
+            ranks = sorted(children(kept.process.pid))
+            sizes.append([size(pid) for pid in ranks])
+            if world:
+                assert ranks == first
+            first = ranks
+    finally:
+        kept.end()
+    for (threads, files, memory), (threads_before, files_before, memory_before) in zip(
+        sizes[-1], sizes[5], strict=True
+    ):
+        assert threads <= threads_before, sizes
+        assert files <= files_before, sizes
+        assert memory < 1.05 * memory_before + 8e6, sizes
+
+
+def size(pid: int) -> tuple[int, int, float]:
+    """Threads, descriptors and resident bytes of a rank that waits for its next world."""
+    folder = Path(f"/proc/{pid}")
+    time.sleep(0.3)
+    resident = int((folder / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return len(os.listdir(folder / "task")), len(os.listdir(folder / "fd")), resident
