@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 Row = dict[str, Any]
+BANNER = "== gptlite ="  # line of train.log with which a start begins
 
 
 @dataclass(frozen=True)
@@ -79,8 +80,14 @@ def order(folder: Path, whole: Path) -> list[str]:
     return [] if same else [f"{folder / name} differs from {whole / name}"]
 
 
-def source(log: str) -> str:
-    """Return where a start of the run took its state from, by its lines in train.log: memory, disk or new."""
-    if re.search(r"\bfrom (the )?memory\b", log):
+def source(log: str, start: int) -> str:
+    """Return where the run's start of a number, from 1, took its state from, by train.log: memory, disk or new."""
+    lines = log.splitlines()
+    banner = [number for number, line in enumerate(lines) if line.startswith(BANNER)][start - 1]
+    trained = [number for number, line in enumerate(lines) if line.startswith("step ")]
+    first = max((number for number in trained if number < banner), default=0)
+    last = min((number for number in trained if number > banner), default=len(lines))
+    text = "\n".join(lines[first:last])
+    if re.search(r"from memory of", text):
         return "memory"
-    return "disk" if re.search(r"resum|restored|checkpoint .* loaded", log) else "new"
+    return "disk" if re.search(r"resuming from|restored from disk", text) else "new"

@@ -13,14 +13,13 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from .check import Curve, Row, doubled, missing, order, source, step_rows, wrong
+from .check import BANNER, Curve, Row, doubled, missing, order, source, step_rows, wrong
 from .draw import STEPS, Loss, Plan
 from .nodes import ROOT, Network, Node, network, settled
 
 LIMIT = 60  # seconds without a step, after which the run hangs
 FIRST = 180  # the same before the first step: every node imports torch on the same few cores
 LAST = STEPS - 100  # no loss after this step: the steps after it are part of the judgement
-BANNER = "== gptlite ="
 NOTICED = re.compile(r"[WEI](\d{4} \d\d:\d\d:\d\d\.\d+) .*(will restart worker group|failed \(exitcode|lost)")
 
 
@@ -153,12 +152,11 @@ class Trial:
         first = self.trained(start)[0]
         last = max(r["step"] for r in self.rows if r["start"] <= start)
         noticed = [when - at for node in self.net.nodes if node.number not in self.away for when in _noticed(node, at)]
-        part = self.log.split(BANNER)
         row |= {
             "detected": round(min(noticed), 2) if noticed else None,
             "seconds": round(first["at"] - at, 2),
             "repeated": max(0, last + 1 - first["step"]),
-            "from": source(part[first["start"] - 1].rpartition("=====")[2]),
+            "from": source(self.log, first["start"]),
         }
 
     def _moment(self, loss: Loss) -> None:
