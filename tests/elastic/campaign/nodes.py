@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -41,6 +42,7 @@ class Node:
     name: str
     folder: Path
     shared: Path  # its /dev/shm
+    temporary: Path  # its /tmp; a short path, for sockets
     agent: subprocess.Popen[bytes] | None = None
     starts: int = 0
 
@@ -87,13 +89,11 @@ class Network:
         ]
         shared = ["sh", "-c", SHARED, "sh", str(node.shared)]
         words = ["ip", "netns", "exec", node.name, *shared, *torchrun, str(TRAIN), *command]
-        temporary = node.folder / f"tmp-{node.number}"
-        temporary.mkdir(exist_ok=True)
         environment = os.environ | {
             "OMP_NUM_THREADS": "1",
             "GLOO_SOCKET_IFNAME": LINK,
             "PYTHONPATH": str(ROOT),
-            "TMPDIR": str(temporary),
+            "TMPDIR": str(node.temporary),
             "LOGLEVEL": "INFO",  # torchrun's lines on restarts
         }
         node.starts += 1
@@ -122,12 +122,15 @@ def network(count: int, folder: Path) -> Iterator[Network]:
     """Nodes, a switch and a running store. All are deleted at the end."""
     made = Network(f"campaign-{os.getpid()}", folder)
     shared = Path(f"/dev/shm/{made.name}")
+    temporary = Path(tempfile.mkdtemp(prefix="campaign-"))
     store_name, processes = f"{made.name}-store", []
     for number in range(count):
-        made.nodes.append(Node(number, f"{made.name}-{number}", folder, shared / str(number)))
+        places = shared / str(number), temporary / str(number)
+        made.nodes.append(Node(number, f"{made.name}-{number}", folder, *places))
     try:
         for node in made.nodes:
             node.shared.mkdir(parents=True)
+            node.temporary.mkdir()
         for name in (made.name, store_name, *(node.name for node in made.nodes)):
             _ip("netns", "add", name)
         _ip("-n", made.name, "link", "add", "bridge", "type", "bridge")
@@ -152,8 +155,7 @@ def network(count: int, folder: Path) -> Iterator[Network]:
         for name in (*(node.name for node in made.nodes), store_name, made.name):
             _ip("netns", "delete", name, check=False)
         shutil.rmtree(shared, ignore_errors=True)
-        for number in range(count):
-            shutil.rmtree(folder / f"tmp-{number}", ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def settled(made: Network, seconds: float) -> list[str]:
