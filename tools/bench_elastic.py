@@ -48,6 +48,7 @@ schedule=constant optimizer.lr=3e-4 parallelism.data=elastic
 trainer.log_interval=1 trainer.eval_interval=0 trainer.eval_samples=4 trainer.sample_tokens=0 checkpoint.keep=2
 """.split()
 RENDEZVOUS = "last_call_timeout=2,is_host=false,keep_alive_interval=1,keep_alive_max_attempt=4"
+FOLLOW = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # as gptlite asks for under torchrun
 COLUMNS = ("next", "pause", "repeated", "lost", "twice", "wall")
 Row = dict[str, Any]
 
@@ -76,6 +77,7 @@ def main(arguments: Arguments) -> None:
         raise ConfigError(f"lost={arguments.lost} is none of node, rank")
     if set(runs) & set(TORCHFT) and not arguments.torchft:
         raise ConfigError("runs=torchft needs torchft=PYTHON of an environment with torchft 0.2.0")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that `finally` has its turn
     out, rows = Path(arguments.out).resolve(), []
     print(f"{'run':<13}" + "".join(f"{name:>10}" for name in COLUMNS), flush=True)
     for name in runs:
@@ -200,7 +202,7 @@ def _gptlite(arguments: Arguments, name: str, folder: Path) -> Iterator[Callable
     keys += [f"run.dir={folder / 'run'}", *COMMON, *PLACES[name].split(), *arguments.more.split()]
 
     def start(number: int) -> subprocess.Popen[bytes]:
-        return _start([*torchrun, str(ROOT / "train.py"), *keys], folder / f"node-{number}.log", {})
+        return _start([*torchrun, str(ROOT / "train.py"), *keys], folder / f"node-{number}.log", FOLLOW)
 
     yield start
 

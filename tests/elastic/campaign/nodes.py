@@ -95,6 +95,7 @@ class Network:
             "PYTHONPATH": str(ROOT),
             "TMPDIR": str(node.temporary),
             "LOGLEVEL": "INFO",  # torchrun's lines on restarts
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # as gptlite asks for
         }
         node.starts += 1
         with open(node.folder / f"node-{node.number}.out", "ab") as out, open(node.errors, "ab") as errors:
@@ -127,6 +128,7 @@ def network(count: int, folder: Path) -> Iterator[Network]:
     for number in range(count):
         places = shared / str(number), temporary / str(number)
         made.nodes.append(Node(number, f"{made.name}-{number}", folder, *places))
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that `finally` has its turn
     try:
         for node in made.nodes:
             node.shared.mkdir(parents=True)
@@ -156,6 +158,7 @@ def network(count: int, folder: Path) -> Iterator[Network]:
             _ip("netns", "delete", name, check=False)
         shutil.rmtree(shared, ignore_errors=True)
         shutil.rmtree(temporary, ignore_errors=True)
+        signal.signal(signal.SIGTERM, before)
 
 
 def settled(made: Network, seconds: float) -> list[str]:
