@@ -96,49 +96,60 @@ def _line(name: str, row: Row) -> str:
     return f"{name:<13}" + "".join(f"{row[key]:10.1f}" if row[key] is not None else f"{'-':>10}" for key in COLUMNS)
 
 
+class Steps:
+    """Steps of a run so far. A restart of gptlite removes the rows that it will write again, so they are collected."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self._read, self._folder = _torchft_rows if name in TORCHFT else _gptlite_rows, folder
+        self._rows: list[Row] = []
+
+    def now(self) -> list[Row]:
+        """Return the rows of all steps, in the order of their time."""
+        last = self._rows[-1]["at"] if self._rows else 0.0
+        self._rows += [row for row in self._read(self._folder) if row["at"] > last]
+        return self._rows
+
+
 def _row(arguments: Arguments, name: str, folder: Path) -> Row:
     """Train with one loss, and return its numbers."""
-    trained = _torchft_rows if name in TORCHFT else _gptlite_rows
+    steps, back = Steps(name, folder), float("inf")
     with contextlib.ExitStack() as stack:
         start = stack.enter_context((_torchft if name in TORCHFT else _gptlite)(arguments, name, folder))
-        nodes = [start(0), start(1)]
-        began = time.time()
+        nodes, began = [start(0), start(1)], time.time()
         try:
-            _wait(nodes[:1], lambda: any(row["step"] >= arguments.at for row in trained(folder)))
-            before, at = len(trained(folder)), time.time()
+            _wait(nodes, lambda: any(row["step"] >= arguments.at for row in steps.now()))
+            before, at = len(steps.now()), time.time()
             tree = _tree(nodes[1].pid)
-            for pid in tree if arguments.lost == "node" else _leaves(tree):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            _kill(tree if arguments.lost == "node" else _trains(tree))
+            _wait(nodes[:1], lambda: len(_after(steps.now()[before:], at)) >= 3)
             if arguments.lost == "node":
-                _wait(nodes[:1], lambda: len(_after(trained(folder)[before:], at)) >= 3)
                 nodes[1].wait()
                 back = time.time()
                 nodes[1] = start(1)
-            else:
-                back = float("inf")
+            _wait([], lambda: steps.now()[-1]["step"] >= arguments.steps)
             for node in nodes:
                 node.wait(LIMIT_SECONDS)
-            codes = [node.returncode for node in nodes]
-            if any(codes):
-                raise ConfigError(f"{name}: exit codes {codes}; read {folder}/*.log")
         finally:
             for node in nodes:
-                for pid in _tree(node.pid) if node.poll() is None else ():
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
+                _kill(_tree(node.pid) if node.poll() is None else [])
                 node.wait()
-    rows = trained(folder)
-    until = [row["at"] for row in rows if row["at"] < back]
+    if codes := [node.returncode for node in nodes if node.returncode]:
+        raise ConfigError(f"{name}: exit codes {codes}; read {folder}/*.log")
+    rows = steps.now()
     # torchft's steps go on while the node comes back: the longest time between two of them is its pause.
-    after = [max(until), *(row["at"] for row in rows if row["at"] >= back)]
-    pauses = [later - earlier for earlier, later in pairwise(after)]
+    since = [max(row["at"] for row in rows if row["at"] < back), *(row["at"] for row in rows if row["at"] >= back)]
     return {
         "next": _after(rows[before:], at)[0]["at"] - at,
-        "pause": max(pauses, default=None),
+        "pause": max((later - earlier for earlier, later in pairwise(since)), default=None),
         "wall": rows[-1]["at"] - began,
         **_samples(rows, arguments, folder),
     }
+
+
+def _kill(pids: list[int]) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def _after(rows: list[Row], at: float) -> list[Row]:
@@ -167,8 +178,7 @@ def _gptlite_rows(folder: Path) -> list[Row]:
     metrics, rows = folder / "run/metrics.jsonl", []
     order = json.loads((folder / "run/data_order.jsonl").read_text().splitlines()[0]) if metrics.exists() else {}
     batch = order.get("global_batch_size", 0)
-    for line in metrics.read_text().splitlines() if metrics.exists() else ():
-        row = json.loads(line)
+    for row in _read(metrics):
         if "loss" in row:
             row["at"] = datetime.fromisoformat(row["time"]).timestamp()
             stop = row["tokens"] // order["eras"][0]["sequence_length"]
@@ -178,13 +188,17 @@ def _gptlite_rows(folder: Path) -> list[Row]:
 
 def _torchft_rows(folder: Path) -> list[Row]:
     """Return the committed steps of the first replica group, which is never lost."""
-    path = folder / "0.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return _read(folder / "0.jsonl")
 
 
 def _others(folder: Path) -> list[Row]:
-    path = folder / "1.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return _read(folder / "1.jsonl")
+
+
+def _read(path: Path) -> list[Row]:
+    """Return the rows of a JSONL file, but for a last one that is being written."""
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 @contextlib.contextmanager
@@ -254,7 +268,7 @@ def _tree(pid: int) -> list[int]:
     return tree + [child for child, _, session in table if session == pid and child not in tree]
 
 
-def _leaves(tree: list[int]) -> list[int]:
+def _trains(tree: list[int]) -> list[int]:
     """Return the process that trains: the one with the most memory, but for the agent."""
     sizes = {}
     for pid in tree[1:]:

@@ -44,7 +44,6 @@ class Trial:
     away: set[int] = field(default_factory=set)  # nodes that are meant to be out
     more: tuple[str, ...] = ()  # overrides
     restarts: int = 0  # agents that ended on their own, and were started again
-    torn: int = 0  # rows that a kill has cut short
     position: int = 0  # bytes of metrics.jsonl that have been read
 
     @property
@@ -78,17 +77,20 @@ class Trial:
         metrics, log = self.folder / "run/metrics.jsonl", self.folder / "run/train.log"
         fresh: list[Row] = []
         with contextlib.suppress(FileNotFoundError), open(metrics, "rb") as file:
+            if os.fstat(file.fileno()).st_size < self.position:
+                self.position = 0  # a restart has removed the rows that it will write again
             file.seek(self.position)
             text = file.read()
             text = text[: text.rfind(b"\n") + 1]
             self.position += len(text)
-            fresh, torn = step_rows(text.decode(errors="replace"))
-            self.torn += torn
+            fresh, _ = step_rows(text.decode(errors="replace"))
         with contextlib.suppress(FileNotFoundError):
             self.log = log.read_text(errors="replace")
         # A start's rows come long after its banner, and the log was read after the rows.
         for row in fresh:
-            self.rows.append(row | {"at": datetime.fromisoformat(row["time"]).timestamp(), "start": self.starts})
+            at = datetime.fromisoformat(row["time"]).timestamp()
+            if not self.rows or at > self.rows[-1]["at"]:
+                self.rows.append(row | {"at": at, "start": self.starts})
         for node in self.net.nodes:
             if node.agent and node.agent.poll() is not None and node.number not in self.away and not self.over:
                 self.restarts += 1
@@ -223,7 +225,10 @@ class Trial:
             if node.agent and node.agent.returncode
         ]
         found += settled(self.net, 10)
-        found += missing(self.rows, STEPS)
+        left, torn = step_rows((self.folder / "run/metrics.jsonl").read_text())
+        found += [f"{torn} torn rows in metrics.jsonl"] if torn else []
+        found += missing(left, STEPS) + wrong(left, self.curve, self.plan.layout.tolerance)[:3]
+        found += doubled([row | {"start": 1} for row in left])[:3]
         found += wrong(self.rows, self.curve, self.plan.layout.tolerance)[:3] + doubled(self.rows)[:3]
         found += order(self.folder / "run", self.folder.parent / f"alone-{self.plan.layout.reference}")
         return found + damaged(self.folder / "run/checkpoints")
@@ -278,7 +283,6 @@ def run(plan: Plan, out: Path, more: tuple[str, ...] = ()) -> tuple[list[Row], R
             reasons = trial.finish()
         except Hang as error:
             reasons = [str(error)]
-        reasons += [f"{trial.torn} torn rows"] if trial.torn else []
         result: dict[str, Any] = name | {"losses": len(rows), "steps": len(trial.rows), "starts": trial.starts}
         result |= {"wall": round(time.monotonic() - began, 1), "restarts": trial.restarts}
     return rows, result | {"ok": not reasons, "reason": "; ".join(reasons[:5])}
