@@ -36,6 +36,7 @@ from gptlite.config.command_line import run_tool
 from gptlite.errors import ConfigError
 
 ROOT = Path(__file__).parents[1]
+LENGTH = 256  # tokens of a sample
 LIMIT_SECONDS = 120  # for any one thing
 PLACES = {
     "memory": "checkpoint.memory_interval=5 checkpoint.replicas=1 checkpoint.interval=0",
@@ -174,15 +175,12 @@ def _samples(rows: list[Row], arguments: Arguments, folder: Path) -> Row:
 
 
 def _gptlite_rows(folder: Path) -> list[Row]:
-    """Return a row for each step: `tokens` and data_order.jsonl give the samples."""
-    metrics, rows = folder / "run/metrics.jsonl", []
-    order = json.loads((folder / "run/data_order.jsonl").read_text().splitlines()[0]) if metrics.exists() else {}
-    batch = order.get("global_batch_size", 0)
-    for row in _read(metrics):
-        if "loss" in row:
-            row["at"] = datetime.fromisoformat(row["time"]).timestamp()
-            stop = row["tokens"] // order["eras"][0]["sequence_length"]
-            rows.append(row | {"samples": list(range(stop - batch, stop))})
+    """Return a row for each step. Samples are used in order, and `tokens` counts them."""
+    rows = [row for row in _read(folder / "run/metrics.jsonl") if "loss" in row]
+    before = 0
+    for row in rows:
+        row["at"], stop = datetime.fromisoformat(row["time"]).timestamp(), row["tokens"] // LENGTH
+        row["samples"], before = list(range(before, stop)), stop
     return rows
 
 
