@@ -168,8 +168,9 @@ def _samples(rows: list[Row], arguments: Arguments, folder: Path) -> Row:
     used: Counter[int] = Counter()
     for row in (row for row in rows if row is result[row["step"]]):
         used.update(row["samples"])
-    for row in _others(folder):  # of torchft's second group
-        used.update(row["samples"])
+    anew = max((row["at"] for last, row in pairwise(rows) if row["step"] <= last["step"]), default=0.0)
+    for row in _others(folder):  # of torchft's second group, but for steps whose result all groups have lost
+        used.update(row["samples"] if row["at"] >= anew else [])
     lost = [number for number in range(arguments.steps * arguments.batch) if not used[number]]
     return {"repeated": repeated, "lost": len(lost), "twice": sum(count > 1 for count in used.values())}
 
