@@ -245,8 +245,8 @@ def _torchft(arguments: Arguments, name: str, folder: Path) -> Iterator[Callable
 def _start(words: list[str], log: Path, variables: dict[str, str]) -> subprocess.Popen[bytes]:
     environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"} | variables
     with open(log, "ab") as file:
-        options: Any = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": subprocess.STDOUT}
-        return subprocess.Popen(words, env=environment, start_new_session=True, **options)
+        streams: Any = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": subprocess.STDOUT}
+        return subprocess.Popen[bytes](words, env=environment, start_new_session=True, **streams)
 
 
 def _wait(nodes: list[subprocess.Popen[bytes]], done: Callable[[], bool]) -> None:

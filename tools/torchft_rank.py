@@ -70,7 +70,7 @@ def load(state: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimiz
 
 def reduce(manager: Manager, model: nn.Module) -> None:
     """Average the gradients over replicas. After an error, the manager discards the step."""
-    gradients = [parameter.grad for parameter in model.parameters()]
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     flat = torch.cat([gradient.flatten() for gradient in gradients])
     manager.allreduce(flat).wait()
     for gradient, part in zip(gradients, flat.split([gradient.numel() for gradient in gradients]), strict=True):
