@@ -36,6 +36,7 @@ from gptlite.config.command_line import run_tool
 from gptlite.errors import ConfigError
 
 ROOT = Path(__file__).parents[1]
+BANNER = "== gptlite ="  # line of train.log with which a start begins
 LENGTH = 256  # tokens of a sample
 LIMIT_SECONDS = 120  # for any one thing
 PLACES = {
@@ -105,9 +106,12 @@ class Steps:
         self._rows: list[Row] = []
 
     def now(self) -> list[Row]:
-        """Return the rows of all steps, in the order of their time."""
+        """Return the rows of all steps, in the order of their time. `world` changes with the ranks that train."""
         last = self._rows[-1]["at"] if self._rows else 0.0
-        self._rows += [row for row in self._read(self._folder) if row["at"] > last]
+        fresh = [row for row in self._read(self._folder) if row["at"] > last]
+        log = self._folder / "run/train.log"  # read after the rows: a start's rows come long after its banner
+        starts = log.read_text(errors="replace").count(BANNER) if log.exists() else 0
+        self._rows += [row | {"world": row.get("replicas", starts)} for row in fresh]
         return self._rows
 
 
@@ -119,10 +123,10 @@ def _row(arguments: Arguments, name: str, folder: Path) -> Row:
         nodes, began = [start(0), start(1)], time.time()
         try:
             _wait(nodes, lambda: any(row["step"] >= arguments.at for row in steps.now()))
-            before, at = len(steps.now()), time.time()
+            before, at, world = len(steps.now()), time.time(), steps.now()[-1]["world"]
             tree = _tree(nodes[1].pid)
             _kill(tree if arguments.lost == "node" else _trains(tree))
-            _wait(nodes[:1], lambda: len(_after(steps.now()[before:], at)) >= 3)
+            _wait(nodes[:1], lambda: sum(row["world"] != world for row in steps.now()[before:]) >= 3)
             if arguments.lost == "node":
                 nodes[1].wait()
                 back = time.time()
@@ -137,11 +141,14 @@ def _row(arguments: Arguments, name: str, folder: Path) -> Row:
     if codes := [node.returncode for node in nodes if node.returncode]:
         raise ConfigError(f"{name}: exit codes {codes}; read {folder}/*.log")
     rows = steps.now()
+    restarted = next(row for row in rows[before:] if row["world"] != world)
     # torchft's steps go on while the node comes back: the longest time between two of them is its pause.
-    since = [max(row["at"] for row in rows if row["at"] < back), *(row["at"] for row in rows if row["at"] >= back)]
+    since = [row for row in rows if row["at"] >= back]
+    joined = next((place for place, row in enumerate(since) if row["world"] != restarted["world"]), -1)
+    times = [max(row["at"] for row in rows if row["at"] < back), *(row["at"] for row in since[: joined + 1])]
     return {
-        "next": _after(rows[before:], at)[0]["at"] - at,
-        "pause": max((later - earlier for earlier, later in pairwise(since)), default=None),
+        "next": restarted["at"] - at,
+        "pause": max((later - earlier for earlier, later in pairwise(times)), default=None),
         "wall": rows[-1]["at"] - began,
         **_samples(rows, arguments, folder),
     }
@@ -151,14 +158,6 @@ def _kill(pids: list[int]) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-
-
-def _after(rows: list[Row], at: float) -> list[Row]:
-    """Return the rows of the restarted run: those after the longest time without a step since `at`."""
-    rows = [row for row in rows if row["at"] > at]
-    gaps = [row["at"] - last for last, row in zip([at, *(row["at"] for row in rows)], rows, strict=False)]
-    longest = max(gaps, default=0.0)
-    return rows[gaps.index(longest) :] if longest > 0.3 else []
 
 
 def _samples(rows: list[Row], arguments: Arguments, folder: Path) -> Row:
@@ -203,9 +202,9 @@ def _read(path: Path) -> list[Row]:
 @contextlib.contextmanager
 def _gptlite(arguments: Arguments, name: str, folder: Path) -> Iterator[Callable[[int], subprocess.Popen[bytes]]]:
     """Return a function that starts a node's torchrun. The rendezvous store is in this process."""
-    import torch.distributed as dist
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     torchrun = [
         *(sys.executable, "-m", "torch.distributed.run", "--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=100"),
         *("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{store.port}", f"--rdzv-id={folder.name}"),
