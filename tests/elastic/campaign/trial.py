@@ -18,7 +18,7 @@ from .draw import STEPS, Loss, Plan
 from .nodes import ROOT, Network, Node, network, settled
 
 LIMIT = 60  # seconds without a step, after which the run hangs
-FIRST = 180  # the same before the first step: every node imports torch on the same few cores
+FIRST = 600  # the same before the first step: all nodes import torch on the same few cores
 LAST = STEPS - 100  # no loss after this step: the steps after it are part of the judgement
 NOTICED = re.compile(r"[WEI](\d{4} \d\d:\d\d:\d\d\.\d+) .*(will restart worker group|failed \(exitcode|lost)")
 
