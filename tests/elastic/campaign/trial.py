@@ -19,7 +19,7 @@ from .nodes import ROOT, Network, Node, network, settled
 
 LIMIT = 60  # seconds without a step, after which the run hangs
 FIRST = 600  # the same before the first step: all nodes import torch on the same few cores
-LAST = STEPS - 100  # no loss after this step: the steps after it are part of the judgement
+LAST = STEPS - 150  # no loss after this step: the steps after it are part of the judgement
 NOTICED = re.compile(r"[WEI](\d{4} \d\d:\d\d:\d\d\.\d+) .*(will restart worker group|failed \(exitcode|lost)")
 
 
@@ -130,6 +130,15 @@ class Trial:
             self._take(loss, 1)
         self.wait(lambda: bool(self.trained(start)), "the next step")
         self._judge_restart(row, start, at)
+        with contextlib.suppress(Over):  # the last step came before a node was back: judged by what there is
+            self._come_back(loss, row, start, at)
+        reasons = wrong(self.rows[before:], self.curve, self.plan.layout.tolerance, self.rows[before - 1]["step"])
+        reasons += doubled(self.rows[before - 1 :])
+        reasons += [row["left"]] if row.get("left") else []
+        row |= {"ok": not reasons, "reason": "; ".join(reasons[:3]), "restarts": self.restarts - restarts}
+
+    def _come_back(self, loss: Loss, row: Row, start: int, at: float) -> None:
+        """Bring lost nodes back, and wait until all train. Writes the longest pause into `row`."""
         if (lost := self._away(loss)) or loss.kind == "rejoin":
             start = self.starts
             self._return(lost, row)
@@ -143,12 +152,8 @@ class Trial:
             row["back"] = round(first["at"] - max(r["at"] for r in self.rows if r["start"] < first["start"]), 2)
             if loss.kind == "rejoin":
                 self._judge_restart(row, start, at)
-        start = len(self.rows)
-        self.wait(lambda: len(self.rows) >= start + 3, "three steps")
-        reasons = wrong(self.rows[before:], self.curve, self.plan.layout.tolerance, self.rows[before - 1]["step"])
-        reasons += doubled(self.rows[before - 1 :])
-        reasons += [row["left"]] if row.get("left") else []
-        row |= {"ok": not reasons, "reason": "; ".join(reasons[:3]), "restarts": self.restarts - restarts}
+        count = len(self.rows)
+        self.wait(lambda: len(self.rows) >= count + 3, "three steps")
 
     def _judge_restart(self, row: Row, start: int, at: float) -> None:
         first = self.trained(start)[0]
@@ -214,6 +219,8 @@ class Trial:
         """Wait for the end, and return what is wrong with the whole run."""
         with contextlib.suppress(Over):
             self.wait(lambda: self.over, "the last step")
+        for number in self.away:
+            self.net.nodes[number].kill(self.net.nodes[number].pids())
         deadline = time.monotonic() + LIMIT
         while any(node.agent and node.agent.poll() is None for node in self.net.nodes):
             if time.monotonic() > deadline:
@@ -222,7 +229,7 @@ class Trial:
         found = [
             f"the agent of node {node.number} exits with {node.agent.returncode}"
             for node in self.net.nodes
-            if node.agent and node.agent.returncode
+            if node.agent and node.agent.returncode and node.number not in self.away
         ]
         found += settled(self.net, 10)
         left, torn = step_rows((self.folder / "run/metrics.jsonl").read_text())
