@@ -284,7 +284,9 @@ def test_the_core_imports_no_satellite():
     texts = {path: path.read_text(encoding="utf-8") for name in CORE - {"invocation"} for path in files_of(name)}
     quoted = {(path.name, text) for path in texts for text in re.findall(r'"(gptlite(?:\.\w+)+)"', texts[path])}
     # Imported by their names: the plug-ins that come with gptlite, as a user's are.
-    included = "compressed corpus deterministic images noise nvme onebit optimizers samples zeropp".split()
+    included = (
+        "compressed corpus deterministic elastic.check images noise nvme onebit optimizers samples zeropp".split()
+    )
     named = {("plugins.py", f"gptlite.satellites.{name}") for name in included}
     assert {each for each in quoted if f"{each[1]}.".startswith(satellites)} == named
 
