@@ -65,7 +65,7 @@ CASES = [
         "zero=0",
         close=5e-2,
         more=("optimizer=onebit_adam", "optimizer.lr=3e-4", "optimizer.freeze_step=4", "schedule.warmup_steps=4"),
-    ),  # fmt: skip
+    ),
 ]
 
 
