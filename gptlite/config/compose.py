@@ -87,21 +87,21 @@ def with_whole_numbers(overrides: list[str]) -> list[str]:
 def with_elastic(overrides: list[str]) -> list[str]:
     """Return the overrides with the keys for which `parallelism.data=elastic` is short. Raises ConfigError for another
     word than that, and for a sweep over it and numbers."""
-    result = []
-    for each in overrides:
-        key, _, value = each.partition("=")
-        if key_of(each) != ELASTIC_KEY or not re.search("[a-z]", text := unquoted(value).lower()) or text == "null":
-            result.append(each)
-        elif text == "elastic":
-            result += [f"{key.replace('.data', '.elastic')}=true", f"{key}=null"]
-        elif re.search(r"\belastic\b", text):
-            raise ConfigError(f"{each}: a sweep takes elastic beside numbers as parallelism.elastic=true,false")
-        elif re.fullmatch("[a-z]+", text):
-            hint = did_you_mean(text, ["elastic"])
-            raise ConfigError(f"{each} is neither a number of data ranks nor elastic nor null{hint}")
-        else:  # a sweep's function
-            result.append(each)
-    return result
+    return [new for old in overrides for new in (_elastic(old) if key_of(old) == ELASTIC_KEY else [old])]
+
+
+def _elastic(override: str) -> list[str]:
+    """Return the overrides for one of `parallelism.data`."""
+    key, _, value = override.partition("=")
+    text = unquoted(value).lower()
+    if text == "elastic":
+        return [f"{key.removesuffix('data')}elastic=true", f"{key}=null"]
+    if re.search(r"\belastic\b", text):
+        raise ConfigError(f"{override}: a sweep takes elastic beside numbers as parallelism.elastic=true,false")
+    if re.fullmatch("[a-z]+", text) and text != "null":
+        hint = did_you_mean(text, ["elastic"])
+        raise ConfigError(f"{override} is neither a number of data ranks nor elastic nor null{hint}")
+    return [override]
 
 
 def load_layout(overrides: Iterable[str]) -> ParallelismConfig:

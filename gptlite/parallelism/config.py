@@ -66,7 +66,7 @@ class ParallelismConfig:
     pipeline: int = 1
     context: int = 1
     expert: int = 1  # number of data ranks, with different samples, that the experts of a layer are divided among
-    data: int | None = None  # a number, null, or elastic for elastic=true
+    data: int | None = None  # null: the ranks that other degrees leave; elastic: elastic=true
     elastic: bool = False  # data=elastic: the largest degree that the ranks at hand allow: docs/elastic.md
     dp_replicate: int = 1  # number of replicas of the model state, each sharded over data / dp_replicate ranks (HSDP)
     zero: int = 0  # ZeRO stage: data ranks shard optimizer state (1), also gradients (2), also parameters (3)

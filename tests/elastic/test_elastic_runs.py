@@ -49,19 +49,23 @@ CASES = [
     Case("zero=1", more=("data.micro_batch_size=2",)),
     Case("tensor=2 zero=3"),
     Case("pipeline=2 zero=1", more=("data.micro_batch_size=1",)),
-    Case("tensor=2 context=1 sequence=true zero=2", more=("data.packing=documents",)),
+    Case("tensor=2 sequence=true zero=2", more=("data.packing=documents",)),
     MOE,
     Case("expert=1 zero=1", more=(*EXPERTS, "model.moe.sequence_loss=0.01")),
     Case("zero=2", more=("optimizer=muon", "optimizer.lr=3e-4")),
     Case("zero=1", more=("data.batch_ramp=[4,2,60]",)),
     Case("zero=1", more=("trainer.noise_scale=true", "data.micro_batch_size=1")),
     # The losses of fp16 have three digits, and so have its gradients; the loss scale is the same in every step.
-    Case("zero=2", close=2e-3, more=("precision=fp16",)),
+    Case("zero=2", close=2e-5, more=("precision=fp16",)),
     Case("zero=2", close=0, more=("parallelism.deterministic=true",)),
     # What compression loses depends on the ranks.
-    Case("zero=1", close=1e-3, more=("parallelism.compression=int8",)),
-    Case("zero=3", close=1e-3, more=("parallelism.zeropp.weights=int8", "parallelism.zeropp.node_size=1")),
-    Case("zero=0", close=5e-2, more=("optimizer=onebit_adam", "optimizer.lr=3e-4", "optimizer.freeze_step=4")),
+    Case("zero=1", close=2e-5, more=("parallelism.compression=int8",)),
+    Case("zero=3", close=2e-4, more=("parallelism.zeropp.weights=int8", "parallelism.zeropp.node_size=1")),
+    Case(
+        "zero=0",
+        close=5e-2,
+        more=("optimizer=onebit_adam", "optimizer.lr=3e-4", "optimizer.freeze_step=4", "schedule.warmup_steps=4"),
+    ),
 ]
 
 
@@ -109,9 +113,8 @@ def test_a_run_on_changing_ranks_is_the_uninterrupted_run(case: Case, ranks: Gro
     ours, theirs = steps(tmp_path / "cut"), steps(tmp_path / "whole")
     assert list(ours) == list(theirs) == list(range(1, 13))
     for step, row in theirs.items():
-        for key in ("loss", "grad_norm", "router_loss") if case.close else ("loss", "grad_norm"):
+        for key, bound in {"loss": case.close, "router_loss": case.close, "grad_norm": 100 * case.close}.items():
             if key in row:
-                bound = case.close if key == "loss" else max(case.close, 1e-5) * (case.close > 0)
                 assert ours[step][key] == pytest.approx(row[key], rel=bound, abs=0), (step, key)
         for key in ("tokens", "lr", "loss_scale", "expert_imbalance"):
             assert ours[step].get(key) == row.get(key), (step, key)

@@ -50,7 +50,7 @@ REFUSED_IF_ON = {
     "eigenvalue": "part of MoQ, which is not implemented",
     "progressive_layer_drop": "every layer runs in every step of gptlite",
     "sparse_attention": "block-sparse attention is not implemented",
-    "elasticity": "elastic batch sizes are not implemented; set data.global_batch_size",
+    "elasticity": "elastic batch sizes are not implemented; set data.global_batch_size and parallelism.data=elastic",
     "autotuning": "DeepSpeed's autotuner is not available; use gptlite tune",
     "hybrid_engine": "it is for RLHF, which is not implemented",
     "torch_autocast": "torch.autocast applies only to models whose layers do not cast, without a key; use bf16.enabled",

@@ -26,7 +26,8 @@ def largest(config: Config, world: int) -> int:
     can run the micro-batches.
     """
     step = ranks_per_copy(config)
-    return next((ranks for ranks in range(world // step * step, 0, -step) if not refusal(config, ranks)), 0)
+    most = step * min(world // step, config.data.global_batch_size)  # each data rank has a sample
+    return next((ranks for ranks in range(most, 0, -step) if not refusal(config, ranks)), 0)
 
 
 def smallest(config: Config) -> int | None:
