@@ -51,7 +51,7 @@ from gptlite.trainer.folder import RunFolder
 from gptlite.trainer.observers import Observer, due
 from gptlite.trainer.state import TrainState
 
-FAILED_SECONDS = 2.0  # time that a run which has failed gives its thread to end
+FAILED_SECONDS = 1.0  # time that a run which has failed gives its thread to end
 
 
 class MemoryCheckpoints(Observer):
@@ -245,13 +245,13 @@ class MemoryCheckpoints(Observer):
                 f"{format_bytes(held)} of a node's memory, which has {format_bytes(room)}; use more nodes, fewer "
                 "replicas, or checkpoint.memory_interval=0"
             )
-        words = f"every {counted(self._interval, 'step')}, {format_bytes(held)} of a node's memory"
+        line = f"every {counted(self._interval, 'step')}, {format_bytes(held)} of a node's memory"
         if kept:
-            words += f"; a node sends {format_bytes(sent)} to {kept} other{'s' if kept > 1 else ''}"
+            line += f"; a node sends {format_bytes(sent)} to {kept} other{'s' if kept > 1 else ''}"
         if kept < self._replicas:
             others = "no other node" if not kept else f"only {counted(kept, 'other node')}"
-            words += f"; checkpoint.replicas={self._replicas}, but there is {others}"
-        self._main_log(f"checkpoints in memory: {words}")
+            line += f"; checkpoint.replicas={self._replicas}, but there is {others}"
+        self._main_log(f"checkpoints in memory: {line}")
 
     def _save(self, state: TrainState) -> None:
         """Copy this rank's parts, and start the thread that does the rest. Collective."""
