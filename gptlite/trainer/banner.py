@@ -79,7 +79,7 @@ def announce(run: Run, folder: RunFolder, attached: Attached) -> Reporter:
         ("length", f"{steps} steps = {least}{format_count(total)} {batch.unit}, {total / count:.3g} per parameter, "
                    f"{total / length / epoch:.3g} epochs, {arithmetic}"),
         *uncounted,
-        ("run folder", f"{folder.path}{' (a new run)' if folder.resume_from is None else ''}"),
+        ("run folder", f"{folder.path}{' (a new run)' if folder.resume_from is None and not state.step else ''}"),
     ]  # fmt: skip
     if mesh.is_main:
         folder.log(banner(lines))

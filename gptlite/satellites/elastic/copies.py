@@ -60,7 +60,7 @@ class Copies:
             [other for other in range(len(nodes)) if partner(nodes, other, number) == rank] for number in numbers
         ]
         self._group = group
-        self._buffers: dict[int, Tensor] = {}
+        self._buffers = [torch.empty(CHUNK, dtype=torch.uint8) for _ in range(max(map(len, self.sources), default=0))]
 
     def swap(self, number: int, own: Tensor, file: File, gate: Gate) -> None:
         """Send the complete record `own`, uint8, to partner `number` (from 0), and receive theirs into a file.
@@ -82,8 +82,8 @@ class Copies:
             coming = [i for i, size in enumerate(sizes) if start < size]
             for i in coming:
                 # Not into the file: a rank that hangs may send the rest when the file holds something else.
-                buffer = self._buffers.setdefault(i, torch.empty(CHUNK, dtype=torch.uint8))
-                works.append(dist.irecv(buffer[: sizes[i] - start], sources[i], group=group, tag=number))
+                buffer = self._buffers[i][: sizes[i] - start]
+                works.append(dist.irecv(buffer, sources[i], group=group, tag=number))
             _wait(works)
             with gate:
                 for i in coming:

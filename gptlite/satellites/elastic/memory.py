@@ -8,7 +8,7 @@ import os
 import platform
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -51,7 +51,7 @@ from gptlite.trainer.folder import RunFolder
 from gptlite.trainer.observers import Observer, due
 from gptlite.trainer.state import TrainState
 
-FAILED_SECONDS = 2.0  # time that a run which has failed gives its thread to end
+FAILED_SECONDS = 1.0  # time that a run which has failed gives its thread to end
 
 
 class MemoryCheckpoints(Observer):
@@ -70,13 +70,14 @@ class MemoryCheckpoints(Observer):
         self._replicas, self._timeout = config.checkpoint.replicas, config.parallelism.timeout_seconds
         self._shelf = shelf or Shelf.new(platform.node(), os.getppid(), self._replicas)
         self._files = [[File(descriptor) for descriptor in place] for place in self._shelf.places]
-        self._gate, self._work = Gate(), None
+        self._gate = Gate()
+        self._work: Background | None = None
         self._safe = self._last = -1  # step of the newest checkpoint that is complete on all ranks; of the last save
         self._waits = self._ended = self._failed = False
         self._views: dict[int, list[Tensor]] = {}
+        self._keys: Collection[str] | None = None  # of the tensors that are laid out
         self._staging: Tensor | None = None
         self.saved, self.skipped, self.stall_seconds, self.busy_seconds = 0, 0, 0.0, 0.0
-        self._work: Background | None
 
     def recall(self, run: Run, folder: RunFolder) -> bool:
         """Fill the state from memory, if it has a checkpoint of this run that is not older than the one on disk.
@@ -97,10 +98,15 @@ class MemoryCheckpoints(Observer):
         self._steps = [[self._newest(file) for file in place] for place in self._files]
         on_disk = folder.resume_from
         step = from_main(run.mesh, lambda: read_manifest(on_disk).meta["step"] if on_disk else -1)
+        began = time.monotonic()
         held, reason = self._find(step)
+        notes: list[str] = []
         if held is not None:
-            began = time.monotonic()
-            notes = self._restore(held)
+            try:
+                notes = self._restore(held)
+            except ValueError as error:  # on all ranks
+                held, reason = None, f"memory is of another run: {error}"
+        if held is not None:
             for line in notes:
                 self._log(line)
             ranks = {held.source(part, rank) for part in held.holders for rank in range(run.mesh.world_size)}
@@ -115,8 +121,8 @@ class MemoryCheckpoints(Observer):
 
     def before(self, state: TrainState) -> None:
         """Lay out this rank's parts before the first step. Drop the checkpoints of steps that were taken back."""
-        if not self.__dict__.get("_boxes"):
-            self._lay_out(state)
+        if self._keys is None:
+            self._lay_out(state.tensors())
         if state.step < self._last:
             self._wait(self._timeout)
             drop(self._shelf, state.step)
@@ -199,10 +205,11 @@ class MemoryCheckpoints(Observer):
         self._safe = self._last = held.name.step
         return notes
 
-    def _lay_out(self, state: TrainState) -> None:
-        """Choose the boxes that this rank keeps, which are the same in all saves, and allocate their memory."""
-        tensors = state.tensors()
+    def _lay_out(self, tensors: dict[str, Tensor]) -> None:
+        """Choose the boxes that this rank keeps, and allocate their memory. They stay the same while the keys do."""
         parts = Parts(tensors)
+        new, self._keys = self._keys is None, frozenset(tensors)
+        self._views.clear()
         parts.share(from_all(self._mesh, lambda: parts.offered), self._mesh.rank)
         self._boxes: list[Box] = []
         self._bytes = 0
@@ -216,14 +223,10 @@ class MemoryCheckpoints(Observer):
         self._copies = Copies(self._nodes, self._mesh.rank, self._replicas, self._group)
         if any(local_tensor(tensors[box.key]).is_cuda for box in self._boxes):
             self._staging = torch.empty(self._bytes, dtype=torch.uint8, pin_memory=True)
-        kept, nodes = len(self._copies.targets), len(set(self._nodes))
-        self._announce(from_all(self._mesh, lambda: self._bytes), kept)
-        if kept < self._replicas:
-            had = "there is no other node" if nodes == 1 else f"there are {nodes - 1} other nodes"
-            self._main_log(f"checkpoints in memory: {kept or 'no'} copies on other nodes, although checkpoint.replicas="
-                           f"{self._replicas}, as {had}")  # fmt: skip
+        if new:
+            self._announce(from_all(self._mesh, lambda: self._bytes), len(self._copies.targets))
         length = record_length(self._bytes, len(self._boxes_json) + len(self._config) + 4096)
-        for place in self._files[: 1 + kept]:
+        for place in self._files[: 1 + len(self._copies.targets)]:
             for file in place:
                 if not len(file.memory):
                     file.resize(length)
@@ -242,43 +245,50 @@ class MemoryCheckpoints(Observer):
                 f"{format_bytes(held)} of a node's memory, which has {format_bytes(room)}; use more nodes, fewer "
                 "replicas, or checkpoint.memory_interval=0"
             )
-        copies = f"; a node sends {format_bytes(sent)} to {kept} other{'s' if kept > 1 else ''}" if kept else ""
-        words = f"every {counted(self._interval, 'step')}, {format_bytes(held)} of a node's memory{copies}"
-        self._main_log(f"checkpoints in memory: {words}")
+        line = f"every {counted(self._interval, 'step')}, {format_bytes(held)} of a node's memory"
+        if kept:
+            line += f"; a node sends {format_bytes(sent)} to {kept} other{'s' if kept > 1 else ''}"
+        if kept < self._replicas:
+            others = "no other node" if not kept else f"only {counted(kept, 'other node')}"
+            line += f"; checkpoint.replicas={self._replicas}, but there is {others}"
+        self._main_log(f"checkpoints in memory: {line}")
 
     def _save(self, state: TrainState) -> None:
         """Copy this rank's parts, and start the thread that does the rest. Collective."""
         began = time.perf_counter()
         work = self._work
+        tensors = state.tensors()
         flag = 1 if work is None else 0 if work.running else -1 if work.failed else 1
-        agreed = int(all_reduce(torch.tensor(flag, device=self._mesh.device), self._mesh, op="min"))
+        own = torch.tensor([flag, tensors.keys() == self._keys], device=self._mesh.device)
+        agreed, same = all_reduce(own, self._mesh, op="min").tolist()
         if agreed < 1 or self._failed:
             self.skipped += 1
             if agreed < 0 and not self._failed:
                 self._failed = True
                 self._main_log("warning: checkpoints in memory end: a rank could not send its copy")
             return
+        if not same:  # e.g. the errors of compressed sums, after the first one
+            self._lay_out(tensors)
         self._safe = self._last
         version = self._free(0)
         header = self._header(state)
         file = self._files[0][version]
         self._steps[0][version] = -1
         (place,) = file.begin([record_length(self._bytes, len(header))])
-        self._copy(state, place[PAGE : PAGE + self._bytes] if self._staging is None else self._staging)
+        self._copy(tensors, place[PAGE : PAGE + self._bytes] if self._staging is None else self._staging)
         self._last = state.step
         self.saved += 1
         action = self._kept(place, header, version, state.step)
         self._work = Background(action, "checkpoint in memory", self._timeout, yielding=True)
         self.stall_seconds += time.perf_counter() - began
 
-    def _copy(self, state: TrainState, data: Tensor) -> None:
+    def _copy(self, tensors: dict[str, Tensor], data: Tensor) -> None:
         """Copy this rank's parts to data, uint8."""
         views = self._views.get(data.data_ptr())
         if views is None:
             if len(self._views) >= COPIES:
                 self._views.clear()
             views = self._views[data.data_ptr()] = [box.view(data) for box in self._boxes]
-        tensors = state.tensors()
         for box, view in zip(self._boxes, views, strict=True):
             view.copy_(read_once(local_tensor(tensors[box.key]).detach()), non_blocking=True)
         if self._staging is not None:
