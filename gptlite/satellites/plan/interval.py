@@ -38,13 +38,15 @@ class Failures:
             return self.mtbf
         return self.young() * (1 + sqrt(ratio) / 3 + ratio / 9) - self.save
 
-    def goodput(self, interval: float) -> float:
+    def goodput(self, interval: float, in_restarts: bool = True) -> float:
         """Return the expected share of the time that is useful, with `interval` seconds of training between two saves,
-        in Daly's complete model: failures come at exponential times, also during saves and restarts."""
+        in Daly's complete model: failures come at exponential times, also during saves and restarts. If not
+        `in_restarts`, `mtbf` is the mean time without restarts, during which nothing fails."""
         exponent = (interval + self.save) / self.mtbf
         if exponent > 500:  # a run that hardly ever saves between two failures
             return 0.0
-        return interval / (self.mtbf * exp(self.restart / self.mtbf) * expm1(exponent))
+        cycle = self.mtbf * exp(self.restart / self.mtbf) if in_restarts else self.mtbf + self.restart
+        return interval / (cycle * expm1(exponent))
 
     def best_steps(self, step: float) -> int:
         """Return the best number of steps between two saves, at least 1, for steps of `step` seconds."""
