@@ -11,7 +11,7 @@ from math import exp, expm1, sqrt
 
 from gptlite.config.cluster import ClusterConfig
 from gptlite.config.schema import Config
-from gptlite.progress import counted, format_duration
+from gptlite.progress import format_duration
 
 # Seconds from a failure to the next step, as assumed for a plan: until it is noticed, ranks meet and build the run
 # again. Reading comes on top.
@@ -97,7 +97,8 @@ class Saves:
         disk = Failures(mtbf, stall, DISK_RESTART + self.disk_seconds)
         every, least = self._steps(disk), 0 if not checkpoint.async_save else self.disk_seconds
         every = max(every, round(least / self.step))  # a save ends before the next one begins
-        head = f"one of {counted(nodes, 'node')} every {format_duration(mtbf)}, planned with a restart in "
+        which = f"one of {nodes} nodes" if nodes > 1 else "the node"
+        head = f"{which} every {format_duration(mtbf)}, planned with a restart in "
         lines = [
             ("failures", f"{head}{disk.restart:.0f} s from disk"),
             ("", f"checkpoint.interval={every}: {stall:.2g} s a save, goodput {self._goodput(disk, every):.1%}"),
