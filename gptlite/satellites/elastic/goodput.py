@@ -168,7 +168,7 @@ class Goodput(Observer):
         account.saves += SAVES in new
         net = seconds - sum(new.values())
         account.add(self._cause, net)
-        self._net += net
+        self._net += net * (self._cause != "other")  # of steps only
         self._cause = cause
 
     def _write(self, synced: bool = False) -> None:
