@@ -27,7 +27,7 @@ from gptlite.satellites.monitor.garbage import GarbageCollection
 from gptlite.satellites.monitor.memory_report import MemoryReport
 from gptlite.satellites.monitor.profile import StepProfiler
 from gptlite.satellites.monitor.replicas import ReplicaCheck
-from gptlite.satellites.monitor.watchdog import RankWatch, watch_ranks
+from gptlite.satellites.monitor.watchdog import watch_ranks
 from gptlite.satellites.noise.report import noise_report, noise_words
 from gptlite.satellites.onebit.words import onebit_words
 from gptlite.satellites.zeropp.words import zeropp_words
@@ -114,9 +114,8 @@ class Around:
         """Return the observers of a run: the account of its time, the memory of its ranks, the profiler, the comparison
         of replicas, decisions on nodes, the garbage collector, and the noise of gradients if it is measured."""
         trainer, offloads = run.config.trainer, run.config.parallelism.offload is not Offload.none
-        for line in filter(
-            None, [*communication_words(run), graph_words(run), covered(run)] if run.mesh.is_main else ()
-        ):
+        lines = [*communication_words(run), graph_words(run), covered(run)]
+        for line in filter(None, lines if run.mesh.is_main else ()):
             folder.log(line)
         if self.attendance is not None:
             self.attendance.note(run, folder)
@@ -140,9 +139,10 @@ class Around:
         departure, slow = Departure(run.config, run.mesh, self.shelf, folder.log), run.config.cluster.exclude_slow
         if self.leaving:
             departure.ask(self.leaving, "has had wrong copies twice", now=True)
-        if slow is None or not isinstance(self.watch, RankWatch):
+        times = getattr(self.watch, "communication_time", None)  # none with a single rank
+        if slow is None or times is None:
             return (departure,)
-        return SlowNodes(slow, run.mesh, self.watch.communication_time, departure), departure
+        return SlowNodes(slow, run.mesh, times, departure), departure
 
 
 def covered(run: Run) -> str:

@@ -7,11 +7,11 @@ from math import sqrt
 
 import pytest
 
-from gptlite.config import load
-from gptlite.satellites.plan.interval import Failures, Saves, mtbf_of, mtbf_of_memory
+from gptlite.config.cluster import ClusterConfig
+from gptlite.satellites.plan.interval import Failures, PlannedSaves, mtbf_of, mtbf_of_memory
 
 
-def simulated(failures: Failures, interval: float, work: float, seed: int) -> float:
+def simulated(failures: Failures, interval: float, work: float, seed: int, in_restarts: bool = True) -> float:
     """The goodput of `work` seconds with exponential times between failures, which also hit saves and restarts."""
     draw = random.Random(seed)
     wall, done, next_failure = 0.0, 0.0, draw.expovariate(1 / failures.mtbf)
@@ -22,10 +22,11 @@ def simulated(failures: Failures, interval: float, work: float, seed: int) -> fl
             continue
         wall = next_failure
         next_failure = wall + draw.expovariate(1 / failures.mtbf)
-        while wall + failures.restart > next_failure:
+        while in_restarts and wall + failures.restart > next_failure:
             wall = next_failure
             next_failure = wall + draw.expovariate(1 / failures.mtbf)
         wall += failures.restart
+        next_failure += 0 if in_restarts else failures.restart
     return done / wall
 
 
@@ -46,6 +47,14 @@ def test_the_estimate_is_the_best_of_simulated_failures(failures: Failures) -> N
     assert measured[1] > max(measured.values()) - 0.004  # the optimum is flat
     assert max(measured, key=lambda factor: measured[factor]) in (0.8, 1, 1.25)
     assert min(measured[0.25], measured[4]) < measured[1] - (0.001 if failures.save < 1 else 0.01)
+
+
+def test_restarts_that_never_fail() -> None:
+    """As measured in a run whose losses are counted: a restart then takes as long as the time between losses."""
+    for failures in (Failures(mtbf=22, save=1, restart=38), Failures(mtbf=3600, save=30, restart=60)):
+        for interval in (0.1 * failures.mtbf, failures.mtbf):
+            measured = simulated(failures, interval, 3000 * failures.mtbf, 2, in_restarts=False)
+            assert failures.goodput(interval, in_restarts=False) == pytest.approx(measured, abs=0.01)
 
 
 def steps(most: int) -> Iterator[float]:
@@ -80,13 +89,10 @@ def test_nodes_fail_independently() -> None:
     assert mtbf_of_memory(hours, nodes, 2, exposed) > 50 * mtbf_of_memory(hours, nodes, 1, exposed)
 
 
-def saves(nodes: int, *more: str) -> Saves:
-    """A run of 10 s a step whose checkpoint of 640 GB takes 10 s on 32 nodes, and 0.1 s to copy."""
-    config = load(["data=synthetic", "trainer.max_steps=100000", *more])
-    cluster = replace(
-        config.cluster, nodes=nodes, disk_gb_per_second=64 / nodes, host_link_gb_per_second=25.0, mtbf_hours=1000.0
-    )
-    return Saves(config, cluster, size=640_000_000_000, world=256, step=10.0)
+def saves(nodes: int, in_background: bool = False) -> PlannedSaves:
+    """A run of 10 s a step whose checkpoint of 640 GB takes 10 s on all nodes, and 0.1 s to copy."""
+    cluster = ClusterConfig(nodes=nodes, disk_gb_per_second=64 / nodes, host_link_gb_per_second=25.0, mtbf_hours=1000.0)
+    return PlannedSaves(cluster, 640_000_000_000, world=256, step=10.0, max_steps=100_000, in_background=in_background)
 
 
 def test_a_plan_has_the_best_intervals_of_both_kinds() -> None:
@@ -109,9 +115,9 @@ def test_a_plan_has_the_best_intervals_of_both_kinds() -> None:
 
 
 def test_a_save_in_the_background_ends_before_the_next() -> None:
-    _, line, *_ = (text for _, text in saves(32, "checkpoint.async_save=true").lines())
+    _, line, *_ = (text for _, text in saves(32, in_background=True).lines())
     assert line.startswith("checkpoint.interval=15: 0.1 s a save")
-    slow = replace(saves(32, "checkpoint.async_save=true"), step=0.05)
+    slow = replace(saves(32, in_background=True), step=0.05)
     assert slow.lines()[1][1].startswith("checkpoint.interval=2999: ")  # 150 s
     slow = replace(slow, cluster=replace(slow.cluster, disk_gb_per_second=0.01))
     assert slow.lines()[1][1].startswith("checkpoint.interval=40000: ")  # 2000 s

@@ -66,6 +66,14 @@ def test_a_plan_for_a_measured_cluster_says_on_what(plan):
     assert "GPUs of 141 GiB, measured 2026-11-27, one H200" in measured
 
 
+def test_a_plan_for_nodes_that_fail_has_checkpoint_intervals(plan):
+    assert "failures" not in words_of(plan)
+    words = words_of(planned("cluster.mtbf_hours=500", "cluster.nodes=2"))
+    assert re.search(r"failures one of 2 nodes every 10d10h, planned with a restart in \d+ s from disk", words)
+    assert re.search(r"checkpoint.interval=\d+: \S+ s a save, goodput 9\d\.\d%", words)
+    assert re.search(r"checkpoint.memory_interval=\d+ checkpoint.replicas=1 checkpoint.interval=\d+: ", words)
+
+
 def test_the_reason_of_a_refused_layout_has_no_advice(plan):
     assert any("; " in reason for reason in plan.found.examples.values())
     for kind, reason in plan.found.examples.items():

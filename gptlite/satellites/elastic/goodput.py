@@ -168,7 +168,7 @@ class Goodput(Observer):
         account.saves += SAVES in new
         net = seconds - sum(new.values())
         account.add(self._cause, net)
-        self._net += net
+        self._net += net * (self._cause != "other")  # of steps only
         self._cause = cause
 
     def _write(self, synced: bool = False) -> None:
@@ -208,8 +208,8 @@ def planned_words(account: Account, config: Config) -> str:
     """Return the goodput that Daly's model predicts for a run with losses, beside the measured one, and the best
     interval; empty for a run without losses or saves.
 
-    Only time in steps, saves and restarts counts, which is what the model knows. The time between failures is that of
-    `cluster.mtbf_hours`, else as measured.
+    Only time in steps, saves and restarts counts, which is what the model knows. The time between losses is that of
+    `cluster.mtbf_hours`, else as measured, without the restarts.
     """
     shares = {cause: account.seconds.get(cause, 0.0) for cause in (STEPS, RESTARTS, SAVES, REPEATED)}
     memory, disk, hours = config.checkpoint.memory_interval, config.checkpoint.interval, config.cluster.mtbf_hours
@@ -217,11 +217,11 @@ def planned_words(account: Account, config: Config) -> str:
     if not (account.restarts and account.saves and account.new_steps and interval):
         return ""
     step = shares[STEPS] / account.new_steps
-    mtbf = mtbf_of(hours, config.cluster.nodes or 1) if hours else total / account.restarts
+    mtbf = mtbf_of(hours, config.cluster.nodes or 1) if hours else (total - shares[RESTARTS]) / account.restarts
     failures = Failures(mtbf, shares[SAVES] / account.saves, shares[RESTARTS] / account.restarts)
     key, best = "checkpoint.memory_interval" if memory else "checkpoint.interval", failures.best_steps(step)
+    planned, most = (failures.goodput(steps * step, in_restarts=bool(hours)) for steps in (interval, best))
     return (
-        f"of steps, saves and restarts: {shares[STEPS] / total:.1%}, planned {failures.goodput(interval * step):.1%} "
-        f"with {key}={interval} and a loss every {format_duration(mtbf)}; best {key}={best}: "
-        f"{failures.goodput(best * step):.1%}"
+        f"of steps, saves and restarts: {shares[STEPS] / total:.1%}, planned {planned:.1%} with {key}={interval} and a "
+        f"loss every {format_duration(mtbf)}{'' if hours else ' of them'}; best {key}={best}: {most:.1%}"
     )

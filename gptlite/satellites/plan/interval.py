@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from math import exp, expm1, sqrt
 
 from gptlite.config.cluster import ClusterConfig
-from gptlite.config.schema import Config
-from gptlite.progress import counted, format_duration
+from gptlite.progress import format_duration
 
 # Seconds from a failure to the next step, as assumed for a plan: until it is noticed, ranks meet and build the run
 # again. Reading comes on top.
@@ -38,13 +37,15 @@ class Failures:
             return self.mtbf
         return self.young() * (1 + sqrt(ratio) / 3 + ratio / 9) - self.save
 
-    def goodput(self, interval: float) -> float:
+    def goodput(self, interval: float, in_restarts: bool = True) -> float:
         """Return the expected share of the time that is useful, with `interval` seconds of training between two saves,
-        in Daly's complete model: failures come at exponential times, also during saves and restarts."""
+        in Daly's complete model: failures come at exponential times, also during saves and restarts. If not
+        `in_restarts`, `mtbf` is the mean time without restarts, during which nothing fails."""
         exponent = (interval + self.save) / self.mtbf
         if exponent > 500:  # a run that hardly ever saves between two failures
             return 0.0
-        return interval / (self.mtbf * exp(self.restart / self.mtbf) * expm1(exponent))
+        cycle = self.mtbf * exp(self.restart / self.mtbf) if in_restarts else self.mtbf + self.restart
+        return interval / (cycle * expm1(exponent))
 
     def best_steps(self, step: float) -> int:
         """Return the best number of steps between two saves, at least 1, for steps of `step` seconds."""
@@ -66,14 +67,17 @@ def mtbf_of_memory(hours: float, nodes: int, replicas: int, exposed: float) -> f
 
 
 @dataclass(frozen=True)
-class Saves:
-    """Planned saves of a run: `size` in bytes of a checkpoint, `step` the seconds of a step, on `world` ranks."""
+class PlannedSaves:
+    """Planned saves of a run of `max_steps` steps: `size` in bytes of a checkpoint, `step` the seconds of a step, on
+    `world` ranks. `replicas` and `in_background` are checkpoint.replicas and checkpoint.async_save."""
 
-    config: Config
     cluster: ClusterConfig
     size: int
     world: int
     step: float
+    max_steps: int
+    replicas: int = 0
+    in_background: bool = False
 
     @property
     def disk_seconds(self) -> float:
@@ -90,19 +94,20 @@ class Saves:
         hours, nodes = self.cluster.mtbf_hours, self.cluster.nodes or 1
         if hours is None:
             return []
-        mtbf, checkpoint = mtbf_of(hours, nodes), self.config.checkpoint
-        stall = self.copy_seconds if checkpoint.async_save else self.disk_seconds
+        mtbf = mtbf_of(hours, nodes)
+        stall = self.copy_seconds if self.in_background else self.disk_seconds
         disk = Failures(mtbf, stall, DISK_RESTART + self.disk_seconds)
-        every, least = self._steps(disk), 0 if not checkpoint.async_save else self.disk_seconds
+        every, least = self._steps(disk), 0 if not self.in_background else self.disk_seconds
         every = max(every, round(least / self.step))  # a save ends before the next one begins
-        head = f"one of {counted(nodes, 'node')} every {format_duration(mtbf)}, planned with a restart in "
+        which = f"one of {nodes} nodes" if nodes > 1 else "the node"
+        head = f"{which} every {format_duration(mtbf)}, planned with a restart in "
         lines = [
             ("failures", f"{head}{disk.restart:.0f} s from disk"),
             ("", f"checkpoint.interval={every}: {stall:.2g} s a save, goodput {self._goodput(disk, every):.1%}"),
         ]
         if nodes > 1:
             memory = Failures(mtbf, self.copy_seconds, MEMORY_RESTART + self.copy_seconds)
-            often, replicas = self._steps(memory), checkpoint.replicas or 1
+            often, replicas = self._steps(memory), self.replicas or 1
             exposed = memory.restart + often * self.step
             rest = Failures(mtbf_of_memory(hours, nodes, replicas, exposed), stall, disk.restart)
             seldom = max(self._steps(rest), often)
@@ -114,7 +119,7 @@ class Saves:
         return lines
 
     def _steps(self, failures: Failures) -> int:
-        return min(failures.best_steps(self.step), self.config.trainer.max_steps)
+        return min(failures.best_steps(self.step), self.max_steps)
 
     def _goodput(self, failures: Failures, steps: int) -> float:
         return failures.goodput(steps * self.step)

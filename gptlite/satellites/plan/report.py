@@ -23,7 +23,7 @@ from gptlite.satellites.plan.capacity import GIB, MEMORY_ERROR
 from gptlite.satellites.plan.compression import is_compressed
 from gptlite.satellites.plan.cost import cost_per_billion_tokens, stage_seconds
 from gptlite.satellites.plan.in_memory import InMemory
-from gptlite.satellites.plan.interval import Saves
+from gptlite.satellites.plan.interval import PlannedSaves
 from gptlite.satellites.plan.largest import Largest
 from gptlite.satellites.plan.links import DENSE, SPEEDS, LinkCurves
 from gptlite.satellites.plan.parameters import num_parameters
@@ -305,11 +305,14 @@ def _memory_words(plan: Plan) -> str:
     return f"{words}: less than the prediction's error of {MEMORY_ERROR:.0%}" if spare < MEMORY_ERROR else words
 
 
-def _saves(plan: Plan) -> Saves:
+def _saves(plan: Plan) -> PlannedSaves:
     """Return the planned saves of the best layout: parameters and moments in fp32."""
     work, prediction = plan.best.work, plan.best.prediction
     size = 4 * num_parameters(work.model) * (1 + work.optimizer.moments)
-    return Saves(plan.config, plan.cluster, size, work.layout.world_size, prediction.step_seconds)
+    steps, checkpoint = plan.config.trainer.max_steps, plan.config.checkpoint
+    ranks = work.layout.world_size
+    replicas, in_background = checkpoint.replicas, checkpoint.async_save
+    return PlannedSaves(plan.cluster, size, ranks, prediction.step_seconds, steps, replicas, in_background)
 
 
 def _label(work: Workload) -> str:
