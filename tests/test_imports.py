@@ -287,7 +287,7 @@ def test_the_core_imports_no_satellite():
     quoted = {(path.name, text) for path in texts for text in re.findall(r'"(gptlite(?:\.\w+)+)"', texts[path])}
     # Imported by their names: the plug-ins that come with gptlite, as a user's are.
     included = (
-        "activations compressed corpus deterministic elastic.check elastic.decisions elastic.kept images noise nvme "
+        "activations compressed corpus deterministic elastic.check images noise nvme "
         "onebit optimizers samples zeropp".split()
     )
     named = {("plugins.py", f"gptlite.satellites.{name}") for name in included}

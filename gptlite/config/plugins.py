@@ -30,8 +30,6 @@ INCLUDED = (
     "gptlite.satellites.corpus",
     "gptlite.satellites.deterministic",
     "gptlite.satellites.elastic.check",
-    "gptlite.satellites.elastic.kept",
-    "gptlite.satellites.elastic.decisions",
     "gptlite.satellites.images",
     "gptlite.satellites.noise",
     "gptlite.satellites.nvme",

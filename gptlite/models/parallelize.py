@@ -1,5 +1,4 @@
-"""Parallelization of a model's parts on a mesh: sharding along each axis, activation checkpointing, compilation and
-dtypes."""
+"""Parallelization of a model's parts on a mesh: sharding, activation checkpointing, compilation and dtypes."""
 
 import copy
 from collections.abc import Sequence
@@ -33,10 +32,10 @@ from gptlite.parallelism.tensor import (
     TensorAxis,
     VocabParallelEmbedding,
     axis_of,
-    equalize_gradients,
     sum_sliced_gradients,
     tensor_axis,
 )
+from gptlite.parallelism.uneven import equalize_gradients
 from gptlite.parallelism.zero import shard, sum_scalars
 from gptlite.precision import Policy
 from gptlite.torch_private.dispatch import KeptForAll, OnlyKept
@@ -95,9 +94,7 @@ def parallelize(
                 if getattr(module, "compiles", True) is False:
                     module.forward = torch.compiler.disable(module.forward)  # type: ignore[method-assign]
         if mode is ActivationCheckpointing.offload:
-            offload = import_module(ACTIVATION_OFFLOADS[-1]).ActivationOffload()
-            for block in blocks:
-                offload.wrap(block, first=block is blocks[0])
+            import_module(ACTIVATION_OFFLOADS[-1]).offload_activations(blocks)
         for block in blocks:
             _recompute(model, block, mode, split_backward, among is not None)
             if compile:
@@ -212,8 +209,7 @@ def finish_gradients(model: Model, parts: Sequence[nn.Module], mesh: Mesh) -> to
             of_heads = (module for module in part.modules() if getattr(module, "of_heads", False) is True)
             partial = part.parameters() if axis.sequence else (p for module in of_heads for p in module.parameters())
             sum_sliced_gradients(partial, axis)
-            if mesh.size("dp_replicate") > 2 and not axis.sequence:  # a sum of two has no order
-                equalize_gradients(list(part.parameters()), axis)
+            equalize_gradients(list(part.parameters()), axis, mesh)
     if mesh.size("pp") > 1:
         for first, last in model.tied_copies(parts):
             add_across_ends(first, last, mesh)

@@ -7,7 +7,7 @@ from enum import Enum
 # Modules whose `build_reduction(config, mesh)` returns what replaces FSDP2's sums of gradients, or None (reduction.py),
 # and whether a configuration asks for them. The last one that returns something counts. A plug-in adds its module.
 REDUCTIONS: list[tuple[str, Callable[..., bool]]] = []
-ACTIVATION_OFFLOADS: list[str] = []  # modules with an `ActivationOffload`, of which the last counts
+ACTIVATION_OFFLOADS: list[str] = []  # modules with `offload_activations(blocks)`; the last counts
 
 
 class Compression(Enum):

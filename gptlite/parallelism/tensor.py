@@ -14,7 +14,7 @@ Shapes: B sequences of length S, T tensor-parallel ranks, s = S / T, d and f fea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Annotated
@@ -195,23 +195,10 @@ class VocabParallelEmbedding(nn.Module):
 def sum_sliced_gradients(parameters: Iterable[Tensor], axis: TensorAxis) -> None:
     """Sum the gradients of unsharded parameters, which each rank has computed from a slice of the sequence, over the
     axis."""
-    _exchange_gradients(parameters, axis, _sum)
-
-
-def equalize_gradients(parameters: Sequence[Tensor], axis: TensorAxis) -> None:
-    """Copy the gradients of unsharded parameters from the axis's first rank if shards are unequal. An all-reduce over
-    data ranks adds elements in an order that depends on their position, behind the shards of other parameters."""
-    if any(is_cut(p) and p.shape[0] % axis.size for p in parameters):
-        _exchange_gradients(parameters, axis, _copy)
-
-
-def _exchange_gradients(
-    parameters: Iterable[Tensor], axis: TensorAxis, exchange: Callable[[Tensor, TensorAxis], Tensor]
-) -> None:
     gradients = [local_tensor(p.grad) for p in parameters if p.grad is not None and not is_cut(p)]
     if gradients:
         whole = torch.cat([gradient.flatten() for gradient in gradients])  # one collective for all of them
-        flat = exchange(whole.to(axis.mesh.device_type), axis)  # an offloaded gradient is on the host
+        flat = _sum(whole.to(axis.mesh.device_type), axis)  # an offloaded gradient is on the host
         for gradient, summed in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
             gradient.copy_(summed.view_as(gradient))
 
@@ -355,11 +342,6 @@ def _common(held: range, wanted: Sequence[range]) -> list[int]:
 
 def _sum(x: Tensor, axis: TensorAxis) -> Tensor:
     dist.all_reduce(x, group=axis.group)
-    return x
-
-
-def _copy(x: Tensor, axis: TensorAxis) -> Tensor:
-    dist.broadcast(x, group=axis.group, group_src=0)
     return x
 
 

@@ -8,7 +8,7 @@ use them to check that results are bit-identical.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -121,3 +121,10 @@ class ActivationOffload:
         saved.fetched = True
         for moved in saved.tensors:
             moved.fetch(self._stream)
+
+
+def offload_activations(blocks: Sequence[nn.Module]) -> None:
+    """Offload the activations of the blocks of a model part, given in execution order."""
+    offload = ActivationOffload()
+    for block in blocks:
+        offload.wrap(block, first=block is blocks[0])

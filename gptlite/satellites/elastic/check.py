@@ -1,4 +1,4 @@
-"""Checks of `parallelism.elastic`. Does not import torch."""
+"""Checks of elastic runs, and of the keys of checkpoints in memory and of decisions. Does not import torch."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from gptlite.config.schema import Config
 from gptlite.data.batches import batch_schedule
 from gptlite.errors import ConfigError
 from gptlite.optimizer.config import SGDConfig
+from gptlite.satellites.elastic.decisions import check_decisions
+from gptlite.satellites.elastic.kept import check_memory
 
 KEY = "parallelism.elastic=true"
 
@@ -35,5 +37,6 @@ def check_elastic(config: Config) -> None:
 
 
 # Here, as the package's __init__ is imported by processes that compose no configuration, and start quickly.
-if check_elastic not in CHECKS:
-    CHECKS.append(check_elastic)
+for each in (check_elastic, check_decisions, check_memory):
+    if each not in CHECKS:
+        CHECKS.append(each)

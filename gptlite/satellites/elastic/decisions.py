@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from gptlite.config.plugins import CHECKS
 from gptlite.config.schema import Config
 from gptlite.errors import ConfigError
 
@@ -24,8 +23,3 @@ def check_decisions(config: Config) -> None:
             "trainer.on_divergence=restore needs checks that copies are equal; set trainer.replica_check_interval, "
             "e.g. to 100, or use trainer.on_divergence=stop"
         )
-
-
-# Here, as the package's __init__ is imported by processes that compose no configuration, and start quickly.
-if check_decisions not in CHECKS:
-    CHECKS.append(check_decisions)

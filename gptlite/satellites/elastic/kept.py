@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from gptlite.config.plugins import CHECKS
 from gptlite.config.schema import Config
 from gptlite.errors import ConfigError
 
@@ -18,7 +17,3 @@ def check_memory(config: Config) -> None:
     if nodes is not None and 1 < nodes <= replicas:  # a cluster of one node is the default, whatever the run has
         raise ConfigError(f"checkpoint.replicas={replicas} is the number of other nodes with a copy, but "
                           f"cluster.nodes={nodes}; use checkpoint.replicas={nodes - 1}")  # fmt: skip
-
-
-if check_memory not in CHECKS:
-    CHECKS.append(check_memory)
