@@ -16,8 +16,10 @@ from gptlite.satellites.elastic.proxy import keeper_folder, keeper_socket
 from gptlite.satellites.elastic.roster import Change, Member, Pulse, Roster, merged
 from gptlite.satellites.elastic.silence import Silence, cut_connections
 
+NONE = Roster()
 
-def member(node: str, roster: Roster = Roster(), **more: object) -> Member:
+
+def member(node: str, roster: Roster = NONE, **more: object) -> Member:
     return replace(Member(node, 0, 0.0, None, "", "", roster), **more)
 
 
@@ -169,5 +171,5 @@ def test_a_folder_that_others_could_write_to_is_refused(tmp_path: Path, monkeypa
     folder.rmdir()
     (tmp_path / "other").mkdir(mode=0o700)
     folder.symlink_to(tmp_path / "other")
-    with pytest.raises(ConfigError, match="is not a folder of this user alone"):
+    with pytest.raises(ConfigError, match="cannot be used"):
         keeper_socket(folder)

@@ -62,7 +62,9 @@ class Keeper:
     def run(self) -> None:
         """Serve workers until the launcher has ended."""
         path = self._folder / SOCKET
-        self._listener.bind(f"{path}.new")
+        place = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY)
+        self._listener.bind(f"/proc/self/fd/{place}/{SOCKET}.new")
+        os.close(place)
         self._listener.listen(128)
         os.rename(f"{path}.new", path)  # a worker that sees it can connect
         self._selector.register(self._end, selectors.EVENT_READ)
@@ -119,6 +121,8 @@ class Keeper:
         place.waiting = worker, request, descriptors
         if place.busy:
             self._ask_to_leave(place)
+        elif place.held is not None:
+            self._answer(place, place.held[1])
         else:
             self._begin(place)
 

@@ -143,7 +143,7 @@ class Meeting:
         if self._node.rank == 0:
             inner = layout.tensor * layout.pipeline * layout.context
             words = (
-                f"{self._node.world_size} ranks are too few for parallelism.tensor x pipeline x context = {inner}; "
+                f"too few ranks ({self._node.world_size}) for parallelism.tensor x pipeline x context = {inner}; "
                 f"waiting up to parallelism.timeout_seconds={seconds:g} for more nodes; later, go on with "
                 f"{launched_command()} {shlex.join([f'run.dir={hydra_value(self.config.run.dir)}'])}"
             )
