@@ -31,7 +31,7 @@ class Place:
 
     shelf: Shelf
     pulse: int  # file of the rank's last step, see roster.Pulse
-    pid: int = 0
+    pid: int | None = None  # of the rank's process, until it is waited for
     control: socket.socket | None = None
     worker: socket.socket | None = None
     busy: bool = False  # between a task and its answer
@@ -81,7 +81,7 @@ class Keeper:
                 self._pass_deadlines()
         finally:
             for place in self._places.values():
-                with contextlib.suppress(ProcessLookupError):
+                if place.pid is not None:
                     os.kill(place.pid, signal.SIGKILL)
             shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -94,6 +94,7 @@ class Keeper:
         for place in self._places.values():
             if place.deadline is not None and now >= place.deadline:
                 place.deadline = None
+                assert place.pid is not None
                 os.kill(place.pid, signal.SIGKILL)  # noticed by the end of its control socket
             if place.held is not None and now >= place.held[0]:
                 self._answer(place, place.held[1])
@@ -183,7 +184,7 @@ class Keeper:
         if place.held is not None:
             return self._answer(place, place.held[1])
         for number in received.split():
-            if place.busy:
+            if place.busy and place.pid is not None:
                 os.kill(place.pid, int(number))
 
     def _ask_to_leave(self, place: Place) -> None:
@@ -208,7 +209,9 @@ class Keeper:
         else:
             self._selector.unregister(place.control)
             place.control.close()
+            assert place.pid is not None
             _, status = os.waitpid(place.pid, 0)
+            place.pid = None
             code = os.waitstatus_to_exitcode(status)
             place.ended = {"time": time.time(), "why": _ending(code)}
             code = code or 1  # without an answer
