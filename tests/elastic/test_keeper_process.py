@@ -17,7 +17,7 @@ from distributed.cells.commands import free_port
 from elastic.nodes import TINY, Nodes, children, commands
 from gptlite.config.saved import to_yaml
 from gptlite.satellites.elastic.proxy import SOCKET, keeper_socket
-from gptlite.start.elastic import KEEPER
+from gptlite.start.rank import KEEPER
 from gptlite.start.load import load
 
 # Ranks that answer with what their worker's variable says, without torch.

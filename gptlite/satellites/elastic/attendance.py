@@ -159,15 +159,8 @@ class Attending:
     def __init__(self, watch: Watch, attendance: Attendance, silence: Silence | None) -> None:
         self._watch, self._attendance, self._silence = watch, attendance, silence
         self.verdict, self.communication = watch.verdict, watch.communication
-
-    @property
-    def ending(self) -> Callable[[Exception], None]:
-        """That of the run's watch, which ends this process if a rank is stuck."""
-        return self._watch.ending
-
-    @ending.setter
-    def ending(self, call: Callable[[Exception], None]) -> None:
-        self._watch.ending = call
+        self.ending: Callable[[Exception], None] = lambda error: None
+        watch.ending = lambda error: self.ending(error)
 
     def close(self) -> None:
         """Stop watching."""
