@@ -17,8 +17,8 @@ from distributed.cells.commands import free_port
 from elastic.nodes import TINY, Nodes, children, commands
 from gptlite.config.saved import to_yaml
 from gptlite.satellites.elastic.proxy import SOCKET, keeper_socket
-from gptlite.start.rank import KEEPER
 from gptlite.start.load import load
+from gptlite.start.rank import KEEPER
 
 # Ranks that answer with what their worker's variable says, without torch.
 FAKE = """

@@ -13,7 +13,7 @@ from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 from gptlite.errors import ConfigError
 from gptlite.satellites.elastic import silence
 from gptlite.satellites.elastic.proxy import keeper_folder, keeper_socket
-from gptlite.satellites.elastic.roster import Change, Member, Pulse, Roster, merged
+from gptlite.satellites.elastic.roster import Member, Pulse, Roster, WorldChange, merged
 from gptlite.satellites.elastic.silence import Silence, cut_connections
 
 NONE = Roster()
@@ -64,14 +64,14 @@ BEFORE = Roster({"a": 0, "b": 1}, [0, 1], {"data": 4, "accumulation": 7}, "", 1)
 )
 def test_words_on_a_change(members: list[Member], words: str) -> None:
     roster = merged(members)
-    change = Change.of(members, roster)
+    change = WorldChange.of(members, roster)
     assert change.words({"data": (4, 2), "accumulation": (7, 7)}, len(roster.present)) == words
 
 
 def test_the_last_step_is_that_of_the_rank_that_was_last(tmp_path: Path) -> None:
     """A spare has taken a later step once, before the run went back."""
     members = [member("a", BEFORE, step=50, time=1.0), member("b", BEFORE, step=20, time=9.0)]
-    assert Change.of(members, merged(members)).step == 20
+    assert WorldChange.of(members, merged(members)).step == 20
 
 
 def test_a_pulse_outlives_its_writer() -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from gptlite.files import open_inside, replacing
 from gptlite.parallelism.mesh import Mesh
-from gptlite.satellites.elastic.roster import Change, Member, Pulse, Roster
+from gptlite.satellites.elastic.roster import Member, Pulse, Roster, WorldChange
 from gptlite.satellites.elastic.shelf import Shelf, read_notes, write_notes
 from gptlite.satellites.elastic.silence import Silence, cut_connections
 from gptlite.satellites.monitor.watchdog import watch_ranks
@@ -45,7 +45,7 @@ class Attendance:
         self._why = ""
         self._lock = threading.Lock()
         self._timer: threading.Timer | None = None
-        self._roster, self._change = Roster(), Change([], [], [], 0, "", None)
+        self._roster, self._change = Roster(), WorldChange([], [], [], 0, "", None)
         self._first_step: Callable[[], None] = lambda: None
         self.came = 0.0  # time at which the keeper has sent this rank into its world
 
@@ -86,7 +86,7 @@ class Attendance:
 
     def meet(self, members: list[Member], roster: Roster) -> None:
         """Take the roster of a new world, and write it to the notes of this node."""
-        self._change, self._roster = Change.of(members, roster), roster
+        self._change, self._roster = WorldChange.of(members, roster), roster
         self._lost, self._why, self.gone = None, "", ""
         self._met = time.time()
         self._write_notes()

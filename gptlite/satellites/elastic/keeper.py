@@ -26,7 +26,7 @@ LINE = 65536  # bytes of a request, at most
 
 
 @dataclass
-class Place:
+class Seat:
     """A local rank: its memory, its process, and the worker that stands for it."""
 
     shelf: Shelf
@@ -54,7 +54,7 @@ class Keeper:
     ) -> None:
         self._folder, self._launcher, self._replicas, self._serve = folder, launcher, replicas, serve
         self._node = uuid.uuid4().hex
-        self._places: dict[int, Place] = {}
+        self._places: dict[int, Seat] = {}
         self._selector = selectors.DefaultSelector()
         self._end = os.pidfd_open(launcher)  # raises ProcessLookupError if the launcher has ended
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -127,13 +127,13 @@ class Keeper:
         else:
             self._begin(place)
 
-    def _new(self, local: int) -> Place:
+    def _new(self, local: int) -> Seat:
         notes = next((each.shelf.notes for each in self._places.values()), None)
         shelf = Shelf.new(self._node, self._launcher, self._replicas, notes)
-        place = self._places[local] = Place(shelf, os.memfd_create("gptlite-pulse"))
+        place = self._places[local] = Seat(shelf, os.memfd_create("gptlite-pulse"))
         return place
 
-    def _fork(self, place: Place) -> None:
+    def _fork(self, place: Seat) -> None:
         ours, theirs = socket.socketpair()
         keeper = os.getpid()
         pid = os.fork()
@@ -156,7 +156,7 @@ class Keeper:
             if place.waiting is not None:
                 self._drop(*place.waiting)
 
-    def _begin(self, place: Place) -> None:
+    def _begin(self, place: Seat) -> None:
         assert place.waiting is not None
         if place.control is None:
             self._fork(place)
@@ -169,7 +169,7 @@ class Keeper:
             os.close(descriptor)
         self._selector.register(worker, selectors.EVENT_READ, lambda _: self._relay(place, worker))
 
-    def _relay(self, place: Place, worker: socket.socket) -> None:
+    def _relay(self, place: Seat, worker: socket.socket) -> None:
         """Pass a worker's signals to its rank; have the rank leave if the worker has ended."""
         try:
             received = worker.recv(64)
@@ -187,14 +187,14 @@ class Keeper:
             if place.busy and place.pid is not None:
                 os.kill(place.pid, int(number))
 
-    def _ask_to_leave(self, place: Place) -> None:
+    def _ask_to_leave(self, place: Seat) -> None:
         if place.deadline is None:
             place.deadline = time.monotonic() + LEAVE_SECONDS
             assert place.control is not None
             with contextlib.suppress(OSError):
                 place.control.sendall(b'"leave"\n')
 
-    def _hear(self, place: Place) -> None:
+    def _hear(self, place: Seat) -> None:
         """Take a rank's exit code, or notice that its process has ended."""
         assert place.control is not None
         try:
@@ -222,7 +222,7 @@ class Keeper:
         else:
             self._answer(place, code)
 
-    def _answer(self, place: Place, code: int) -> None:
+    def _answer(self, place: Seat, code: int) -> None:
         place.held = None
         if place.worker is not None:
             with contextlib.suppress(OSError):
@@ -231,7 +231,7 @@ class Keeper:
         if place.waiting is not None:
             self._begin(place)
 
-    def _close_worker(self, place: Place) -> None:
+    def _close_worker(self, place: Seat) -> None:
         if place.worker is not None:
             self._selector.unregister(place.worker)
             place.worker.close()

@@ -82,7 +82,7 @@ def merged(members: list[Member]) -> Roster:
 
 
 @dataclass(frozen=True)
-class Change:
+class WorldChange:
     """Difference of two worlds: the nodes lost and back, the last step before, its cause and its time.
 
     `loss` is the time of the first loss, in seconds since 1970; None if the last world has ended in order. `ended` is
@@ -98,7 +98,7 @@ class Change:
     ended: float = 0.0
 
     @classmethod
-    def of(cls, members: list[Member], roster: Roster) -> Change:
+    def of(cls, members: list[Member], roster: Roster) -> WorldChange:
         """Return what has changed from the newest roster that the members know."""
         before = max((member.roster for member in members), key=lambda each: each.start).present
         times = [member.lost for member in members if member.lost is not None]
