@@ -128,7 +128,7 @@ class Attendance:
             "world": run.mesh.world_size,
             "nodes": nodes,
             **degrees,
-            "cause": change.why or ("nodes came" if change.back else "asked to stop"),
+            "cause": change.cause,
         }
         times = [change.loss or change.ended, self.came, self._met, time.time()]
 

@@ -115,6 +115,13 @@ class WorldChange:
             ended=max(member.time for member in members),
         )
 
+    @property
+    def cause(self) -> str:
+        """Why the last world has ended."""
+        if self.why or self.loss is not None:
+            return self.why or "connection lost"
+        return "nodes came" if self.back else "asked to stop"
+
     def words(self, degrees: dict[str, tuple[int, int]], nodes: int) -> str:
         """Return a line such as `node 5 lost at step 4,812 (killed); 7 nodes go on: data 32 -> 28`.
 
