@@ -57,7 +57,7 @@ BEFORE = Roster({"a": 0, "b": 1}, [0, 1], {"data": 4, "accumulation": 7}, "", 1)
         ),
         ([member("a", BEFORE, step=9, time=5.0)], "node 1 left at step 9; 1 node goes on: data 4 -> 2, accumulation 7"),
         (
-            [member("a", BEFORE, step=3, time=5.0), member("b", BEFORE), member("c")],
+            [member("a", BEFORE, step=3, time=5.0), member("b", BEFORE), member("c", lost=1.0, gone="x")],
             "node 2 back at step 3: data 4 -> 2, accumulation 7",
         ),
     ],

@@ -101,13 +101,14 @@ class WorldChange:
     def of(cls, members: list[Member], roster: Roster) -> WorldChange:
         """Return what has changed from the newest roster that the members know."""
         before = max((member.roster for member in members), key=lambda each: each.start).present
-        times = [member.lost for member in members if member.lost is not None]
-        reasons = [member.why for member in members if member.why]
-        gone = {roster.numbers[member.node]: member.gone for member in members if member.gone}
+        stayed = [member for member in members if roster.numbers[member.node] in before]  # others have been told lost
+        times = [member.lost for member in stayed if member.lost is not None]
+        reasons = [member.why for member in stayed if member.why]
+        gone = {roster.numbers[member.node]: member.gone for member in stayed if member.gone}
         return cls(
             lost=[number for number in before if number not in roster.present],
             back=[number for number in roster.present if number not in before],
-            failed=sorted(set(gone).intersection(before)),
+            failed=sorted(gone),
             step=max(members, key=lambda member: member.time).step,
             # What a watch has seen comes before what the sockets of others say.
             why=next(iter([*gone.values(), *sorted(reasons, key=lambda why: "heartbeat" not in why)]), ""),
