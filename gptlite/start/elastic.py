@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import socket
@@ -12,15 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from gptlite.satellites.elastic.proxy import go_on, with_keeper
-from gptlite.start.rank import HOME
+from gptlite.start.rank import KEEPER
 
 if TYPE_CHECKING:
     from gptlite.config.schema import Config
     from gptlite.satellites.elastic.shelf import Shelf
-
-PATH = f"import sys; {HOME!r} in sys.path or sys.path.insert(0, {HOME!r}); from gptlite.start.elastic import "
-KEEPER = "-P", "-u", "-c", PATH + "keep; keep(sys.argv[1:])"
-WORKER = PATH + "work; work(sys.argv[1:])"  # of our launcher
 
 
 def work(arguments: list[str]) -> NoReturn:
@@ -60,10 +57,13 @@ def prepared(config: Config) -> int:
     torch.set_num_threads(1)
     for name in ("gptlite.satellites.elastic.rank", "gptlite.start.pretrain"):
         import_module(name)
-    from gptlite.ops.select import select_ops
+    from gptlite.parallelism.mesh import Mesh
+    from gptlite.trainer.parts import agreed_ops
 
     if not torch.cuda.device_count():  # loads the kernels
-        select_ops(config.ops, torch.device("cpu"), documents=config.data.documents)
+        agreed_ops(config.ops, Mesh(torch.device("cpu")), documents=config.data.documents)
+    gc.collect()
+    gc.freeze()  # half a million objects, which each rank would collect again when it leaves a world
     return threads
 
 

@@ -15,6 +15,10 @@ if {HOME!r} not in sys.path:
 from gptlite.start.rank import main
 main(sys.argv[1:])
 """
+# Of elastic runs: the arguments of Python that start a keeper, and the program of a worker of our launcher.
+ELASTIC = f"import sys; {HOME!r} in sys.path or sys.path.insert(0, {HOME!r}); from gptlite.start.elastic import "
+KEEPER = "-P", "-u", "-c", ELASTIC + "keep; keep(sys.argv[1:])"
+WORKER = ELASTIC + "work; work(sys.argv[1:])"
 
 
 def main(arguments: list[str]) -> NoReturn:

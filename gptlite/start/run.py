@@ -17,8 +17,7 @@ from gptlite.launch.host_memory import lift, out_of_memory
 from gptlite.launch.starter import Starter, is_main, starter
 from gptlite.progress import working
 from gptlite.satellites.elastic.proxy import with_keeper
-from gptlite.start.elastic import KEEPER, WORKER
-from gptlite.start.rank import START
+from gptlite.start.rank import KEEPER, START, WORKER
 
 if TYPE_CHECKING:
     from gptlite.launch.elastic import Ended

@@ -13,7 +13,7 @@ from typing import Any
 
 from distributed.cells.commands import OUTER, TRAIN
 from run_files import read_metrics
-from torch.distributed import TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 TINY = (
     *("model=gpt-lite", "model.num_layers=1", "model.d_model=32", "model.num_heads=2", "data=synthetic"),

@@ -67,7 +67,7 @@ def test_a_killed_node_is_lost_and_one_that_comes_later_is_back(nodes: Nodes) ->
     assert row["lost_step"] == row["restored_step"]  # a rejoin repeats no step
     lost = nodes.processes(1)
     row = nodes.restarted(nodes.agents[1].kill)
-    assert (row["world"], row["nodes"], row["data"]) == (1, 1, 1)
+    assert (row["world"], row["nodes"], row["data"], row["cause"]) == (1, 1, 1, "connection lost")
     nodes.agents.pop(1).wait()
     row = nodes.restarted(lambda: nodes.start(1))
     assert row["world"] == 2

@@ -16,9 +16,9 @@ from distributed.cells.commands import free_port
 
 from elastic.nodes import TINY, Nodes, children, commands
 from gptlite.config.saved import to_yaml
-from gptlite.satellites.elastic.proxy import SOCKET
-from gptlite.start.elastic import KEEPER
+from gptlite.satellites.elastic.proxy import SOCKET, keeper_socket
 from gptlite.start.load import load
+from gptlite.start.rank import KEEPER
 
 # Ranks that answer with what their worker's variable says, without torch.
 FAKE = """
@@ -28,11 +28,10 @@ from gptlite.satellites.elastic import keeper
 keeper.LEAVE_SECONDS = keeper.HOLD_SECONDS = 0.5
 def serve(control, shelf, pulse):
     while True:
-        message, fds, _, _ = socket.recv_fds(control, 65536, 2)
-        if message == b'"leave"\\n':
-            continue
+        messages, fds, _, _ = socket.recv_fds(control, 65536, 2)
         for fd in fds: os.close(fd)
-        task = json.loads(message)
+        if (task := json.loads(messages.splitlines()[-1])) == "leave":  # too late
+            continue
         print(json.dumps([os.getpid(), task["ended"] and task["ended"]["why"]]), flush=True)
         what = task["variables"]["WHAT"]
         if what == "wait":
@@ -49,12 +48,13 @@ keeper.Keeper(Path(sys.argv[1]), int(sys.argv[2]), 0, serve).run()
 class Worker:
     """A worker's connection to a keeper."""
 
-    def __init__(self, folder: Path, local: int = 0, **variables: str) -> None:
-        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    def __init__(self, folder: Path, local: int = 0, output: Path | None = None, **variables: str) -> None:
+        connection = keeper_socket(folder)
+        assert connection is not None
+        self.socket = connection
         self.socket.settimeout(100)
-        self.socket.connect(str(folder / SOCKET))
         request = {"variables": {"LOCAL_RANK": str(local), **variables}, "arguments": [], "words": ["train.py"]}
-        with open(os.devnull, "w") as null:
+        with (output or Path(os.devnull)).open("a") as null:
             socket.send_fds(self.socket, [json.dumps(request).encode() + b"\n"], [null.fileno(), null.fileno()])
 
     def code(self) -> int | None:
@@ -77,6 +77,7 @@ class Kept:
             stdout=subprocess.PIPE,
             text=True,
             cwd=folder,
+            start_new_session=True,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
         assert self.process.stdin is not None
@@ -158,6 +159,8 @@ def test_signals_reach_the_rank_and_a_stop_of_others_is_held(fake: Kept) -> None
     begun = time.monotonic()
     assert Worker(fake.folder, WHAT="143").code() == 143  # asked by another node: the launcher has time to notice
     assert time.monotonic() - begun >= 0.5
+    first, second = Worker(fake.folder, WHAT="143"), Worker(fake.folder, WHAT="0")  # the next one ends the wait
+    assert (first.code(), second.code()) == (143, 0)
 
 
 def test_the_keeper_and_its_ranks_end_with_the_launcher(fake: Kept) -> None:
@@ -172,8 +175,9 @@ def test_the_keeper_and_its_ranks_end_with_the_launcher(fake: Kept) -> None:
 
 
 def test_a_message_that_is_no_request_is_dropped(fake: Kept) -> None:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stranger:
-        stranger.connect(str(fake.folder / SOCKET))
+    stranger = keeper_socket(fake.folder)
+    assert stranger is not None
+    with stranger:
         stranger.sendall(b"[]\n")
         assert stranger.recv(1) == b""
     assert Worker(fake.folder, WHAT="0").code() == 0
@@ -185,35 +189,25 @@ def test_twenty_worlds_in_one_process_leave_nothing_behind(tmp_path: Path) -> No
     run = Nodes(tmp_path)
     config = load([*TINY, f"run.dir={run.run}", "parallelism.elastic=true", "trainer.max_steps=100000"])
     kept = Kept(tmp_path, *KEEPER, text=to_yaml(config))
-    sizes = []
+    seen, sizes = [], []
     try:
-        for world in range(20):
-            shared = {
-                "WORLD_SIZE": "2",
-                "LOCAL_WORLD_SIZE": "2",
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": free_port(),
-            }
-            workers = [Worker(kept.folder, rank, RANK=str(rank), **shared) for rank in (0, 1)]
-            if world:
-                run.wait(lambda: len(run.restarts()) == world)  # noqa: B023
+        for number in range(20):
+            workers = world(kept.folder, 2)
+            if number:
+                run.wait(lambda: len(run.restarts()) == number)  # noqa: B023
             else:
                 run.training(2)
-            workers[world % 2].socket.close()
-            assert workers[1 - world % 2].code() == 1
-            ranks = sorted(children(kept.process.pid))
-            sizes.append([size(pid) for pid in ranks])
-            if world:
-                assert ranks == first
-            first = ranks
+            workers[number % 2].socket.close()
+            assert workers[1 - number % 2].code() == 1
+            seen.append(sorted(children(kept.process.pid)))
+            sizes.append([size(pid) for pid in seen[-1]])
+            assert seen[-1] == seen[0], run.restarts()
     finally:
         kept.end()
-    for (threads, files, memory), (threads_before, files_before, memory_before) in zip(
-        sizes[-1], sizes[5], strict=True
-    ):
-        assert threads <= threads_before, sizes
-        assert files <= files_before, sizes
-        assert memory < 1.05 * memory_before + 8e6, sizes
+    for (threads, files, memory), before in zip(sizes[-1], sizes[5], strict=True):
+        assert threads <= before[0], sizes
+        assert files <= before[1], sizes
+        assert memory < 1.05 * before[2] + 8e6, sizes
 
 
 def size(pid: int) -> tuple[int, int, float]:
@@ -222,3 +216,28 @@ def size(pid: int) -> tuple[int, int, float]:
     time.sleep(0.3)
     resident = int((folder / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     return len(os.listdir(folder / "task")), len(os.listdir(folder / "fd")), resident
+
+
+def world(folder: Path, ranks: int, output: Path | None = None) -> list[Worker]:
+    shared = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
+    shared["MASTER_PORT"] = free_port()
+    return [Worker(folder, rank, output, RANK=str(rank), **shared) for rank in range(ranks)]
+
+
+@pytest.mark.slow
+def test_ranks_beyond_the_largest_layout_wait_for_the_end_of_the_run(tmp_path: Path) -> None:
+    """Three ranks for tensor=2, and one, which is too few."""
+    run = Nodes(tmp_path)
+    words = [*TINY, f"run.dir={run.run}", "parallelism.elastic=true", "parallelism.tensor=2", "trainer.max_steps=3"]
+    kept = Kept(tmp_path, *KEEPER, text=to_yaml(load([*words, "parallelism.timeout_seconds=5"])))
+    try:
+        output = tmp_path / "output"
+        (alone,) = world(kept.folder, 1, output)
+        assert alone.code() == 1
+        assert "too few ranks (1) for parallelism.tensor x pipeline x context = 2; waiting up to" in output.read_text()
+        assert not run.run.exists()
+        assert [worker.code() for worker in world(kept.folder, 3)] == [0, 0, 0]
+        assert max(run.losses()) == 3
+        assert json.loads((run.run / "result.json").read_text())["world_size"] == 2
+    finally:
+        kept.end()

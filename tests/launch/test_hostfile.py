@@ -1,5 +1,6 @@
 """`train --hostfile FILE`: torchrun's command of each machine, and one line for a file that cannot be right."""
 
+import os
 import socket
 import sys
 from pathlib import Path
@@ -156,3 +157,21 @@ def test_torchrun_has_no_host_file(monkeypatch: pytest.MonkeyPatch) -> None:
         ConfigError, match="--hostfile=hosts has no use under torchrun, which has already started the ranks"
     ):
         hostfile.run("hosts", 29500, [])
+
+
+def test_hosts_of_an_elastic_run_meet_by_a_rendezvous(command, capsys) -> None:
+    """The number of slots need not be that of a layout, and each world of the run has a store."""
+    words = [*RUN[:3], "parallelism.elastic=true", *BATCH]
+    given = command(f"{HERE} slots=2\nnode2 slots=2\n", *words)
+    assert given[:5] == ["-m", "torch.distributed.run", "--nnodes=1:2", "--nproc-per-node=2", "--max-restarts=100"]
+    assert given[5:8] == ["--rdzv-backend=c10d", f"--rdzv-endpoint={HERE}:29500", "--rdzv-id=29500"]
+    assert given[8].endswith("is_host=1")
+    assert os.environ.pop("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") == "1"
+    (line,) = capsys.readouterr().out.splitlines()
+    assert " && TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 " in line
+    assert "is_host=0" in line
+
+
+def test_hosts_of_an_elastic_run_have_equal_slots() -> None:
+    with pytest.raises(ConfigError, match="needs equal slots on all machines, not "):
+        hostfile.elastic_torchrun([Host(HERE, 2), Host("node2", 1)], 0, 29500, [])

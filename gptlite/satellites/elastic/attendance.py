@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from gptlite.files import open_inside, replacing
 from gptlite.parallelism.mesh import Mesh
-from gptlite.satellites.elastic.roster import Change, Member, Pulse, Roster
+from gptlite.satellites.elastic.roster import Member, Pulse, Roster, WorldChange
 from gptlite.satellites.elastic.shelf import Shelf, read_notes, write_notes
 from gptlite.satellites.elastic.silence import Silence, cut_connections
 from gptlite.torch_private.distributed import default_store
@@ -44,7 +44,7 @@ class Attendance:
         self._why = ""
         self._lock = threading.Lock()
         self._timer: threading.Timer | None = None
-        self._roster, self._change = Roster(), Change([], [], [], 0, "", None)
+        self._roster, self._change = Roster(), WorldChange([], [], [], 0, "", None)
         self._first_step: Callable[[], None] = lambda: None
         self.came = 0.0  # time at which the keeper has sent this rank into its world
 
@@ -85,7 +85,7 @@ class Attendance:
 
     def meet(self, members: list[Member], roster: Roster) -> None:
         """Take the roster of a new world, and write it to the notes of this node."""
-        self._change, self._roster = Change.of(members, roster), roster
+        self._change, self._roster = WorldChange.of(members, roster), roster
         self._lost, self._why, self.gone = None, "", ""
         self._met = time.time()
         self._write_notes()
@@ -127,7 +127,7 @@ class Attendance:
             "world": run.mesh.world_size,
             "nodes": nodes,
             **degrees,
-            "cause": change.why or ("nodes came" if change.back else "asked to stop"),
+            "cause": change.cause,
         }
         times = [change.loss or change.ended, self.came, self._met, time.time()]
 
@@ -158,15 +158,8 @@ class Attending:
     def __init__(self, watch: Watch, attendance: Attendance, silence: Silence | None) -> None:
         self._watch, self._attendance, self._silence = watch, attendance, silence
         self.verdict, self.communication = watch.verdict, watch.communication
-
-    @property
-    def ending(self) -> Callable[[Exception], None]:
-        """That of the run's watch, which ends this process if a rank is stuck."""
-        return self._watch.ending
-
-    @ending.setter
-    def ending(self, call: Callable[[Exception], None]) -> None:
-        self._watch.ending = call
+        self.ending: Callable[[Exception], None] = lambda error: None
+        watch.ending = lambda error: self.ending(error)
 
     def close(self) -> None:
         """Stop watching."""

@@ -26,12 +26,12 @@ LINE = 65536  # bytes of a request, at most
 
 
 @dataclass
-class Place:
+class Seat:
     """A local rank: its memory, its process, and the worker that stands for it."""
 
     shelf: Shelf
     pulse: int  # file of the rank's last step, see roster.Pulse
-    pid: int = 0
+    pid: int | None = None  # of the rank's process, until it is waited for
     control: socket.socket | None = None
     worker: socket.socket | None = None
     busy: bool = False  # between a task and its answer
@@ -54,7 +54,7 @@ class Keeper:
     ) -> None:
         self._folder, self._launcher, self._replicas, self._serve = folder, launcher, replicas, serve
         self._node = uuid.uuid4().hex
-        self._places: dict[int, Place] = {}
+        self._places: dict[int, Seat] = {}
         self._selector = selectors.DefaultSelector()
         self._end = os.pidfd_open(launcher)  # raises ProcessLookupError if the launcher has ended
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -62,7 +62,9 @@ class Keeper:
     def run(self) -> None:
         """Serve workers until the launcher has ended."""
         path = self._folder / SOCKET
-        self._listener.bind(f"{path}.new")
+        place = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY)
+        self._listener.bind(f"/proc/self/fd/{place}/{SOCKET}.new")
+        os.close(place)
         self._listener.listen(128)
         os.rename(f"{path}.new", path)  # a worker that sees it can connect
         self._selector.register(self._end, selectors.EVENT_READ)
@@ -79,7 +81,7 @@ class Keeper:
                 self._pass_deadlines()
         finally:
             for place in self._places.values():
-                with contextlib.suppress(ProcessLookupError):
+                if place.pid is not None:
                     os.kill(place.pid, signal.SIGKILL)
             shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -92,6 +94,7 @@ class Keeper:
         for place in self._places.values():
             if place.deadline is not None and now >= place.deadline:
                 place.deadline = None
+                assert place.pid is not None
                 os.kill(place.pid, signal.SIGKILL)  # noticed by the end of its control socket
             if place.held is not None and now >= place.held[0]:
                 self._answer(place, place.held[1])
@@ -119,16 +122,18 @@ class Keeper:
         place.waiting = worker, request, descriptors
         if place.busy:
             self._ask_to_leave(place)
+        elif place.held is not None:
+            self._answer(place, place.held[1])
         else:
             self._begin(place)
 
-    def _new(self, local: int) -> Place:
+    def _new(self, local: int) -> Seat:
         notes = next((each.shelf.notes for each in self._places.values()), None)
         shelf = Shelf.new(self._node, self._launcher, self._replicas, notes)
-        place = self._places[local] = Place(shelf, os.memfd_create("gptlite-pulse"))
+        place = self._places[local] = Seat(shelf, os.memfd_create("gptlite-pulse"))
         return place
 
-    def _fork(self, place: Place) -> None:
+    def _fork(self, place: Seat) -> None:
         ours, theirs = socket.socketpair()
         keeper = os.getpid()
         pid = os.fork()
@@ -151,7 +156,7 @@ class Keeper:
             if place.waiting is not None:
                 self._drop(*place.waiting)
 
-    def _begin(self, place: Place) -> None:
+    def _begin(self, place: Seat) -> None:
         assert place.waiting is not None
         if place.control is None:
             self._fork(place)
@@ -164,7 +169,7 @@ class Keeper:
             os.close(descriptor)
         self._selector.register(worker, selectors.EVENT_READ, lambda _: self._relay(place, worker))
 
-    def _relay(self, place: Place, worker: socket.socket) -> None:
+    def _relay(self, place: Seat, worker: socket.socket) -> None:
         """Pass a worker's signals to its rank; have the rank leave if the worker has ended."""
         try:
             received = worker.recv(64)
@@ -179,17 +184,17 @@ class Keeper:
         if place.held is not None:
             return self._answer(place, place.held[1])
         for number in received.split():
-            if place.busy:
+            if place.busy and place.pid is not None:
                 os.kill(place.pid, int(number))
 
-    def _ask_to_leave(self, place: Place) -> None:
+    def _ask_to_leave(self, place: Seat) -> None:
         if place.deadline is None:
             place.deadline = time.monotonic() + LEAVE_SECONDS
             assert place.control is not None
             with contextlib.suppress(OSError):
                 place.control.sendall(b'"leave"\n')
 
-    def _hear(self, place: Place) -> None:
+    def _hear(self, place: Seat) -> None:
         """Take a rank's exit code, or notice that its process has ended."""
         assert place.control is not None
         try:
@@ -204,7 +209,9 @@ class Keeper:
         else:
             self._selector.unregister(place.control)
             place.control.close()
+            assert place.pid is not None
             _, status = os.waitpid(place.pid, 0)
+            place.pid = None
             code = os.waitstatus_to_exitcode(status)
             place.ended = {"time": time.time(), "why": _ending(code)}
             code = code or 1  # without an answer
@@ -215,7 +222,7 @@ class Keeper:
         else:
             self._answer(place, code)
 
-    def _answer(self, place: Place, code: int) -> None:
+    def _answer(self, place: Seat, code: int) -> None:
         place.held = None
         if place.worker is not None:
             with contextlib.suppress(OSError):
@@ -224,7 +231,7 @@ class Keeper:
         if place.waiting is not None:
             self._begin(place)
 
-    def _close_worker(self, place: Place) -> None:
+    def _close_worker(self, place: Seat) -> None:
         if place.worker is not None:
             self._selector.unregister(place.worker)
             place.worker.close()

@@ -142,9 +142,9 @@ class Meeting:
         layout, seconds = self.config.parallelism, self.config.parallelism.timeout_seconds
         if self._node.rank == 0:
             inner = layout.tensor * layout.pipeline * layout.context
-            words = (
-                f"{self._node.world_size} ranks are too few for parallelism.tensor x pipeline x context = {inner}; "
+            line = (
+                f"too few ranks ({self._node.world_size}) for parallelism.tensor x pipeline x context = {inner}; "
                 f"waiting up to parallelism.timeout_seconds={seconds:g} for more nodes; later, go on with "
                 f"{launched_command()} {shlex.join([f'run.dir={hydra_value(self.config.run.dir)}'])}"
             )
-            print(printable(words), file=sys.stderr, flush=True)
+            print(printable(line), file=sys.stderr, flush=True)

@@ -41,18 +41,24 @@ def keeper_socket(folder: Path) -> socket.socket | None:
     """Return a connection to the keeper in a folder; None if it has not started. Raises ConfigError for a folder that
     another user could write to."""
     try:
-        status = folder.lstat()
+        place = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except FileNotFoundError:
         return None
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) != 0o700:
-        raise ConfigError(f"{folder} is not a folder of this user alone; delete it, or set TMPDIR to another folder")
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be used: {error.strerror}; delete it, or set TMPDIR") from None
     try:
-        connection.connect(str(folder / SOCKET))
-        return connection
-    except OSError:
-        connection.close()
-        return None
+        status = os.fstat(place)
+        if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) != 0o700:
+            raise ConfigError(f"{folder} is not a folder of this user alone; delete it, or set TMPDIR")
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            connection.connect(f"/proc/self/fd/{place}/{SOCKET}")  # a socket's own path is at most 107 characters
+            return connection
+        except OSError:
+            connection.close()
+            return None
+    finally:
+        os.close(place)
 
 
 def go_on(arguments: Sequence[str] = ()) -> None:

@@ -38,7 +38,7 @@ from gptlite.trainer.signals import StopSignal
 
 
 @dataclass(frozen=True)
-class Task:
+class RankTask:
     """What a worker has sent: the variables of its launcher, and with our launcher the arguments of a worker.
 
     `words` are its command line. `ended` says when and how an earlier process of this rank has ended, None if it has
@@ -57,10 +57,10 @@ class Control:
     def __init__(self, connection: socket.socket, attendance: Attendance) -> None:
         self._connection, self._attendance = connection, attendance
         self.busy = False  # a task is under way
-        self._tasks: queue.SimpleQueue[tuple[Task, list[int]]] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[tuple[RankTask, list[int]]] = queue.SimpleQueue()
         threading.Thread(target=self._read, daemon=True, name="keeper's tasks").start()
 
-    def next(self) -> tuple[Task, list[int]]:
+    def next(self) -> tuple[RankTask, list[int]]:
         """Wait for the next task, and return it with the descriptors of the worker's output."""
         return self._tasks.get()
 
@@ -81,7 +81,7 @@ class Control:
                     if self.busy:
                         self._attendance.leave("a worker has ended")
                 else:
-                    self._tasks.put((Task(**message), descriptors))
+                    self._tasks.put((RankTask(**message), descriptors))
                     descriptors = []
 
 
@@ -139,7 +139,7 @@ def unwind() -> None:
 class Start:
     """One world of a rank: it meets the others, trains, and leaves. `run` returns the exit code of the worker."""
 
-    def __init__(self, task: Task, shelf: Shelf, attendance: Attendance, train: Callable[..., int]) -> None:
+    def __init__(self, task: RankTask, shelf: Shelf, attendance: Attendance, train: Callable[..., int]) -> None:
         self._task, self._shelf, self._attendance, self._train = task, shelf, attendance, train
         self._folder = Path(task.arguments[0]) if task.arguments else None  # of our launcher
         self._started = float(task.arguments[1]) if task.arguments else time.monotonic()

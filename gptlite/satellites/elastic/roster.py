@@ -82,7 +82,7 @@ def merged(members: list[Member]) -> Roster:
 
 
 @dataclass(frozen=True)
-class Change:
+class WorldChange:
     """Difference of two worlds: the nodes lost and back, the last step before, its cause and its time.
 
     `loss` is the time of the first loss, in seconds since 1970; None if the last world has ended in order. `ended` is
@@ -98,22 +98,30 @@ class Change:
     ended: float = 0.0
 
     @classmethod
-    def of(cls, members: list[Member], roster: Roster) -> Change:
+    def of(cls, members: list[Member], roster: Roster) -> WorldChange:
         """Return what has changed from the newest roster that the members know."""
         before = max((member.roster for member in members), key=lambda each: each.start).present
-        times = [member.lost for member in members if member.lost is not None]
-        reasons = [member.why for member in members if member.why]
-        gone = {roster.numbers[member.node]: member.gone for member in members if member.gone}
+        stayed = [member for member in members if roster.numbers[member.node] in before]  # others have been told lost
+        times = [member.lost for member in stayed if member.lost is not None]
+        reasons = [member.why for member in stayed if member.why]
+        gone = {roster.numbers[member.node]: member.gone for member in stayed if member.gone}
         return cls(
             lost=[number for number in before if number not in roster.present],
             back=[number for number in roster.present if number not in before],
-            failed=sorted(set(gone).intersection(before)),
+            failed=sorted(gone),
             step=max(members, key=lambda member: member.time).step,
             # What a watch has seen comes before what the sockets of others say.
             why=next(iter([*gone.values(), *sorted(reasons, key=lambda why: "heartbeat" not in why)]), ""),
             loss=min(times) if times else None,
             ended=max(member.time for member in members),
         )
+
+    @property
+    def cause(self) -> str:
+        """Why the last world has ended."""
+        if self.why or self.loss is not None:
+            return self.why or "connection lost"
+        return "nodes came" if self.back else "asked to stop"
 
     def words(self, degrees: dict[str, tuple[int, int]], nodes: int) -> str:
         """Return a line such as `node 5 lost at step 4,812 (killed); 7 nodes go on: data 32 -> 28`.
