@@ -104,6 +104,8 @@ class Trial:
                 count, since = len(self.rows), time.monotonic()
             if time.monotonic() - since > limit:
                 raise Hang(f"no step for {limit:g} s before {what}")
+            if self.restarts > 10 * len(self.net.nodes):
+                raise Hang(f"{self.restarts} agents have ended on their own before {what}; read {self.folder}/*.err")
             if self.over:
                 raise Over(f"the last step came before {what}")
             time.sleep(0.01)
