@@ -14,11 +14,13 @@ import shutil
 import sys
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from gptlite.config.command_line import run_tool
 from gptlite.errors import ConfigError
 
+from .check import Row
 from .draw import KINDS, LAYOUTS, draw
 from .report import plot, read, table
 from .trial import run
@@ -51,14 +53,14 @@ def main(arguments: Arguments) -> int:
         count = min(arguments.each, arguments.losses - held[0])
         plan = draw(arguments.seed, held[1], count, arguments.layout, kinds)
         shutil.rmtree(out / f"run-{plan.seed}-{plan.number}", ignore_errors=True)  # of an interrupted campaign
-        rows, result = run(plan, out, tuple(arguments.more.split()))
-        with open(out / "losses.jsonl", "a") as losses, open(out / "runs.jsonl", "a") as runs:
-            losses.writelines(json.dumps(row) + "\n" for row in rows)
-            runs.write(json.dumps(result) + "\n")
-        for row in (*rows, result):
-            print(json.dumps(row), flush=True)
-        if result["ok"] and all(row["ok"] for row in rows) and not arguments.keep:
+        before = len(read(out / "losses.jsonl"))
+        result = run(plan, out, partial(_write, out / "losses.jsonl"), tuple(arguments.more.split()))
+        _write(out / "runs.jsonl", result)
+        new = read(out / "losses.jsonl")[before:]
+        if result["ok"] and all(row["ok"] for row in new) and not arguments.keep:
             shutil.rmtree(out / f"run-{plan.seed}-{plan.number}")
+        if not new and not result["ok"]:
+            break  # a run that does not start: neither would the next
     losses, runs = read(out / "losses.jsonl"), read(out / "runs.jsonl")
     print(table(losses, runs))
     if any("seconds" in row for row in losses):
@@ -66,11 +68,17 @@ def main(arguments: Arguments) -> int:
     return int(not all(row["ok"] for row in losses + runs))
 
 
+def _write(path: Path, row: Row) -> None:
+    """Append a row, and print it."""
+    with open(path, "a") as file:
+        file.write(json.dumps(row) + "\n")
+    print(json.dumps(row), flush=True)
+
+
 def _held(out: Path, seed: int) -> tuple[int, int]:
     """Return how many losses of the seed there are, and the number of its next run."""
-    losses = [row for row in read(out / "losses.jsonl") if row["seed"] == seed]
-    runs = [row["run"] for row in read(out / "runs.jsonl") if row["seed"] == seed]
-    return len(losses), max(runs, default=-1) + 1
+    losses, runs = ([row for row in read(out / name) if row["seed"] == seed] for name in ("losses.jsonl", "runs.jsonl"))
+    return len(losses), max((row["run"] for row in losses + runs), default=-1) + 1  # not one that was interrupted
 
 
 if __name__ == "__main__":

@@ -266,13 +266,12 @@ def whole(plan: Plan, out: Path) -> Curve:
     return Curve.read(folder)
 
 
-def run(plan: Plan, out: Path, more: tuple[str, ...] = ()) -> tuple[list[Row], Row]:
-    """Run a plan, with `more` overrides. Returns a row for each loss that had its turn, and one for the run."""
+def run(plan: Plan, out: Path, write: Callable[[Row], None], more: tuple[str, ...] = ()) -> Row:
+    """Run a plan, with `more` overrides. Calls `write` with the row of each loss, and returns the row of the run."""
     curve, folder = whole(plan, out), out / f"run-{plan.seed}-{plan.number}"
     folder.mkdir(parents=True)
     name = {"seed": plan.seed, "run": plan.number, "layout": plan.layout.name, "nodes": plan.nodes}
-    rows: list[Row] = []
-    reasons: list[str] = []
+    count, reasons = 0, list[str]()
     began = time.monotonic()
     with network(plan.nodes, folder) as net:
         trial = Trial(plan, folder, net, curve, more=more)
@@ -286,15 +285,16 @@ def run(plan: Plan, out: Path, more: tuple[str, ...] = ()) -> tuple[list[Row], R
                         trial.lose(loss, row)
                     except Hang as error:
                         if "step" in row:
-                            rows.append(row | {"reason": str(error)})
+                            write(row | {"reason": str(error)})
                         raise
-                    rows.append(row)
+                    write(row)
+                    count += 1
             reasons = trial.finish()
         except Hang as error:
             reasons = [str(error)]
-        result: dict[str, Any] = name | {"losses": len(rows), "steps": len(trial.rows), "starts": trial.starts}
+        result: dict[str, Any] = name | {"losses": count, "steps": len(trial.rows), "starts": trial.starts}
         result |= {"wall": round(time.monotonic() - began, 1), "restarts": trial.restarts}
-    return rows, result | {"ok": not reasons, "reason": "; ".join(reasons[:5])}
+    return result | {"ok": not reasons, "reason": "; ".join(reasons[:5])}
 
 
 def _noticed(node: Node, at: float) -> list[float]:
