@@ -38,7 +38,7 @@ from gptlite.errors import ConfigError
 ROOT = Path(__file__).parents[1]
 BANNER = "== gptlite ="  # line of train.log with which a start begins
 LENGTH = 256  # tokens of a sample
-LIMIT_SECONDS = 120  # for any one thing
+LIMIT_SECONDS = 600  # for any one thing, on a machine with other work
 PLACES = {
     "memory": "checkpoint.memory_interval=5 checkpoint.replicas=1 checkpoint.interval=0",
     "disk": "checkpoint.interval=10",
