@@ -146,8 +146,8 @@ def test_a_plan_leaves_nodes_that_can_train():
 
 def test_the_reference_has_the_data_and_the_optimizer_of_its_runs():
     for layout in LAYOUTS:
-        assert set(layout.alone("x")) - set(layout.command("x")) == set()
-        assert set(COMMON) <= set(layout.alone("x"))
+        assert set(layout.alone("x", 9)) - set(layout.command("x", 9)) == set()
+        assert set(COMMON) <= set(layout.alone("x", 9))
 
 
 def test_the_table_counts_and_names_what_is_wrong(tmp_path):
@@ -176,8 +176,9 @@ def campaign(out: Path, **arguments) -> None:
 
 @AS_ROOT
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_two_losses_on_two_nodes(tmp_path):
-    campaign(tmp_path, losses=2, seed=2, layout="zero2", kinds="rank,agent", each=2)
+    campaign(tmp_path, losses=2, seed=2, layout="zero2", kinds="rank,agent", each=2, steps=220)
 
 
 @AS_ROOT

@@ -1,7 +1,7 @@
 """Campaign of seeded losses on network namespaces as nodes (Linux, as root).
 
     python -m tests.elastic.campaign.run losses=300 seed=1 [out=outputs/campaign] [layout=NAME] [kinds=rank,agent,...]
-        [each=6] [seconds=LIMIT] [more='KEY=VALUE ...']
+        [each=6] [steps=600] [seconds=LIMIT] [more='KEY=VALUE ...']
 
 Runs are drawn from the seed and their number, and train with losses until `losses` of them are in OUT/losses.jsonl, or
 until `seconds` are over. Called again, it goes on with the next run. `more` are overrides of the runs. Prints the table
@@ -13,7 +13,7 @@ import os
 import shutil
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -35,6 +35,7 @@ class Arguments:
     kinds: str = ",".join(KINDS)
     each: int = 6  # losses of a run, at most
     seconds: float = float("inf")
+    steps: int = 600  # of a run
     more: str = ""
     keep: bool = False  # keep the folders of runs that are right
 
@@ -51,7 +52,7 @@ def main(arguments: Arguments) -> int:
     out.mkdir(parents=True, exist_ok=True)
     while (held := _held(out, arguments.seed))[0] < arguments.losses and time.monotonic() < deadline:
         count = min(arguments.each, arguments.losses - held[0])
-        plan = draw(arguments.seed, held[1], count, arguments.layout, kinds)
+        plan = replace(draw(arguments.seed, held[1], count, arguments.layout, kinds), steps=arguments.steps)
         shutil.rmtree(out / f"run-{plan.seed}-{plan.number}", ignore_errors=True)  # of an interrupted campaign
         before = len(read(out / "losses.jsonl"))
         result = run(plan, out, partial(_write, out / "losses.jsonl"), tuple(arguments.more.split()))
