@@ -26,7 +26,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -241,18 +241,18 @@ def _torchft(arguments: Arguments, name: str, folder: Path) -> Iterator[Callable
         lighthouse.wait()
 
 
-def _start(words: list[str], log: Path, variables: dict[str, str]) -> subprocess.Popen[bytes]:
+def _start(command: list[str], log: Path, variables: dict[str, str]) -> subprocess.Popen[bytes]:
     environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"} | variables
     with open(log, "ab") as file:
         streams: Any = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": subprocess.STDOUT}
-        return subprocess.Popen[bytes](words, env=environment, start_new_session=True, **streams)
+        return subprocess.Popen[bytes](command, env=environment, start_new_session=True, **streams)
 
 
 def _wait(nodes: list[subprocess.Popen[bytes]], done: Callable[[], bool]) -> None:
     deadline = time.monotonic() + LIMIT_SECONDS
     while not done():
         if time.monotonic() > deadline or any(node.poll() is not None for node in nodes):
-            raise ConfigError(f"no progress within {timedelta(seconds=LIMIT_SECONDS)}, or a node has ended")
+            raise ConfigError(f"no progress within {LIMIT_SECONDS} s, or a node has ended")
         time.sleep(0.02)
 
 
