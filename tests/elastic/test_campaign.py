@@ -51,6 +51,12 @@ def test_a_restart_that_repeats_steps_is_right(curve):
     assert wrong(restarted, curve, 1e-6) == doubled(restarted) == missing(restarted, STEPS) == []
 
 
+def test_a_start_from_a_newer_checkpoint_of_a_node_that_came_back_is_right(curve):
+    whole = rows(batches())
+    restarted = [*whole[:17], *(row | {"start": 2} for row in whole[:3]), *(row | {"start": 3} for row in whole[15:])]
+    assert wrong(restarted, curve, 1e-6) == doubled(restarted) == []
+
+
 def test_a_skipped_sample_is_caught(curve):
     fed = batches()
     for step in range(20, STEPS + 1):  # from step 20 on, every batch is one sample further

@@ -134,7 +134,8 @@ class Trial:
         self._judge_restart(row, start, at)
         with contextlib.suppress(Over):  # the last step came before a node was back: judged by what there is
             self._come_back(loss, row, start, at)
-        reasons = wrong(self.rows[before:], self.curve, self.plan.layout.tolerance, self.rows[before - 1]["step"])
+        most = max(row["step"] for row in self.rows[:before])
+        reasons = wrong(self.rows[before:], self.curve, self.plan.layout.tolerance, most)
         reasons += doubled(self.rows[before - 1 :])
         reasons += [row["left"]] if row.get("left") else []
         row |= {"ok": not reasons, "reason": "; ".join(reasons[:3]), "restarts": self.restarts - restarts}
