@@ -41,7 +41,7 @@ def step_rows(text: str) -> tuple[list[Row], int]:
 def wrong(rows: list[Row], curve: Curve, tolerance: float, before: int = 0) -> list[str]:
     """Return what is wrong with rows of steps: samples lost or doubled, or another loss; [] if they are right.
 
-    Rows that repeat steps after a restore are held against the same curve. `before` is the highest step before the rows.
+    Rows that repeat steps after a restore are held against the same curve. `before` is the highest step before.
     A start may go on from any step that was trained, as nodes that come back can hold newer checkpoints.
     """
     found, last, most, start = [], before, before, None
