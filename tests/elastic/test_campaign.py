@@ -51,6 +51,12 @@ def test_a_restart_that_repeats_steps_is_right(curve):
     assert wrong(restarted, curve, 1e-6) == doubled(restarted) == missing(restarted, STEPS) == []
 
 
+def test_a_start_from_a_newer_checkpoint_of_a_node_that_came_back_is_right(curve):
+    whole = rows(batches())
+    restarted = [*whole[:17], *(row | {"start": 2} for row in whole[:3]), *(row | {"start": 3} for row in whole[15:])]
+    assert wrong(restarted, curve, 1e-6) == doubled(restarted) == []
+
+
 def test_a_skipped_sample_is_caught(curve):
     fed = batches()
     for step in range(20, STEPS + 1):  # from step 20 on, every batch is one sample further
@@ -146,8 +152,8 @@ def test_a_plan_leaves_nodes_that_can_train():
 
 def test_the_reference_has_the_data_and_the_optimizer_of_its_runs():
     for layout in LAYOUTS:
-        assert set(layout.alone("x")) - set(layout.command("x")) == set()
-        assert set(COMMON) <= set(layout.alone("x"))
+        assert set(layout.alone("x", 9)) - set(layout.command("x", 9)) == set()
+        assert set(COMMON) <= set(layout.alone("x", 9))
 
 
 def test_the_table_counts_and_names_what_is_wrong(tmp_path):
@@ -176,8 +182,9 @@ def campaign(out: Path, **arguments) -> None:
 
 @AS_ROOT
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_two_losses_on_two_nodes(tmp_path):
-    campaign(tmp_path, losses=2, seed=2, layout="zero2", kinds="rank,agent", each=2)
+    campaign(tmp_path, losses=2, seed=2, layout="zero2", kinds="rank,agent", each=2, steps=220)
 
 
 @AS_ROOT

@@ -41,14 +41,15 @@ def step_rows(text: str) -> tuple[list[Row], int]:
 def wrong(rows: list[Row], curve: Curve, tolerance: float, before: int = 0) -> list[str]:
     """Return what is wrong with rows of steps: samples lost or doubled, or another loss; [] if they are right.
 
-    Rows that repeat steps after a restore are held against the same curve. `before` is the last step before the rows.
+    Rows that repeat steps after a restore are held against the same curve. `before` is the highest step before.
+    A start may go on from any step that was trained, as nodes that come back can hold newer checkpoints.
     """
-    found = []
+    found, last, most, start = [], before, before, None
     for row in rows:
-        step, last = row["step"], before
-        before = step
+        step, last = row["step"], last if row.get("start") == start else most
         if step > last + 1:
             found.append(f"step {step} follows step {last}: samples lost")
+        last, most, start = step, max(most, step), row.get("start")
         if step not in curve.losses:
             found.append(f"step {step} is past the end")
             continue

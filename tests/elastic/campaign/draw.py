@@ -6,7 +6,6 @@ from dataclasses import dataclass
 KINDS = ("rank", "agent", "cable", "frozen", "two", "save", "memory_save", "restore", "rejoin")
 # How a node is lost; the other kinds are one of these at a certain moment.
 WAYS = ("rank", "agent", "cable", "frozen")
-STEPS = 600  # of a run
 
 MODEL = """
 model=gpt-lite model.num_layers=2 model.num_heads=2 model.d_model=32 model.sequence_length=16
@@ -17,10 +16,10 @@ model=moe-lite model.num_layers=2 model.num_heads=2 model.d_model=32 model.seque
 data=synthetic data.vocab_size=128 data.num_tokens=200000 data.sequence_length=16
 """.split()
 # 24 samples are 1 to 4, 6 and 8 equal parts; 5 data ranks have uneven ones.
-COMMON = f"""
+COMMON = """
 data.global_batch_size=24 data.micro_batch_size=2 seed=1
 schedule=constant schedule.warmup_steps=100 optimizer.lr=3e-4
-trainer.max_steps={STEPS} trainer.log_interval=1 trainer.eval_interval=0 trainer.eval_samples=4 trainer.sample_tokens=0
+trainer.log_interval=1 trainer.eval_interval=0 trainer.eval_samples=4 trainer.sample_tokens=0
 checkpoint.interval=50 checkpoint.keep=0 run.name=campaign
 """.split()
 FP32 = 1e-6  # relative difference of a step's loss from that of one process
@@ -47,14 +46,14 @@ class Layout:
     def tolerance(self) -> float:
         return FP16 if self.precision == "fp16" else FP32
 
-    def command(self, folder: str) -> list[str]:
+    def command(self, folder: str, steps: int) -> list[str]:
         """Return the overrides of a run on nodes."""
         keys = f"parallelism.timeout_seconds={self.timeout}", f"checkpoint.memory_interval={self.memory_interval}"
-        return [*self.alone(folder), *self.overrides, "parallelism.data=elastic", "checkpoint.replicas=1", *keys]
+        return [*self.alone(folder, steps), *self.overrides, "parallelism.data=elastic", "checkpoint.replicas=1", *keys]
 
-    def alone(self, folder: str) -> list[str]:
+    def alone(self, folder: str, steps: int) -> list[str]:
         """Return the overrides of the uninterrupted run in one process, with the same optimizer and model."""
-        return [*self.model, *COMMON, f"precision={self.precision}", f"run.dir={folder}"]
+        return [*self.model, *COMMON, f"precision={self.precision}", f"trainer.max_steps={steps}", f"run.dir={folder}"]
 
 
 LAYOUTS = (
@@ -93,6 +92,12 @@ class Plan:
     layout: Layout
     nodes: int
     losses: tuple[Loss, ...]
+    steps: int = 600
+
+    @property
+    def whole(self) -> str:
+        """The name of the uninterrupted run's folder."""
+        return f"alone-{self.layout.reference}-{self.steps}"
 
 
 def draw(seed: int, number: int, losses: int = 6, layout: str = "", kinds: tuple[str, ...] = KINDS) -> Plan:

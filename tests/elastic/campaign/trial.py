@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from .check import BANNER, Curve, Row, doubled, missing, order, source, step_rows, wrong
-from .draw import STEPS, Loss, Plan
+from .draw import Loss, Plan
 from .nodes import ROOT, Network, Node, network, settled
 
 LIMIT = 60  # seconds without a step, after which the run hangs
 FIRST = 600  # the same before the first step: all nodes import torch on the same few cores
-LAST = STEPS - 150  # no loss after this step: the steps after it are part of the judgement
+TAIL = 150  # steps at the end without a loss
 NOTICED = re.compile(r"[WEI](\d{4} \d\d:\d\d:\d\d\.\d+) .*(will restart worker group|failed \(exitcode|lost)")
 
 
@@ -65,11 +65,11 @@ class Trial:
 
     @property
     def over(self) -> bool:
-        return bool(self.rows) and self.rows[-1]["step"] >= STEPS
+        return bool(self.rows) and self.rows[-1]["step"] >= self.plan.steps
 
     def join(self, node: Node) -> None:
         """Start a node's agent."""
-        command = [*self.plan.layout.command(str(self.folder / "run")), *self.more]
+        command = [*self.plan.layout.command(str(self.folder / "run"), self.plan.steps), *self.more]
         self.net.start(node, command, self.plan.layout.ranks)
 
     def look(self) -> None:
@@ -104,6 +104,8 @@ class Trial:
                 count, since = len(self.rows), time.monotonic()
             if time.monotonic() - since > limit:
                 raise Hang(f"no step for {limit:g} s before {what}")
+            if self.restarts > 10 * len(self.net.nodes):
+                raise Hang(f"{self.restarts} agents have ended on their own before {what}; read {self.folder}/*.err")
             if self.over:
                 raise Over(f"the last step came before {what}")
             time.sleep(0.01)
@@ -117,7 +119,7 @@ class Trial:
         self.wait(lambda: self.world >= self.full, "a full world", LIMIT if self.rows else FIRST)
         begun, restarts = len(self.rows), self.restarts
         self.wait(lambda: len(self.rows) >= begun + loss.steps, "a loss", LIMIT if self.rows else FIRST)
-        if self.rows[-1]["step"] > LAST:
+        if self.rows[-1]["step"] > self.plan.steps - TAIL:
             raise Over
         self._moment(loss)
         before, start, at = len(self.rows), self.starts, time.time()
@@ -132,7 +134,8 @@ class Trial:
         self._judge_restart(row, start, at)
         with contextlib.suppress(Over):  # the last step came before a node was back: judged by what there is
             self._come_back(loss, row, start, at)
-        reasons = wrong(self.rows[before:], self.curve, self.plan.layout.tolerance, self.rows[before - 1]["step"])
+        most = max(row["step"] for row in self.rows[:before])
+        reasons = wrong(self.rows[before:], self.curve, self.plan.layout.tolerance, most)
         reasons += doubled(self.rows[before - 1 :])
         reasons += [row["left"]] if row.get("left") else []
         row |= {"ok": not reasons, "reason": "; ".join(reasons[:3]), "restarts": self.restarts - restarts}
@@ -234,10 +237,10 @@ class Trial:
         found += settled(self.net, 10)
         left, torn = step_rows((self.folder / "run/metrics.jsonl").read_text())
         found += [f"{torn} torn rows in metrics.jsonl"] if torn else []
-        found += missing(left, STEPS) + wrong(left, self.curve, self.plan.layout.tolerance)[:3]
+        found += missing(left, self.plan.steps) + wrong(left, self.curve, self.plan.layout.tolerance)[:3]
         found += doubled([row | {"start": 1} for row in left])[:3]
         found += wrong(self.rows, self.curve, self.plan.layout.tolerance)[:3] + doubled(self.rows)[:3]
-        found += order(self.folder / "run", self.folder.parent / f"alone-{self.plan.layout.reference}")
+        found += order(self.folder / "run", self.folder.parent / self.plan.whole)
         return found + damaged(self.folder / "run/checkpoints")
 
 
@@ -254,23 +257,22 @@ def damaged(folder: Path) -> list[str]:
 
 def whole(plan: Plan, out: Path) -> Curve:
     """Return the curve of the uninterrupted run in one process, which is trained once for all runs of its kind."""
-    folder = out / f"alone-{plan.layout.reference}"
+    folder = out / plan.whole
     if not (folder / "result.json").exists():  # a run that was interrupted goes on
-        words = [sys.executable, "train.py", *plan.layout.alone(str(folder))]
+        words = [sys.executable, "train.py", *plan.layout.alone(str(folder), plan.steps)]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         subprocess.run(words, cwd=ROOT, env=environment, check=True, stdout=subprocess.DEVNULL)
-    if missed := missing(step_rows((folder / "metrics.jsonl").read_text())[0], STEPS):
+    if missed := missing(step_rows((folder / "metrics.jsonl").read_text())[0], plan.steps):
         raise OSError(f"{folder}: {missed[0]}; remove the folder")
     return Curve.read(folder)
 
 
-def run(plan: Plan, out: Path, more: tuple[str, ...] = ()) -> tuple[list[Row], Row]:
-    """Run a plan, with `more` overrides. Returns a row for each loss that had its turn, and one for the run."""
+def run(plan: Plan, out: Path, write: Callable[[Row], None], more: tuple[str, ...] = ()) -> Row:
+    """Run a plan, with `more` overrides. Calls `write` with the row of each loss, and returns the row of the run."""
     curve, folder = whole(plan, out), out / f"run-{plan.seed}-{plan.number}"
     folder.mkdir(parents=True)
     name = {"seed": plan.seed, "run": plan.number, "layout": plan.layout.name, "nodes": plan.nodes}
-    rows: list[Row] = []
-    reasons: list[str] = []
+    count, reasons = 0, list[str]()
     began = time.monotonic()
     with network(plan.nodes, folder) as net:
         trial = Trial(plan, folder, net, curve, more=more)
@@ -284,15 +286,16 @@ def run(plan: Plan, out: Path, more: tuple[str, ...] = ()) -> tuple[list[Row], R
                         trial.lose(loss, row)
                     except Hang as error:
                         if "step" in row:
-                            rows.append(row | {"reason": str(error)})
+                            write(row | {"reason": str(error)})
                         raise
-                    rows.append(row)
+                    write(row)
+                    count += 1
             reasons = trial.finish()
         except Hang as error:
             reasons = [str(error)]
-        result: dict[str, Any] = name | {"losses": len(rows), "steps": len(trial.rows), "starts": trial.starts}
+        result: dict[str, Any] = name | {"losses": count, "steps": len(trial.rows), "starts": trial.starts}
         result |= {"wall": round(time.monotonic() - began, 1), "restarts": trial.restarts}
-    return rows, result | {"ok": not reasons, "reason": "; ".join(reasons[:5])}
+    return result | {"ok": not reasons, "reason": "; ".join(reasons[:5])}
 
 
 def _noticed(node: Node, at: float) -> list[float]:
