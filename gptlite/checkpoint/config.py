@@ -18,8 +18,13 @@ class CheckpointConfig:
     keep: int = 2
     keep_every: int = 0
     async_save: bool = False
-    memory_interval: int = 0  # steps between checkpoints in host memory; 0: none: docs/elastic.md
+    memory_interval: int | None = None  # steps between checkpoints in host memory; null: 10 with replicas, else 0, none
     replicas: int = 0  # number of other nodes that hold a copy of a node's checkpoint in memory
     timeout_seconds: float = 1800
     resume: str = "auto"
     load: str = "all"
+
+    @property
+    def memory_steps(self) -> int:
+        """Steps between checkpoints in host memory; 0: none."""
+        return 10 * bool(self.replicas) if self.memory_interval is None else self.memory_interval

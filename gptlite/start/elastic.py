@@ -74,29 +74,39 @@ def serve(text: str, threads: int, control: socket.socket, shelf: Shelf, pulse: 
     import torch
 
     from gptlite.launch.host_memory import prefer_oom_kill
+    from gptlite.satellites.elastic.rank import RankRun
     from gptlite.satellites.elastic.rank import serve as serve_rank
 
     torch.set_num_threads(threads)
     faulthandler.enable()
     prefer_oom_kill()
-    serve_rank(control, shelf, pulse, train, text)
+    serve_rank(control, shelf, pulse, RankRun(train, predict), text)
+
+
+def predict(config: Config, folder: Path | None, ranks: int) -> str:
+    """Return the banner's words on the memory of the largest layout on at most `ranks` ranks, before they meet.
+
+    `folder` is that of our launcher, which has predicted them, None under torchrun.
+    """
+    from gptlite.launch.worker import MEMORY
+    from gptlite.satellites.elastic.degree import largest
+    from gptlite.start.run import predicted
+
+    if folder is not None:
+        return (folder / MEMORY).read_text(encoding="utf-8")
+    world = largest(config, ranks)
+    return predicted(config, world) if world else ""
 
 
 def train(folder: Path | None, config: Config, *arguments: Any, **more: Any) -> int:
     """Train in a world, and return the exit code. `folder` is that of our launcher, None under torchrun."""
     import torch.distributed as dist
 
-    from gptlite.launch.worker import MEMORY
     from gptlite.start.pretrain import pretrain
-    from gptlite.start.run import drawn, predicted
+    from gptlite.start.run import drawn
 
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    main, memory = not dist.is_initialized() or dist.get_rank() == 0, ""
-    if folder is not None:
-        memory = (folder / MEMORY).read_text(encoding="utf-8")
-    elif main and not more["attendance"].restarted:
-        memory = predicted(config, world)
-    result = pretrain(config, *arguments, memory=memory, **more)
+    result = pretrain(config, *arguments, **more)
+    main = not dist.is_initialized() or dist.get_rank() == 0
     if folder is None and main and result.exit_code == 0:
         drawn(result.folder, 0)
     return result.exit_code

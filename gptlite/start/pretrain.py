@@ -5,6 +5,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,9 +18,9 @@ from gptlite.pretrain import pretrain as train
 from gptlite.satellites.compressed.words import compression_words
 from gptlite.satellites.deterministic.words import deterministic_words
 from gptlite.satellites.elastic.attendance import Attendance
-from gptlite.satellites.elastic.divergence import GoingBack, RestoringCheck, forget
+from gptlite.satellites.elastic.divergence import GoingBack, RestoringCheck
 from gptlite.satellites.elastic.goodput import Goodput
-from gptlite.satellites.elastic.memory import MemoryCheckpoints, memory_checkpoints
+from gptlite.satellites.elastic.memory import MemoryCheckpoints, drop, memory_checkpoints
 from gptlite.satellites.elastic.shelf import Shelf
 from gptlite.satellites.elastic.slow import Departure, SlowNodes
 from gptlite.satellites.graph.attach import graph_steps, graph_words
@@ -63,18 +64,21 @@ def pretrain(
     """
     grow_segments()
     began, leaving = time.monotonic() if started is None else started, ""
+    own = shelf  # or memory of this process, for checkpoints in memory
     while True:
-        around = Around(began, shelf, attendance, leaving, memory_checkpoints(config, shelf))
+        kept = memory_checkpoints(config, own)
+        around = Around(began, shelf, attendance, leaving, kept)
         attached = Attached(memory, around.watched, around.observers, graph_steps, around.recall)
         try:
             return train(config, started, stop_signal, opened, attached)
         except GoingBack as back:  # on all ranks
-            mesh, leaving = back.mesh, back.leaving
-        del around, attached
+            mesh, leaving, checked = back.mesh, back.leaving, back.checked
+        own = kept.shelf if kept else None
+        del around, attached, kept
         mesh.close()
         gc.collect()  # the state of the run, which its exception has held
-        if shelf is not None:
-            forget(shelf)
+        if own is not None:
+            drop(own, after=checked)
         from gptlite.launch.elastic import going_on  # imports torch's launcher
 
         config = going_on(config)
@@ -119,6 +123,8 @@ class Around:
             folder.log(line)
         if self.attendance is not None:
             self.attendance.note(run, folder)
+        if self.kept is not None:
+            self.kept.excluded = partial(throughput.excluded, "checkpoints")
         node, interval = self.shelf.node if self.shelf else None, trainer.replica_check_interval
         restores = trainer.on_divergence == "restore"
         return (

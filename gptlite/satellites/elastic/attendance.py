@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from gptlite.files import open_inside, replacing
 from gptlite.parallelism.mesh import Mesh
+from gptlite.progress import counted
 from gptlite.satellites.elastic.roster import Member, Pulse, Roster, WorldChange
 from gptlite.satellites.elastic.shelf import Shelf, read_notes, write_notes
 from gptlite.satellites.elastic.silence import Silence, cut_connections
@@ -134,7 +135,10 @@ class Attendance:
         def write() -> None:
             ends = [*times[1:], time.time()]
             parts = {name: round(end - begin, 3) for name, begin, end in zip(PARTS, times, ends, strict=True)}
-            line = json.dumps(row | {"seconds": round(ends[-1] - times[0], 3), "parts": parts})
+            seconds, repeated = ends[-1] - times[0], change.step - state.step + 1
+            line = json.dumps(row | {"seconds": round(seconds, 3), "parts": parts})
+            repeats = f", {counted(repeated, 'step')} repeated" if repeated > 0 else ""
+            folder.log(f"went on with step {state.step:,} after {seconds:.1f} s{repeats}")
             with suppress(OSError), open_inside(folder.path, folder.path / RESTARTS, "a", encoding="utf-8") as file:
                 file.write(line + "\n")
 

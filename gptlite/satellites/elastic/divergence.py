@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,6 @@ from gptlite.errors import RunEnded
 from gptlite.files import write_whole
 from gptlite.parallelism.mesh import Mesh
 from gptlite.parallelism.rank_sync import from_main
-from gptlite.satellites.elastic.shelf import Shelf
 from gptlite.satellites.monitor.replicas import ReplicaCheck, ReplicasDiffer
 from gptlite.trainer.folder import RunFolder
 from gptlite.trainer.observers import due
@@ -26,14 +24,17 @@ MOST = 3  # returns of a run
 
 
 class GoingBack(RunEnded):
-    """Raised on all ranks to build the run again from the checkpoint that is now the newest. `leaving` is the node that
-    leaves an elastic run, since its copies have differed twice; empty if none does."""
+    """Raised on all ranks to build the run again from the checkpoint that is now the newest.
+
+    `checked` is the last step whose copies were equal. `leaving` is the node that leaves an elastic run, since its
+    copies have differed twice; empty if none does.
+    """
 
     everywhere = False  # raised on, without a line on an error
 
-    def __init__(self, message: str, mesh: Mesh, leaving: str) -> None:
+    def __init__(self, message: str, mesh: Mesh, checked: int, leaving: str) -> None:
         super().__init__(message)
-        self.mesh, self.leaving = mesh, leaving
+        self.mesh, self.checked, self.leaving = mesh, checked, leaving
 
 
 class RestoringCheck(ReplicaCheck):
@@ -67,7 +68,7 @@ class RestoringCheck(ReplicaCheck):
         if not again:
             raise ReplicasDiffer(f"{message}; {text}", nodes)
         self._folder.log(f"{message}; {text}")
-        raise GoingBack(message, self._folder.mesh, leaving)
+        raise GoingBack(message, self._folder.mesh, self._passed, leaving)
 
     def _decide(self, nodes: tuple[str, ...]) -> tuple[bool, str, str]:
         """Return whether the run goes back, the reason or the checkpoint, and the node that leaves. Rename later
@@ -94,11 +95,3 @@ class RestoringCheck(ReplicaCheck):
         twice = next((node for node in nodes if known["nodes"][node] > 1), "")
         start = good[0].name if good else "the start of the run"
         return True, f"going back to {start} ({known['returns']} of at most {MOST} times)", twice
-
-
-def forget(shelf: Shelf) -> None:
-    """Empty a rank's memory of checkpoints, which may be of steps after the last check that passed. No observer of a
-    run may use it at the same time."""
-    for place in shelf.places:
-        for descriptor in place:
-            os.ftruncate(descriptor, 0)

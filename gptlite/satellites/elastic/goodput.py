@@ -212,7 +212,7 @@ def planned_words(account: Account, config: Config) -> str:
     `cluster.mtbf_hours`, else as measured, without the restarts.
     """
     shares = {cause: account.seconds.get(cause, 0.0) for cause in (STEPS, RESTARTS, SAVES, REPEATED)}
-    memory, disk, hours = config.checkpoint.memory_interval, config.checkpoint.interval, config.cluster.mtbf_hours
+    memory, disk, hours = config.checkpoint.memory_steps, config.checkpoint.interval, config.cluster.mtbf_hours
     interval, total = memory or disk, sum(shares.values())
     if not (account.restarts and account.saves and account.new_steps and interval):
         return ""

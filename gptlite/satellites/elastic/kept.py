@@ -8,7 +8,7 @@ from gptlite.errors import ConfigError
 
 def check_memory(config: Config) -> None:
     """Raise ConfigError for copies of checkpoints that are not kept, or on more nodes than there are."""
-    replicas, interval, nodes = config.checkpoint.replicas, config.checkpoint.memory_interval, config.cluster.nodes
+    replicas, interval, nodes = config.checkpoint.replicas, config.checkpoint.memory_steps, config.cluster.nodes
     if replicas and not interval:
         raise ConfigError(
             f"checkpoint.replicas={replicas} copies checkpoints in memory, but checkpoint.memory_interval=0 keeps "

@@ -27,6 +27,7 @@ from gptlite.parallelism.collectives import broadcast_text, gather_bytes
 from gptlite.parallelism.process_group import join, leave_group
 from gptlite.satellites.elastic.attendance import Attendance
 from gptlite.satellites.elastic.degree import largest
+from gptlite.satellites.elastic.disk import write_to_disk
 from gptlite.satellites.elastic.exchange import hand_over
 from gptlite.satellites.elastic.roster import Member, Roster, merged
 from gptlite.satellites.elastic.shelf import Shelf
@@ -131,6 +132,7 @@ class Meeting:
         if count:
             hand_over(self._shelf, count)
         else:
+            write_to_disk(self._shelf, self.config)
             self._say_too_few()
         leave_group()
         self._spares, self.active = node.world_size - count, node.rank < count

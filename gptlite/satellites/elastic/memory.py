@@ -9,7 +9,7 @@ import platform
 import time
 import uuid
 from collections.abc import Callable, Collection
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -45,7 +45,7 @@ from gptlite.satellites.elastic.parts import (
     rounded,
     seal,
 )
-from gptlite.satellites.elastic.shelf import COPIES, Shelf
+from gptlite.satellites.elastic.shelf import COPIES, Shelf, node_names
 from gptlite.trainer.build import Run
 from gptlite.trainer.folder import RunFolder
 from gptlite.trainer.observers import Observer, due
@@ -66,10 +66,10 @@ class MemoryCheckpoints(Observer):
     """
 
     def __init__(self, config: Config, shelf: Shelf | None = None) -> None:
-        self._interval, self._last_step = config.checkpoint.memory_interval, config.trainer.last_step
+        self._interval, self._last_step = config.checkpoint.memory_steps, config.trainer.last_step
         self._replicas, self._timeout = config.checkpoint.replicas, config.parallelism.timeout_seconds
-        self._shelf = shelf or Shelf.new(platform.node(), os.getppid(), self._replicas)
-        self._files = [[File(descriptor) for descriptor in place] for place in self._shelf.places]
+        self.shelf = shelf or Shelf.new(platform.node(), os.getppid(), self._replicas)
+        self._files = [[File(descriptor) for descriptor in place] for place in self.shelf.places]
         self._gate = Gate()
         self._work: Background | None = None
         self._safe = self._last = -1  # step of the newest checkpoint that is complete on all ranks; of the last save
@@ -78,6 +78,7 @@ class MemoryCheckpoints(Observer):
         self._keys: Collection[str] | None = None  # of the tensors that are laid out
         self._staging: Tensor | None = None
         self.saved, self.skipped, self.stall_seconds, self.busy_seconds = 0, 0, 0.0, 0.0
+        self.excluded: Callable[[], AbstractContextManager[None]] = nullcontext  # counts the time of a save
 
     def recall(self, run: Run, folder: RunFolder) -> bool:
         """Fill the state from memory, if it has a checkpoint of this run that is not older than the one on disk.
@@ -93,7 +94,7 @@ class MemoryCheckpoints(Observer):
         if run.mesh.world_size > 1:
             limit = timedelta(seconds=self._timeout)
             self._group = dist.new_group(backend="gloo", timeout=limit)  # type: ignore[assignment]
-        save, self._nodes = uuid.uuid4().hex, from_all(run.mesh, lambda: self._shelf.node)
+        save, self._nodes = uuid.uuid4().hex, from_all(run.mesh, lambda: self.shelf.node)
         self._save_id = from_main(run.mesh, lambda: save)
         self._steps = [[self._newest(file) for file in place] for place in self._files]
         on_disk = folder.resume_from
@@ -110,7 +111,8 @@ class MemoryCheckpoints(Observer):
             for line in notes:
                 self._log(line)
             ranks = {held.source(part, rank) for part in held.holders for rank in range(run.mesh.world_size)}
-            nodes = sorted({self._nodes[rank] for rank in ranks})
+            numbers = node_names(self.shelf)
+            nodes = sorted({str(numbers.get(self._nodes[rank], self._nodes[rank])) for rank in ranks})
             seconds = time.monotonic() - began
             self._main_log(f"restored step {held.name.step:,} from memory of {named('node', nodes)} in {seconds:.2f} s")
         elif reason:
@@ -125,7 +127,7 @@ class MemoryCheckpoints(Observer):
             self._lay_out(state.tensors())
         if state.step < self._last:
             self._wait(self._timeout)
-            drop(self._shelf, state.step)
+            drop(self.shelf, state.step)
             self._steps = [[self._newest(file) for file in place] for place in self._files]
             self._safe = self._last = -1
 
@@ -139,7 +141,8 @@ class MemoryCheckpoints(Observer):
         now = self._waits or due(state.step, self._interval)
         self._waits = now and reduction is not None and reduction.apart
         if now and not self._waits and state.step != self._last:
-            self._save(state)
+            with self.excluded():
+                self._save(state)
 
     def ended(self, state: TrainState) -> None:
         """Save the last step of a run that will go on."""
@@ -183,7 +186,7 @@ class MemoryCheckpoints(Observer):
     def _find(self, least: int) -> tuple[Held | None, str]:
         """Return the newest complete checkpoint in memory, or None and the reason. Collective."""
         records = [record for place in self._files for file in place for record in file.records()]
-        return agree(records, self._run, self._shelf.node, self._mesh, self._main_log, least)
+        return agree(records, self._run, self.shelf.node, self._mesh, self._main_log, least)
 
     def _restore(self, held: Held) -> list[str]:
         """Fill the state from memory. Returns notes to print."""
@@ -296,7 +299,7 @@ class MemoryCheckpoints(Observer):
 
     def _header(self, state: TrainState) -> bytes:
         name = Name(self._run, self._save_id, state.step, self._mesh.world_size)
-        more: dict[str, Any] = {"node": self._shelf.node}
+        more: dict[str, Any] = {"node": self.shelf.node}
         if self._mesh.is_main:
             more |= {"meta": state.meta(), "layout": self._layout, "config": self._config}
         return header_bytes(name, self._mesh.rank, self._boxes_json, more)
@@ -350,4 +353,4 @@ def drop(shelf: Shelf, after: int) -> None:
 
 def memory_checkpoints(config: Config, shelf: Shelf | None = None) -> MemoryCheckpoints | None:
     """Return the checkpoints in memory of a run, None if it keeps none."""
-    return MemoryCheckpoints(config, shelf) if config.checkpoint.memory_interval else None
+    return MemoryCheckpoints(config, shelf) if config.checkpoint.memory_steps else None

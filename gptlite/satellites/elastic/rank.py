@@ -51,6 +51,14 @@ class RankTask:
     ended: dict[str, Any] | None
 
 
+@dataclass(frozen=True)
+class RankRun:
+    """What gptlite/start/elastic.py gives a rank: how to train in a world, and to predict its memory before."""
+
+    train: Callable[..., int]
+    predict: Callable[[Config, Path | None, int], str]
+
+
 class Control:
     """Connection to the keeper, which a thread reads: tasks, and the request to leave a world."""
 
@@ -93,9 +101,9 @@ class RankStop(StopSignal):
             signal.signal(number, signal.SIG_IGN)
 
 
-def serve(control: socket.socket, shelf: Shelf, pulse: int, train: Callable[..., int], text: str) -> NoReturn:
-    """Train in the worlds that the keeper tells, until it ends. `train` is that of gptlite/start/elastic.py; `text` is
-    the configuration of a run that torchrun has started."""
+def serve(control: socket.socket, shelf: Shelf, pulse: int, run: RankRun, text: str) -> NoReturn:
+    """Train in the worlds that the keeper tells, until it ends. `text` is the configuration of a run that torchrun has
+    started."""
     attendance = Attendance(shelf, Pulse(pulse))
     link = Control(control, attendance)
     while True:
@@ -109,7 +117,7 @@ def serve(control: socket.socket, shelf: Shelf, pulse: int, train: Callable[...,
             os.environ.update(task.variables)
             sys.orig_argv = task.words  # for printed commands
             link.busy, attendance.came = True, time.time()
-            code = Start(task, shelf, attendance, train).run(text)
+            code = Start(task, shelf, attendance, run).run(text)
             for number in SIGNALS:
                 signal.signal(number, signal.SIG_IGN)
             unwind()
@@ -139,8 +147,8 @@ def unwind() -> None:
 class Start:
     """One world of a rank: it meets the others, trains, and leaves. `run` returns the exit code of the worker."""
 
-    def __init__(self, task: RankTask, shelf: Shelf, attendance: Attendance, train: Callable[..., int]) -> None:
-        self._task, self._shelf, self._attendance, self._train = task, shelf, attendance, train
+    def __init__(self, task: RankTask, shelf: Shelf, attendance: Attendance, run: RankRun) -> None:
+        self._task, self._shelf, self._attendance, self._run = task, shelf, attendance, run
         self._folder = Path(task.arguments[0]) if task.arguments else None  # of our launcher
         self._started = float(task.arguments[1]) if task.arguments else time.monotonic()
         if task.ended is not None:
@@ -176,6 +184,9 @@ class Start:
         return 0 if self._folder is not None and code > 128 else code
 
     def _world(self, config: Config, node: Starter, log: RankLog | None) -> int:
+        first, memory = not self._attendance.pulse.read()[0], ""
+        if node.rank == 0 and first:  # now, as the simulation needs a process without a group
+            memory = self._run.predict(config, self._folder, node.world_size)
         with Meeting(config, node, self._shelf, self._attendance) as meeting:
             if not meeting.active:
                 return meeting.wait()
@@ -186,12 +197,13 @@ class Start:
                     log.move(run_dir)
 
             limit(config.trainer.host_memory_limit)
-            code = self._train(
+            code = self._run.train(
                 self._folder,
                 config,
                 self._started,
                 RankStop(),
                 opened if log else None,
+                memory=memory,
                 shelf=self._shelf,
                 attendance=self._attendance,
             )

@@ -61,5 +61,11 @@ def write_notes(descriptor: int, value: Any) -> None:
     os.pwrite(descriptor, text.ljust(length, b"\0"), 0)
 
 
+def node_names(shelf: Shelf) -> dict[str, int]:
+    """Return the numbers of the nodes of an elastic run, by `Shelf.node`; none in other runs."""
+    notes = read_notes(shelf.notes)
+    return notes["roster"]["numbers"] if isinstance(notes, dict) and "roster" in notes else {}
+
+
 def _memory(name: str) -> int:
     return os.memfd_create(f"gptlite-{name}")  # closed in programs that a rank starts, not in forked ranks

@@ -14,7 +14,7 @@ from gptlite.parallelism.collectives import gather_objects
 from gptlite.parallelism.mesh import Mesh
 from gptlite.progress import Log
 from gptlite.satellites.elastic.degree import largest
-from gptlite.satellites.elastic.shelf import Shelf
+from gptlite.satellites.elastic.shelf import Shelf, node_names
 from gptlite.satellites.monitor.comm_time import CommunicationTime, Window
 from gptlite.trainer.observers import Observer, due
 
@@ -46,13 +46,13 @@ class Departure(Observer):
         end = f"it leaves the run {'now' if now else 'after the next checkpoint'}"
         stays = f"it stays, as no layout of the run has {left} ranks or fewer"
         if self._mesh.is_main and not (self._leaving and not leaves):
-            self._log(f"node {node} {why}; {end if leaves else stays}")
+            self._log(f"node {node_names(self._shelf).get(node, node)} {why}; {end if leaves else stays}")
         return leaves
 
     def before(self, state: TrainState) -> None:
         """End the launcher if a checkpoint has been saved after the last step."""
         checkpoint = self._config.checkpoint
-        intervals = [interval for interval in (checkpoint.interval, checkpoint.memory_interval) if interval]
+        intervals = [interval for interval in (checkpoint.interval, checkpoint.memory_steps) if interval]
         if not self._leaving or not (self._now or not intervals or any(due(state.step, each) for each in intervals)):
             return
         if self.nodes.index(self._leaving) == self._mesh.rank:  # the first rank on the node

@@ -59,7 +59,7 @@ def report(plan: Plan, top: int, tokens: float | None = None) -> str:
         ("equal", f"{_equal_words(plan)}{f'; {EQUAL} marks them' if len(equals(result)) > 1 else ''}"),
         ("memory", _memory_words(plan)),
         *([("offload", _offload_words(plan))] if work.parallelism.offload is not Offload.none else []),
-        *([("in memory", _in_memory_words(plan))] if plan.config.checkpoint.memory_interval else []),
+        *([("in memory", _in_memory_words(plan))] if plan.config.checkpoint.memory_steps else []),
     ]  # fmt: skip
     lines += _saves(plan).lines()
     if tokens is not None:
@@ -366,7 +366,7 @@ def _in_memory_words(plan: Plan) -> str:
     """Return the cost of checkpoints in memory with the best layout."""
     checkpoint, best = plan.config.checkpoint, plan.best
     cost = InMemory.of(best.work, checkpoint.replicas, plan.cluster)
-    return cost.words(checkpoint.memory_interval, plan.cluster, best.prediction.step_seconds)
+    return cost.words(checkpoint.memory_steps, plan.cluster, best.prediction.step_seconds)
 
 
 def _training_words(plan: Plan, tokens: float) -> str:
