@@ -107,7 +107,10 @@ class Around:
 
     def recall(self, run: Run, folder: RunFolder) -> bool:
         """Restore the state from memory, see `MemoryCheckpoints.recall`."""
-        return self.kept is not None and self.kept.recall(run, folder)
+        if self.kept is None:
+            return False
+        reached = None if self.attendance is None else self.attendance.reached
+        return self.kept.recall(run, folder) if reached is None else self.kept.recall(run, folder, reached)
 
     def watched(self, mesh: Mesh, limit: float) -> Watch:
         """Build and keep the watch, see `watch_ranks`."""

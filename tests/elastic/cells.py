@@ -82,11 +82,13 @@ def records(shelf: Shelf, *places: int) -> list[KeptPart]:
     return [record for i in chosen for descriptor in shelf.places[i] for record in File(descriptor).records()]
 
 
-def attached(config: Config, state: TrainState, mesh: Any, shelf: Shelf) -> tuple[MemoryCheckpoints, bool, RunFolder]:
+def attached(
+    config: Config, state: TrainState, mesh: Any, shelf: Shelf, *reached: int
+) -> tuple[MemoryCheckpoints, bool, RunFolder]:
     """The checkpoints in memory of a state, and whether they have filled it."""
     memory, folder = MemoryCheckpoints(config, shelf), RunFolder(config, mesh)
     run = mock.create_autospec(Run, instance=True, config=config, mesh=mesh, state=state)
-    return memory, memory.recall(run, folder), folder
+    return memory, memory.recall(run, folder, *reached), folder
 
 
 def keep(
@@ -114,7 +116,7 @@ def keep(
         return sorted((record.name.step, record.rank) for record in records(shelf))
 
 
-def recall(config: Config, world: int, name: str, key: str, damage: Damage = NONE) -> Recalled | None:
+def recall(config: Config, world: int, name: str, key: str, damage: Damage = NONE, *reached: int) -> Recalled | None:
     """Restore a state of other values from memory, and compare it."""
     with joined(world, name) as is_in:
         if not is_in:
@@ -125,7 +127,7 @@ def recall(config: Config, world: int, name: str, key: str, damage: Damage = NON
         with ExitStack() as stack:
             stack.callback(state.loader.close)
             stack.enter_context(mock.patch.object(RunFolder, "log", lambda self, text: log.append(text)))
-            memory, found, folder = attached(config, state, mesh, shelf_of(key, config, None, damage))
+            memory, found, folder = attached(config, state, mesh, shelf_of(key, config, None, damage), *reached)
             stack.enter_context(closing(folder.checkpointer))
             stack.enter_context(closing(memory))
             wholes = gather(held(state)) or {}

@@ -14,7 +14,7 @@ from distributed.cells.run import GrowingRanks
 from marking import marked
 from run_files import checkpoint, differing, read_metrics, step_folder
 
-from elastic.cells import Damage
+from elastic.cells import NONE, Damage
 from gptlite.checkpoint.manifest import read_manifest
 from gptlite.config import Config, load
 
@@ -116,6 +116,15 @@ def test_a_rank_killed_during_a_save_leaves_the_step_before(
     growing.run(4, CELLS + "keep", run, str(tmp_path), [4, 6])
     first, *_ = growing.run(4, CELLS + "recall", run, str(tmp_path), Damage(torn=[0, 1], places=[0, 1]))
     assert (first.step, first.wrong) == (4, [])
+
+
+def test_a_step_that_the_run_has_not_reached_again_is_not_restored(
+    growing: GrowingRanks, config: Callable[..., Config], tmp_path: Path
+):
+    run = config(FOUR, FOUR.source)
+    growing.run(4, CELLS + "keep", run, str(tmp_path), [4, 6])
+    steps = [growing.run(4, CELLS + "recall", run, str(tmp_path), NONE, reached)[0].step for reached in (6, 5, 3)]
+    assert steps == [6, 4, None]
 
 
 def test_later_steps_are_dropped(growing: GrowingRanks, config: Callable[..., Config], tmp_path: Path):

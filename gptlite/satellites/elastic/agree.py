@@ -17,9 +17,9 @@ SHOWN = 4  # ranks or nodes that a line names
 
 
 def agree(
-    records: Sequence[KeptPart], run: str, node: str, mesh: Mesh, log: Log, least: int
+    records: Sequence[KeptPart], run: str, node: str, mesh: Mesh, log: Log, steps: range
 ) -> tuple[Held | None, str]:
-    """Return the newest checkpoint of a run, of a step of at least `least`, that the ranks' records hold completely.
+    """Return the newest checkpoint of a run, of one of these steps, that the ranks' records hold completely.
 
     Without one, return None and why the newest is not complete; an empty string if there is none at all. Collective.
     Every record that is used has been hashed; a damaged one is logged and not used.
@@ -28,7 +28,7 @@ def agree(
     nodes = from_all(mesh, lambda: node)
     while True:
         holders = _holders(mine, mesh)
-        newest = sorted((name for name in holders if name.step >= least), key=lambda name: (-name.step, name.save))
+        newest = sorted((name for name in holders if name.step in steps), key=lambda name: (-name.step, name.save))
         best = next((name for name in newest if len(holders[name]) == name.world), None)
         if best is None:
             return None, lacking(newest[0], holders[newest[0]]) if newest else ""

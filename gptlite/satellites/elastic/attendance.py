@@ -54,6 +54,11 @@ class Attendance:
         """True if this is not the first world of the run."""
         return self._roster.start > 1
 
+    @property
+    def reached(self) -> int | None:
+        """Last step of the world before; None in the first world."""
+        return self._change.step if self.restarted else None
+
     def leave(self, why: str, silent: float = 0.0) -> None:
         """Make this rank leave its world, called from another thread: whatever waits for other ranks raises. `silent`
         are the seconds since the loss of others."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import closing
 from dataclasses import replace
 from math import prod
@@ -42,7 +43,7 @@ def write_to_disk(shelf: Shelf, config: Config, log: Log = print) -> Path | None
     runs = {record.name.run for record in records if record.name.run.startswith(f"{path.resolve()} ")}
     on_disk = from_main(mesh, lambda: next(map(step_of, step_folders(path / "checkpoints")), None) or 0)
     for run in sorted({run for each in from_all(mesh, lambda: sorted(runs)) for run in each}):
-        held, reason = agree(records, run, shelf.node, mesh, log, on_disk + 1)
+        held, reason = agree(records, run, shelf.node, mesh, log, range(on_disk + 1, sys.maxsize))
         if held is not None:
             return _write(held, config, mesh, log)
         if reason and mesh.is_main:

@@ -12,7 +12,7 @@ def check_memory(config: Config) -> None:
     if replicas and not interval:
         raise ConfigError(
             f"checkpoint.replicas={replicas} copies checkpoints in memory, but checkpoint.memory_interval=0 keeps "
-            "none; set e.g. checkpoint.memory_interval=10, or checkpoint.replicas=0"
+            "none; leave checkpoint.memory_interval out for 10 steps, or set checkpoint.replicas=0"
         )
     if nodes is not None and 1 < nodes <= replicas:  # a cluster of one node is the default, whatever the run has
         raise ConfigError(f"checkpoint.replicas={replicas} is the number of other nodes with a copy, but "

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import platform
+import sys
 import time
 import uuid
 from collections.abc import Callable, Collection
@@ -80,9 +81,11 @@ class MemoryCheckpoints(Observer):
         self.saved, self.skipped, self.stall_seconds, self.busy_seconds = 0, 0, 0.0, 0.0
         self.excluded: Callable[[], AbstractContextManager[None]] = nullcontext  # counts the time of a save
 
-    def recall(self, run: Run, folder: RunFolder) -> bool:
+    def recall(self, run: Run, folder: RunFolder, reached: int = sys.maxsize - 1) -> bool:
         """Fill the state from memory, if it has a checkpoint of this run that is not older than the one on disk.
 
+        Checkpoints of steps after `reached` do not count. A node that comes back may hold some that the run, which has
+        gone back further since, has not reached again.
         Returns False, and logs why, if the state is to be restored from disk, or if the run is new. Collective.
         """
         self._state, self._mesh, self._log = run.state, run.mesh, folder.log
@@ -100,7 +103,7 @@ class MemoryCheckpoints(Observer):
         on_disk = folder.resume_from
         step = from_main(run.mesh, lambda: read_manifest(on_disk).meta["step"] if on_disk else -1)
         began = time.monotonic()
-        held, reason = self._find(step)
+        held, reason = self._find(range(step, reached + 1))
         notes: list[str] = []
         if held is not None:
             try:
@@ -183,10 +186,10 @@ class MemoryCheckpoints(Observer):
         while self._running and time.monotonic() < end:
             time.sleep(0.002)
 
-    def _find(self, least: int) -> tuple[Held | None, str]:
-        """Return the newest complete checkpoint in memory, or None and the reason. Collective."""
+    def _find(self, steps: range) -> tuple[Held | None, str]:
+        """Return the newest complete checkpoint in memory of these steps, or None and the reason. Collective."""
         records = [record for place in self._files for file in place for record in file.records()]
-        return agree(records, self._run, self.shelf.node, self._mesh, self._main_log, least)
+        return agree(records, self._run, self.shelf.node, self._mesh, self._main_log, steps)
 
     def _restore(self, held: Held) -> list[str]:
         """Fill the state from memory. Returns notes to print."""
