@@ -49,7 +49,7 @@ model=gpt-lite data=synthetic data.vocab_size=256 data.num_tokens=1000000 data.m
 schedule=constant optimizer.lr=3e-4 parallelism.data=elastic
 trainer.log_interval=1 trainer.eval_interval=0 trainer.eval_samples=4 trainer.sample_tokens=0 checkpoint.keep=2
 """.split()
-RENDEZVOUS = "last_call_timeout=1,is_host=false,keep_alive_interval=1,keep_alive_max_attempt=2"  # 2 + 1 seconds
+RENDEZVOUS = "last_call_timeout=1,is_host=false,keep_alive_interval=1"  # of the seconds to the next step, 3 + 1
 FOLLOW = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # as gptlite asks for under torchrun
 COLUMNS = ("next", "pause", "repeated", "lost", "twice", "wall")
 Row = dict[str, Any]
