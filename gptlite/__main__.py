@@ -8,7 +8,6 @@ from typing import NoReturn
 from gptlite import __version__
 from gptlite.errors import did_you_mean
 from gptlite.invocation import COMMANDS, prepare_process
-from gptlite.satellites.elastic.proxy import go_on
 
 HELP = """\
 gptlite: GPT pretraining with Hydra configuration.
@@ -41,6 +40,8 @@ def main() -> NoReturn:
         print(message, file=sys.stderr)
         sys.exit(2)
     if word == "train" and "TORCHELASTIC_RUN_ID" in os.environ:
+        from gptlite.satellites.elastic.proxy import go_on
+
         go_on()  # if this worker is of a restart of an elastic run
     if word == "sweep":
         sys.argv.insert(1, "--multirun")
