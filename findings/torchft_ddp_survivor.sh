@@ -8,17 +8,14 @@
 # (torchft/ddp.py, _comm_hook). All replicas that share the collective end, and with them the only copies of the state.
 # With manager.allreduce on each gradient instead, the survivor discards the step and trains the next one alone.
 # A related case is reported upstream: https://github.com/meta-pytorch/torchft/pull/294
-# Installs torchft and a build of torch of 3 GB; runs on a CPU. Seen with Python 3.11 and torch 2.13.0 on 2026-11-29.
+# Runs on a CPU. Seen with Python 3.11 and torch 2.13.0 on 2026-11-29.
 # Exit 0: as described; 1: the behaviour has changed.
 set -eu
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
-python=${TORCHFT_PYTHON:-}  # of an environment that has them already
-if [ -z "$python" ]; then
-    python3 -m venv "$folder/venv"
-    PIP_CONFIG_FILE=/dev/null "$folder/venv/bin/pip" install -q --disable-pip-version-check torchft==0.2.0 torch==2.13.0 numpy
-    python="$folder/venv/bin/python"
-fi
+python3 -m venv "$folder/venv"
+"$folder/venv/bin/pip" install -q --disable-pip-version-check torchft==0.2.0 torch==2.13.0 numpy==2.4.6
+python="$folder/venv/bin/python"
 cat > "$folder/replica.py" <<'PYTHON'
 import os
 import signal
