@@ -27,7 +27,9 @@ struct Fp32Math {
   static constexpr int kTileRows = 4;
 #endif
   static constexpr int kTileVectors = 2;  // tile of the product: kTileRows rows of that many vectors, in registers
-  static constexpr int64_t kWidthStep = kLanes, kRowStep = kTileRows, kQueryStep = kLanes, kDepthStep = 1;
+  // The width is the number of rows of some products, and of columns of others.
+  static constexpr int64_t kWidthStep = kTileRows > kLanes ? kTileRows : kLanes, kRowStep = kTileRows;
+  static constexpr int64_t kQueryStep = kLanes, kDepthStep = 1;
   static constexpr bool kOneForm = true;  // the rows serve as every operand, without copies
 
   template <class T>

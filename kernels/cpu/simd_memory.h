@@ -162,26 +162,28 @@ GPTLITE_INLINE void store(T* p, Vec v, All) {
 }
 
 // The first one to three lanes, one by one: a vector that is loaded from lanes in memory would have to wait for them.
-GPTLITE_INLINE Vec load(const float* p, First first) {
+// As functions: a row has one of these at its end, and inlining them takes a quarter of the compilation time.
+#define GPTLITE_TAIL [[maybe_unused]] static __attribute__((noinline))
+GPTLITE_TAIL Vec load(const float* p, First first) {
   Vec v = vld1q_lane_f32(p, Vec{}, 0);
   if (first.count > 1) v = vld1q_lane_f32(p + 1, v, 1);
   if (first.count > 2) v = vld1q_lane_f32(p + 2, v, 2);
   return v;
 }
-GPTLITE_INLINE void store(float* p, Vec v, First first) {
+GPTLITE_TAIL void store(float* p, Vec v, First first) {
   vst1q_lane_f32(p, v, 0);
   if (first.count > 1) vst1q_lane_f32(p + 1, v, 1);
   if (first.count > 2) vst1q_lane_f32(p + 2, v, 2);
 }
 template <class T>
-GPTLITE_INLINE Vec load(const T* p, First first) {
+GPTLITE_TAIL Vec load(const T* p, First first) {
   uint16x4_t bits = vld1_lane_u16(bits_of(p), uint16x4_t{}, 0);
   if (first.count > 1) bits = vld1_lane_u16(bits_of(p + 1), bits, 1);
   if (first.count > 2) bits = vld1_lane_u16(bits_of(p + 2), bits, 2);
   return from_bits(p, bits);
 }
 template <class T>
-GPTLITE_INLINE void store(T* p, Vec v, First first) {
+GPTLITE_TAIL void store(T* p, Vec v, First first) {
   const uint16x4_t bits = to_bits(p, v);
   vst1_lane_u16(&p->bits, bits, 0);
   if (first.count > 1) vst1_lane_u16(&p[1].bits, bits, 1);
