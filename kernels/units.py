@@ -16,7 +16,7 @@ COMMON = (
     "-w",  # users should not see compiler warnings
 )
 _AVX512 = tuple("-mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mf16c -mprefer-vector-width=512".split())
-# Only CPUs from before 2013 use the x86-64 baseline. -O1 keeps it from taking half of the compilation time.
+# Of x86-64. Only CPUs from before 2013 use the baseline. -O1 keeps it from taking half of the compilation time.
 ISAS = {"baseline": ("-O1",), "avx2": ("-mavx2", "-mfma", "-mf16c"), "avx512": _AVX512}
 # Files for a single instruction set, by file name suffix: the set's name, its flags, and the macro if they are missing.
 EXTRA = {

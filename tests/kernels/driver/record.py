@@ -7,7 +7,6 @@ import lzma
 import struct
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -33,8 +32,9 @@ from kernels import (
     test_weight_gradient,
 )
 from kernels.cases import BF16, DTYPES, FP16, FP32
-from kernels.driver.recorder import BYTES, Recorder, Recording, raw
+from kernels.driver.recorder import BYTES, Recorder, Recording
 from kernels.memory import Memory
+from kernels.options import State
 
 CALLS = Path(__file__).parent / "calls.xz"
 MODULES = (
@@ -42,7 +42,7 @@ MODULES = (
     *(test_join_heads, test_layer_norm, test_norm, test_quantize_fp8, test_residual_norm, test_rms_norm, test_rope),
     *(test_softmax, test_token_rows, test_weight_gradient),
 )
-EXACT = (test_blocks, test_dropout, test_join_heads, test_rope)  # where `same_bits` compares with a formula
+EXACT = (test_adamw, test_blocks, test_dropout, test_join_heads, test_rope)  # where `same_bits` compares with a formula
 KNOWN = (  # counters, keys and words of Random123's known answers
     ((0,) * 4, (0,) * 2, (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
     ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
@@ -136,6 +136,12 @@ def lists(backend: Recording) -> None:
         for adam in (False, True):
             test_adamw.test_one_step(backend, width, dtype, adam)
     test_adamw.test_copies_are_rounded_to_even_and_overflow_as_casts_do(backend)
+    nan = torch.tensor([0x7FFFFFFF, -1, 0x7F800001], dtype=torch.int32).view(FP32).repeat(7)
+    zeros = torch.zeros_like(nan)
+    for dtype in (BF16, FP16):
+        state = State(nan, zeros, zeros, torch.zeros(1), torch.zeros_like(nan, dtype=dtype))
+        (after,) = backend.adamw([state], [zeros], test_adamw.OPTIONS[0])
+        backend.recorder.check("copy", after.copy, nan.double(), 0.0)
 
 
 def products(backend: Recording) -> None:
@@ -186,8 +192,13 @@ def record() -> Recorder:
 def words(recorder: Recorder) -> None:
     """Record calls of Philox itself, with known answers and those of gptlite/ops/philox.py."""
     drawn = torch.arange(40, dtype=torch.int64).mul(0x1234567) & 0xFFFFFFFF
-    more = zip(*(each.tolist() for each in philox((drawn, drawn + 1, drawn * 3 & 0xFFFFFFFF, drawn), (7, 9))), strict=True)
-    cases = [*KNOWN, *(((c, c + 1, c * 3 & 0xFFFFFFFF, c), (7, 9), w) for c, w in zip(drawn.tolist(), more, strict=True))]
+    more = zip(
+        *(each.tolist() for each in philox((drawn, drawn + 1, drawn * 3 & 0xFFFFFFFF, drawn), (7, 9))), strict=True
+    )
+    cases = [
+        *KNOWN,
+        *(((c, c + 1, c * 3 & 0xFFFFFFFF, c), (7, 9), w) for c, w in zip(drawn.tolist(), more, strict=True)),
+    ]
     for counter, key, answer in cases:
         memory = Memory()
         out = memory.new([4], torch.int32)

@@ -3,13 +3,13 @@
 The file, of little-endian numbers: "GPTLITE1", then for each call
 
 - its name: u8 length, text;
-- its buffers: u16 count, then for each u8 bytes of an element, a kind, u8 whether it may change, u8 offset in elements
-  and u32 elements. Kinds: `f`, filled with 0xFF; `l`, followed by its bytes; `n`, followed by u32 seed and u8 dtype, the
-  numbers of `drawn`;
-- its arguments: u32 bytes of all, then for each a kind: `i` i64; `d` f64; `0` NULL; `b` u16 buffer, u32 offset in bytes;
-  `q` u8 count, i64 each; `p` u8 count, arguments; `s` u8 count of structs, then their fields, as arguments;
-- its checks: u16 count, then for each u16 buffer, u8 dtype (3: bytes), u8 bytes of an element, u32 offset in bytes, four
-  u32 sizes and four u32 strides in elements, then the expected elements. If they are numbers, they are fp32, and
+- its buffers: u16 count, then for each u8 bytes of an element, a kind, u8 whether it may change, u8 offset in
+  elements and u32 elements. Kinds: `f`, filled with 0xFF; `l`, followed by its bytes; `n`, followed by u32 seed and u8
+  dtype, the numbers of `drawn`;
+- its arguments: u32 bytes of all, then for each a kind: `i` i64; `d` f64; `0` NULL; `b` u16 buffer, u32 offset in
+  bytes; `q` u8 count, i64 each; `p` u8 count, arguments; `s` u8 count of structs, then their fields, as arguments;
+- its checks: u16 count, then for each u16 buffer, u8 dtype (3: bytes), u8 bytes of an element, u32 offset in bytes,
+  four u32 sizes and four u32 strides in elements, then the expected elements. If they are numbers, they are fp32, and
   followed by their tolerances, in the upper half of fp32.
 """
 
@@ -25,7 +25,6 @@ from torch import Tensor
 from gptlite.ops.philox import philox
 from kernels import tolerances
 from kernels.backends import Backend
-from kernels.cases import FP32
 from kernels.library import CODES
 from kernels.memory import GUARD, Buffer, Memory
 
