@@ -1,7 +1,7 @@
 """What must be the same on ARM and x86: digests of integer code, and how far the rest is from a difference.
 
-Integers, and additions, products, quotients and roots of floats, are the same on every processor by IEEE 754; logarithms
-and cosines are not. docs/arm64.md has the argument.
+Integers, and additions, products, quotients and roots of floats, are the same on every processor by IEEE 754;
+logarithms and cosines are not. docs/arm64.md has the argument.
 """
 
 import hashlib

@@ -4,9 +4,9 @@ With the small sources of test_build.py and an nvcc that writes down its calls.
 """
 
 import os
-import platform
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -152,7 +152,7 @@ def test_cudas_runtime_is_that_of_this_processor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, machine: str, folder: str
 ) -> None:
     """In the toolkit that nvcc names, or where nvcc is; a toolkit for both processors has another one for the other."""
-    monkeypatch.setattr(platform, "machine", lambda: machine)
+    monkeypatch.setattr(os, "uname", lambda: SimpleNamespace(machine=machine))
     (tmp_path / "lib64" / "libcudart_static.a").unlink()
     foreign = tmp_path / "targets" / ("x86_64-linux" if machine == "aarch64" else "sbsa-linux") / "lib"
     foreign.mkdir(parents=True)

@@ -19,9 +19,7 @@ NEON_FAULTS = (
     NeonFault(
         "bf16 rounds halves up", "simd_memory.h", KEPT, KEPT.replace("rounded", "bits + 0x8000u"), "dropout-neon"
     ),
-    NeonFault(
-        "NaN becomes infinity in bf16", "simd_memory.h", KEPT, "return vshrn_n_u32(rounded, 16);", "dropout-neon"
-    ),
+    NeonFault("NaN becomes infinity in bf16", "simd_memory.h", KEPT, "return vshrn_n_u32(rounded, 16);", "adamw-neon"),
     NeonFault(
         "fp16 is truncated",
         "simd_memory.h",
