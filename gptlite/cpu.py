@@ -31,7 +31,7 @@ def level_limit() -> str:
 def cpu_flags() -> set[str]:
     """Return the CPU's instruction-set flags, without those above `level_limit`; empty if the operating system does not
     report them."""
-    flags, limit, order = set(_cpuinfo("flags").split()), level_limit(), list(LEVELS)
+    flags, limit, order = set((_cpuinfo("flags") or _cpuinfo("Features")).split()), level_limit(), list(LEVELS)
     allowed = {flag for flag in flags if order.index(_level_of(flag)) <= order.index(limit)}
     return allowed - {"avx512_fp16", "amx_fp16"} if _limit("ONEDNN_MAX_CPU_ISA") in FP16 else allowed
 

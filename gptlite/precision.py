@@ -16,6 +16,8 @@ from gptlite.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
+UNTRIED = "bf16 of ARM CPUs is untried"
+
 
 class Precision(Enum):
     """Precision presets. `auto` is bf16 if the hardware supports it, else fp32. Master weights are fp32.
@@ -246,7 +248,7 @@ def _resolved(config: PrecisionConfig, device: torch.device) -> tuple[torch.dtyp
 
 
 def _asked_for(native: bool, hardware: str) -> str:
-    return "asked for" if native else f"asked for, though {hardware}: fp32 is faster"
+    return "asked for" if native or hardware is UNTRIED else f"asked for, though {hardware}: fp32 is faster"
 
 
 def native_bf16(device: torch.device) -> tuple[bool, str]:
@@ -261,7 +263,7 @@ def native_bf16(device: torch.device) -> tuple[bool, str]:
     for flag, words in (("amx_bf16", "AMX"), ("avx512_bf16", "AVX512-BF16")):
         if flag in flags:
             return True, f"the CPU has bf16 in hardware ({words})"
-    return False, "the CPU has no bf16 in hardware"
+    return False, UNTRIED if "bf16" in flags else "the CPU has no bf16 in hardware"
 
 
 def native_fp16(device: torch.device) -> tuple[bool, str]:

@@ -43,9 +43,10 @@ def run(options: Options) -> int:
     cpu = products = path_of(loaded, "cpu")
     cuda = path_of(load("cuda") if library else loaded, "cuda")
     if isinstance(loaded, LoadedLibrary):
-        rows.append(("instruction sets", f"{loaded.isa} used here; compiled for baseline, avx2, avx512"))
-    if not isinstance(loaded, LoadedLibrary) or "avx512_bf16" not in loaded.isa:
-        products = "reference (no AVX512-BF16)"
+        sets = "neon" if "neon" in loaded.isa else "baseline, avx2, avx512"
+        rows.append(("instruction sets", f"{loaded.isa} used here; compiled for {sets}"))
+    if not isinstance(loaded, LoadedLibrary) or "_bf16" not in loaded.isa:
+        products = "reference (no AVX512-BF16, nor BF16 of ARM)"
     ops = [("op", "cpu", "cuda")]
     for name in FAKES:
         on_gpu = "reference (kernel only for CPUs)" if name.startswith(CPU_ONLY) else cuda

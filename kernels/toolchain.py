@@ -115,7 +115,7 @@ def cudart(nvcc: Compiler) -> Path:
     top = [line.partition("TOP=")[2].strip() for line in said.splitlines() if "TOP=" in line]
     roots = [Path(root) for root in top] + [Path(nvcc.command[0]).resolve().parents[1]]
     for root in roots:
-        for folder in ("lib64", "lib", "targets/x86_64-linux/lib", "targets/sbsa-linux/lib"):
+        for folder in ("lib64", "lib", f"targets/{'sbsa' if os.uname().machine == 'aarch64' else 'x86_64'}-linux/lib"):
             if (root / folder / "libcudart_static.a").is_file():
                 return root / folder / "libcudart_static.a"
     raise BuildError(f"no libcudart_static.a in the CUDA toolkit of {nvcc.command[0]}")

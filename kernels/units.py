@@ -1,6 +1,5 @@
 """Compilation units with their flags. A unit is one source file for one instruction set."""
 
-import platform
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,13 +16,15 @@ COMMON = (
     "-w",  # users should not see compiler warnings
 )
 _AVX512 = tuple("-mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mf16c -mprefer-vector-width=512".split())
-# Only CPUs from before 2013 use the x86-64 baseline. -O1 keeps it from taking half of the compilation time.
+# Of x86-64. Only CPUs from before 2013 use the baseline. -O1 keeps it from taking half of the compilation time.
 ISAS = {"baseline": ("-O1",), "avx2": ("-mavx2", "-mfma", "-mf16c"), "avx512": _AVX512}
 # Files for a single instruction set, by file name suffix: the set's name, its flags, and the macro if they are missing.
 EXTRA = {
-    "_bf16": ("avx512_bf16", (*_AVX512, "-mavx512bf16"), "-DGPTLITE_NO_AVX512_BF16"),
+    "_bf16": ("avx512_bf16", (*_AVX512, "-mavx512bf16"), "-DGPTLITE_NO_BF16"),
     "_amx": ("amx", (*_AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"), "-DGPTLITE_NO_AMX"),
 }
+ARM_ISAS = {"neon": ("-march=armv8-a",)}
+ARM_EXTRA = {"_bf16": ("neon_bf16", ("-march=armv8.2-a+bf16",), "-DGPTLITE_NO_BF16")}
 NVCC = ("-std=c++17", "-O3", "-Xcompiler=-fPIC", "-w")
 # Code for any GPU from sm_80 on. GPUs after sm_90 use the compute_90 PTX, which the driver compiles.
 PORTABLE = ("-gencode=arch=compute_80,code=sm_80", "-gencode=arch=compute_90,code=[sm_90,compute_90]")
@@ -48,9 +49,9 @@ class Unit:
 
 def cpu_units(cxx: Compiler) -> list[Unit]:
     """Return the units of the CPU kernels. Most files have one unit per instruction set; some are compiled once."""
-    x86 = platform.machine() in ("x86_64", "AMD64")
-    isas = ISAS if x86 else {"baseline": ()}
-    extra = {end: each for end, each in EXTRA.items() if x86 and cxx.accepts(each[1])}
+    isas, extra = (ARM_ISAS, ARM_EXTRA) if cxx.accepts(ARM_ISAS["neon"]) else (ISAS, EXTRA)
+    isas = isas if cxx.accepts(tuple(isas.values())[-1]) else {"baseline": ()}
+    extra = {end: each for end, each in extra.items() if cxx.accepts(each[1])}
     lacking = [each[2] for end, each in EXTRA.items() if end not in extra]
     start = (*cxx.command, *COMMON, *_prefix_map(), f"-I{ROOT / 'include'}")
     units = []

@@ -32,6 +32,12 @@ def test_cpuinfo_is_read(machine):
     assert (cpu_flags(), cpu_level(), cpu_name()) == (EVERY, "amx", "AMD EPYC 9R14")
 
 
+def test_arm_has_features_and_no_level(machine):
+    text = "processor\t: 0\nFeatures\t: fp asimd aes bf16\nCPU implementer\t: 0x41\n"
+    machine.setattr(builtins, "open", lambda *_: io.StringIO(text))
+    assert (cpu_flags(), cpu_level(), cpu_name()) == ({"fp", "asimd", "aes", "bf16"}, "baseline", "")
+
+
 @pytest.mark.parametrize(
     ("name", "value", "level", "without"),
     [

@@ -31,6 +31,7 @@ def hardware(monkeypatch):
         ("avx2 avx512_bf16", torch.bfloat16, "AVX512-BF16"),
         ("avx2 avx512f", torch.float32, "no bf16 in hardware"),
         ("", torch.float32, "no bf16 in hardware"),
+        ("asimd sve bf16", torch.float32, "bf16 of ARM CPUs is untried"),
         ((7, 5), torch.float32, "sm_75"),
         ((8, 0), torch.bfloat16, "sm_80"),
         ((9, 0), torch.bfloat16, "sm_90"),
@@ -56,8 +57,9 @@ def test_bf16_asked_for_on_a_cpu_without_it_runs_and_says_so(hardware):
     policy = resolve_precision(PrecisionConfig(Precision.bf16), CPU)
     assert (policy.compute_dtype, policy.name) == (torch.bfloat16, "bf16")
     assert "fp32 is faster" in policy.reason
-    hardware("amx_bf16")
-    assert resolve_precision(PrecisionConfig(Precision.bf16), CPU).reason == "asked for"
+    for flag in ("amx_bf16", "bf16"):  # the second one of ARM
+        hardware(flag)
+        assert resolve_precision(PrecisionConfig(Precision.bf16), CPU).reason == "asked for"
 
 
 def test_bf16_asked_for_on_an_old_gpu_is_refused(hardware):

@@ -12,7 +12,6 @@ from gptlite.kernels.library import LoadedLibrary, Unavailable, load
 from gptlite.ops import apex
 from gptlite.ops.config import Attention, CrossEntropy, Implementation, LayerNormKernel, OpsConfig
 
-BF16_PRODUCTS = "avx512_bf16"  # CPU feature; CPUs with AMX have it too
 MASKED = (Attention.sdpa, Attention.fused_softmax, Attention.matmul)  # support document masks
 SDPA = (Attention.sdpa, Attention.cudnn, Attention.fa3)
 # Ops with a choice between our kernel and a reference.
@@ -178,12 +177,12 @@ class _Selection:
         if not self.available("ops.linear=fused", asked):
             return self.say("linear", "reference", self.reason())
         assert isinstance(self.library, LoadedLibrary)
-        if self.device.type == "cpu" and BF16_PRODUCTS in self.library.isa:
+        on_cpu, needed = self.device.type == "cpu", "BF16" if "neon" in self.library.isa else "AVX512-BF16"
+        if on_cpu and "_bf16" in self.library.isa:  # avx512_bf16, also of CPUs with AMX, or neon_bf16
             return self.say("linear", "fused", self.kernels(asked))
-        on_cpu = self.device.type == "cpu"
-        lacks = "this CPU has no AVX512-BF16" if on_cpu else f"this runs on {self.device.type}"
+        lacks = f"this CPU has no {needed}" if on_cpu else f"this runs on {self.device.type}"
         if asked:
-            raise ConfigError(f"ops.linear=fused needs a CPU with AVX512-BF16; {lacks}; use ops.linear=auto")
+            raise ConfigError(f"ops.linear=fused needs a CPU with {needed}; {lacks}; use ops.linear=auto")
         return self.say("linear", "reference", lacks)
 
     def attention(self) -> Attention:

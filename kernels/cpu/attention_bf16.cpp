@@ -1,4 +1,4 @@
-// Causal attention for bf16, with AVX512-BF16 dot products (pair_dots.h), for CPUs without AMX.
+// Causal attention for bf16, with dot products of bf16 (pair_dots.h), for CPUs without AMX.
 #include "attention.h"
 #include "attention_backward.h"
 #include "attention_bf16.h"
@@ -6,7 +6,7 @@
 #include "pair_dots.h"
 
 namespace gptlite {
-namespace avx512_bf16 {
+namespace GPTLITE_ISA {
 
 int attention_forward(const GptliteHeads* out, float* lse, const GptliteHeads* q, const GptliteHeads* k,
                       const GptliteHeads* v, int64_t batch, int64_t heads, int64_t queries, int64_t keys, int64_t width,
@@ -25,5 +25,5 @@ int attention_backward(const GptliteHeads* dq, const GptliteHeads* dk, const Gpt
   return backward_by_blocks<Bf16Math<PairDots>, Bf16>(dq, dk, dv, dout, out, lse, q, k, v, shape, context);
 }
 
-}  // namespace avx512_bf16
+}  // namespace GPTLITE_ISA
 }  // namespace gptlite

@@ -21,8 +21,15 @@ struct Fp32Math {
     const float* data;
     int64_t row_stride, depth_stride;
   };
-  static constexpr int kTileRows = kLanes == 16 ? 8 : 4, kTileVectors = 2;  // tile of the product in registers
-  static constexpr int64_t kWidthStep = kLanes, kRowStep = kTileRows, kQueryStep = kLanes, kDepthStep = 1;
+#if defined(__AVX512F__) || defined(__aarch64__)  // 32 vector registers
+  static constexpr int kTileRows = 8;
+#else
+  static constexpr int kTileRows = 4;
+#endif
+  static constexpr int kTileVectors = 2;  // tile of the product: kTileRows rows of that many vectors, in registers
+  // The width is the number of rows of some products, and of columns of others.
+  static constexpr int64_t kWidthStep = kTileRows > kLanes ? kTileRows : kLanes, kRowStep = kTileRows;
+  static constexpr int64_t kQueryStep = kLanes, kDepthStep = 1;
   static constexpr bool kOneForm = true;  // the rows serve as every operand, without copies
 
   template <class T>

@@ -65,6 +65,23 @@ GPTLITE_INLINE void transpose_square(float* to, int64_t to_stride, const float* 
   }
 }
 
+#elif defined(__aarch64__)
+
+GPTLITE_INLINE void transpose_square(float* to, int64_t to_stride, const float* from, int64_t from_stride) {
+  Vec a[4];
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) a[i] = vld1q_f32(from + i * from_stride);
+  const Vec even_low = vtrn1q_f32(a[0], a[1]), odd_low = vtrn2q_f32(a[0], a[1]);
+  const Vec even_high = vtrn1q_f32(a[2], a[3]), odd_high = vtrn2q_f32(a[2], a[3]);
+  const auto store_pair = [=](int64_t column, Vec low, Vec high) GPTLITE_LAMBDA {
+    const float64x2_t first = vreinterpretq_f64_f32(low), second = vreinterpretq_f64_f32(high);
+    vst1q_f32(to + column * to_stride, vreinterpretq_f32_f64(vzip1q_f64(first, second)));
+    vst1q_f32(to + (column + 2) * to_stride, vreinterpretq_f32_f64(vzip2q_f64(first, second)));
+  };
+  store_pair(0, even_low, even_high);
+  store_pair(1, odd_low, odd_high);
+}
+
 #else
 
 GPTLITE_INLINE void transpose_square(float* to, int64_t to_stride, const float* from, int64_t from_stride) {

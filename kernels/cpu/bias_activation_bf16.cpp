@@ -1,8 +1,8 @@
-// Activation of x + bias (bias_activation.h) for bf16. AVX512-BF16 rounds to bf16 by one instruction instead of six.
+// Activation of x + bias (bias_activation.h) for bf16. These CPUs round to bf16 by one instruction instead of six.
 #include "bias_activation.h"
 
 namespace gptlite {
-namespace avx512_bf16 {
+namespace GPTLITE_ISA {
 
 int bias_activation_forward(void* y, const void* x, const void* bias, int64_t rows, int64_t width, int kind, int dtype, float* amax,
                             void* context) {
@@ -16,5 +16,5 @@ int bias_activation_backward(void* dx, void* dbias, float* workspace, const void
   return bias_activation_backward_of<Bf16>(dx, dbias, workspace, dy, x, bias, rows, width, kind, amax, context);
 }
 
-}  // namespace avx512_bf16
+}  // namespace GPTLITE_ISA
 }  // namespace gptlite

@@ -1,5 +1,5 @@
 // C functions of gptlite_kernels.h for CPUs. Each calls the version of its kernel that was compiled for the best
-// instruction set of this CPU. cpuid is queried once.
+// instruction set of this CPU, which is queried once.
 #pragma GCC visibility push(default)
 #include "gptlite_kernels.h"
 #pragma GCC visibility pop
@@ -13,13 +13,16 @@
 #include <cpuid.h>
 #endif
 #ifdef __linux__
+#include <sys/auxv.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
 
 #ifndef __x86_64__
 #define GPTLITE_NO_AMX
-#define GPTLITE_NO_AVX512_BF16
+#ifndef __aarch64__
+#define GPTLITE_NO_BF16
+#endif
 #endif
 
 namespace gptlite {
@@ -53,9 +56,15 @@ namespace gptlite {
 
 // Declares the kernels of each namespace, with the same types as in the header.
 #define GPTLITE_DECLARE(name) decltype(gptlite_cpu_##name) name;
+#ifdef __aarch64__
+namespace neon {
+GPTLITE_FOR_EACH_KERNEL(GPTLITE_DECLARE)
+}
+#else
 namespace baseline {
 GPTLITE_FOR_EACH_KERNEL(GPTLITE_DECLARE)
 }
+#endif
 #ifdef __x86_64__
 namespace avx2 {
 GPTLITE_FOR_EACH_KERNEL(GPTLITE_DECLARE)
@@ -71,14 +80,19 @@ GPTLITE_DECLARE(attention_backward)
 GPTLITE_DECLARE(weight_gradient)
 }  // namespace amx
 #endif
-#ifndef GPTLITE_NO_AVX512_BF16
-namespace avx512_bf16 {  // as above, only for bf16
+#ifndef GPTLITE_NO_BF16
+#ifdef __aarch64__
+#define GPTLITE_BF16_ISA neon_bf16
+#else
+#define GPTLITE_BF16_ISA avx512_bf16
+#endif
+namespace GPTLITE_BF16_ISA {  // as above, only for bf16
 GPTLITE_DECLARE(attention_forward)
 GPTLITE_DECLARE(attention_backward)
 GPTLITE_DECLARE(bias_activation_forward)
 GPTLITE_DECLARE(bias_activation_backward)
 GPTLITE_DECLARE(weight_gradient)
-}  // namespace avx512_bf16
+}  // namespace GPTLITE_BF16_ISA
 #endif
 
 namespace {
@@ -114,7 +128,7 @@ Isa detect() {
   if (!fma || !f16c || !has(b, 5) || (saved & ymm) != ymm) return Isa::baseline;
   const bool avx512 = has(b, 16) && has(b, 17) && has(b, 30) && has(b, 31);  // F, DQ, BW, VL
   if (!avx512 || (saved & zmm) != zmm) return Isa::avx2;
-#ifdef GPTLITE_NO_AVX512_BF16
+#ifdef GPTLITE_NO_BF16
   return Isa::avx512;
 #else
   if (!has(a1, 5)) return Isa::avx512;
@@ -122,8 +136,25 @@ Isa detect() {
   return amx && (saved & tiles) == tiles && may_use_tiles() ? Isa::amx : Isa::avx512_bf16;
 #endif
 }
+#elif defined(__aarch64__)
+Isa detect() {
+#if defined(__linux__) && !defined(GPTLITE_NO_BF16)
+  const unsigned long bf16 = 1ul << 14;  // HWCAP2_BF16, which old headers lack: BFDOT and BFCVTN on vectors
+  if (getauxval(AT_HWCAP2) & bf16) return Isa::neon_bf16;
+#endif
+  return Isa::neon;
+}
 #else
 Isa detect() { return Isa::baseline; }
+#endif
+
+#ifdef __aarch64__
+constexpr Isa kMost = Isa::neon_bf16, kWithBf16 = Isa::neon_bf16;
+const char* const kNames[] = {"neon", "neon_bf16"}, * const kUsed[] = {"neon", "neon neon_bf16"};
+#else
+constexpr Isa kMost = Isa::amx, kWithBf16 = Isa::avx512_bf16;
+const char* const kNames[] = {"baseline", "avx2", "avx512", "avx512_bf16", "amx"};
+const char* const kUsed[] = {"baseline", "avx2", "avx512", "avx512 avx512_bf16", "avx512 avx512_bf16 amx_bf16"};
 #endif
 
 Isa best() {
@@ -131,7 +162,7 @@ Isa best() {
   return found;
 }
 
-std::atomic<Isa> limit{Isa::amx};
+std::atomic<Isa> limit{kMost};
 
 }  // namespace
 
@@ -140,8 +171,6 @@ Isa isa() {
   return allowed < best() ? allowed : best();
 }
 
-bool has_avx512_bf16() { return isa() >= Isa::avx512_bf16; }
-
 }  // namespace gptlite
 
 #ifdef __x86_64__
@@ -149,6 +178,8 @@ bool has_avx512_bf16() { return isa() >= Isa::avx512_bf16; }
   (gptlite::isa() >= gptlite::Isa::avx512 ? gptlite::avx512::name         \
    : gptlite::isa() == gptlite::Isa::avx2 ? gptlite::avx2::name           \
                                           : gptlite::baseline::name)(__VA_ARGS__)
+#elif defined(__aarch64__)
+#define GPTLITE_RUN(name, ...) gptlite::neon::name(__VA_ARGS__)
 #else
 #define GPTLITE_RUN(name, ...) gptlite::baseline::name(__VA_ARGS__)
 #endif
@@ -163,13 +194,13 @@ bool has_avx512_bf16() { return isa() >= Isa::avx512_bf16; }
   }
 #endif
 
-#ifdef GPTLITE_NO_AVX512_BF16
+#ifdef GPTLITE_NO_BF16
 #define GPTLITE_TRY_BF16(name, ...)
 #else
-#define GPTLITE_TRY_BF16(name, ...)                             \
-  if (gptlite::has_avx512_bf16()) {                             \
-    const int status = gptlite::avx512_bf16::name(__VA_ARGS__); \
-    if (status != GPTLITE_UNSUPPORTED) return status;           \
+#define GPTLITE_TRY_BF16(name, ...)                                  \
+  if (gptlite::isa() >= gptlite::kWithBf16) {                        \
+    const int status = gptlite::GPTLITE_BF16_ISA::name(__VA_ARGS__); \
+    if (status != GPTLITE_UNSUPPORTED) return status;                \
   }
 #endif
 
@@ -348,31 +379,17 @@ int gptlite_cpu_weight_gradient(void* dw, void* dbias, const void* dy, const voi
   return GPTLITE_UNSUPPORTED;
 }
 
-const char* gptlite_cpu_isa(void) {
-  switch (gptlite::isa()) {
-    case gptlite::Isa::amx:
-      return "avx512 avx512_bf16 amx_bf16";
-    case gptlite::Isa::avx512_bf16:
-      return "avx512 avx512_bf16";
-    case gptlite::Isa::avx512:
-      return "avx512";
-    case gptlite::Isa::avx2:
-      return "avx2";
-    default:
-      return "baseline";
-  }
-}
+const char* gptlite_cpu_isa(void) { return gptlite::kUsed[static_cast<int>(gptlite::isa())]; }
 
 int gptlite_cpu_limit_isa(const char* isa) {
-  const char* const names[] = {"baseline", "avx2", "avx512", "avx512_bf16", "amx"};
   if (!isa) {
-    gptlite::limit = gptlite::Isa::amx;
+    gptlite::limit = gptlite::kMost;
     return 0;
   }
-  for (int i = 0; i < 5; ++i)
-    if (!std::strcmp(isa, names[i]) && gptlite::Isa(i) <= gptlite::best()) {
-      gptlite::limit = gptlite::Isa(i);
-      return 0;
-    }
-  return GPTLITE_UNSUPPORTED;
+  int found = std::strcmp(isa, "baseline") ? -1 : 0;  // on ARM, too
+  for (int i = 0; i <= static_cast<int>(gptlite::best()); ++i)
+    if (!std::strcmp(isa, gptlite::kNames[i])) found = i;
+  if (found < 0) return GPTLITE_UNSUPPORTED;
+  gptlite::limit = gptlite::Isa(found);
+  return 0;
 }

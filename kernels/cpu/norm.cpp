@@ -23,6 +23,9 @@ GPTLITE_INLINE Doubles upper(Vec v) { return _mm512_cvtps_pd(upper_half(v)); }
 #elif defined(__AVX2__)
 GPTLITE_INLINE Doubles lower(Vec v) { return _mm256_cvtps_pd(_mm256_castps256_ps128(v)); }
 GPTLITE_INLINE Doubles upper(Vec v) { return _mm256_cvtps_pd(_mm256_extractf128_ps(v, 1)); }
+#elif defined(__aarch64__)
+GPTLITE_INLINE Doubles lower(Vec v) { return vcvt_f64_f32(vget_low_f32(v)); }
+GPTLITE_INLINE Doubles upper(Vec v) { return vcvt_high_f64_f32(v); }
 #else
 GPTLITE_INLINE Doubles lower(Vec v) { return Doubles{v[0], v[1]}; }
 GPTLITE_INLINE Doubles upper(Vec v) { return Doubles{v[2], v[3]}; }

@@ -1,15 +1,15 @@
-// Products of 32 by 32 blocks of bf16 matrices, with the dot product instruction of AVX512-BF16. The lanes of a vector
-// are columns of the product. An instruction multiplies and adds two consecutive elements along the depth in each lane.
+// Products of 32 by 32 blocks of bf16 matrices, with the dot product instructions of AVX512-BF16 or of ARM's BF16. The
+// lanes of a vector are columns of the product. An instruction multiplies and adds two consecutive elements along the
+// depth in each lane.
 #pragma once
 
-#include <immintrin.h>
 #include <stdint.h>
 #include <string.h>
 
-#include "simd.h"
+#include "lanes_bf16.h"
 
 namespace gptlite {
-namespace avx512_bf16 {
+namespace GPTLITE_ISA {
 
 class PairDots {
  public:
@@ -32,39 +32,53 @@ class PairDots {
   }
 
  private:
-  static constexpr int kRows = 8;
+  // The part of c that is in registers at a time: kRows rows of kSides times 16 columns.
+  static constexpr int kRows = kLanes == 16 ? 8 : 4, kSides = kLanes == 16 ? 2 : 1, kVectors = 16 / kLanes;
 
   // Computes kRows rows of c. The elements of a row of `a` come in runs of 32, which are `a_step` elements apart. b and
   // b_other are the pairs of the first and the last 16 columns.
   GPTLITE_INLINE void multiply_rows(float* c, int64_t c_stride, const uint16_t* a, int64_t a_stride, int64_t a_step,
                                     const uint16_t* b, const uint16_t* b_other, int64_t b_stride, int64_t depth,
                                     bool add) {
-    __m512 sums[kRows][2];
+    const uint16_t* const sides[] = {b, b_other};
+    for (int side = 0; side < 2; side += kSides) {
+      multiply_columns(c + 16 * side, c_stride, a, a_stride, a_step, sides + side, b_stride, depth, add);
+    }
+  }
+
+  GPTLITE_INLINE void multiply_columns(float* c, int64_t c_stride, const uint16_t* a, int64_t a_stride, int64_t a_step,
+                                       const uint16_t* const* b, int64_t b_stride, int64_t depth, bool add) {
+    constexpr int columns = kSides * kVectors;
+    Vec sums[kRows][columns];
 #pragma GCC unroll 8
     for (int row = 0; row < kRows; ++row) {
-      sums[row][0] = add ? _mm512_loadu_ps(c + row * c_stride) : _mm512_setzero_ps();
-      sums[row][1] = add ? _mm512_loadu_ps(c + row * c_stride + 16) : _mm512_setzero_ps();
+#pragma GCC unroll 4
+      for (int v = 0; v < columns; ++v) sums[row][v] = add ? load(c + row * c_stride + v * kLanes, All{}) : Vec{};
     }
+    const uint16_t* right[kSides];
+    for (int side = 0; side < kSides; ++side) right[side] = b[side];
     for (int64_t k = 0; k < depth; k += 32, a += a_step) {
-      for (int64_t at = 0; at < 32; at += 2, b += b_stride, b_other += b_stride) {
-        const __m512bh first = (__m512bh)_mm512_loadu_si512(b), second = (__m512bh)_mm512_loadu_si512(b_other);
+      for (int64_t at = 0; at < 32; at += 2) {
+        Elements pairs[columns];
+#pragma GCC unroll 4
+        for (int v = 0; v < columns; ++v) pairs[v] = load_elements(right[v / kVectors] + v % kVectors * kElements);
+#pragma GCC unroll 2
+        for (int side = 0; side < kSides; ++side) right[side] += b_stride;
 #pragma GCC unroll 8
         for (int row = 0; row < kRows; ++row) {
-          int pair;
-          memcpy(&pair, a + row * a_stride + at, sizeof pair);
-          const __m512bh left = (__m512bh)_mm512_set1_epi32(pair);
-          sums[row][0] = _mm512_dpbf16_ps(sums[row][0], left, first);
-          sums[row][1] = _mm512_dpbf16_ps(sums[row][1], left, second);
+          const Elements left = broadcast_pair(a + row * a_stride + at);
+#pragma GCC unroll 4
+          for (int v = 0; v < columns; ++v) sums[row][v] = dot_pairs(sums[row][v], left, pairs[v]);
         }
       }
     }
 #pragma GCC unroll 8
     for (int row = 0; row < kRows; ++row) {
-      _mm512_storeu_ps(c + row * c_stride, sums[row][0]);
-      _mm512_storeu_ps(c + row * c_stride + 16, sums[row][1]);
+#pragma GCC unroll 4
+      for (int v = 0; v < columns; ++v) store(c + row * c_stride + v * kLanes, sums[row][v], All{});
     }
   }
 };
 
-}  // namespace avx512_bf16
+}  // namespace GPTLITE_ISA
 }  // namespace gptlite

@@ -43,6 +43,14 @@ GPTLITE_INLINE void join(Pairs pairs, Vec& low, Vec& high) {
   high = _mm256_permute2f128_ps(lower, upper, 0x31);
 }
 
+#elif defined(__aarch64__)
+
+GPTLITE_INLINE Pairs split(Vec low, Vec high) { return Pairs{vuzp1q_f32(low, high), vuzp2q_f32(low, high)}; }
+GPTLITE_INLINE void join(Pairs pairs, Vec& low, Vec& high) {
+  low = vzip1q_f32(pairs.first, pairs.second);
+  high = vzip2q_f32(pairs.first, pairs.second);
+}
+
 #else
 
 GPTLITE_INLINE Pairs split(Vec low, Vec high) {
@@ -81,6 +89,10 @@ GPTLITE_INLINE void store_pairs(Bf16* p, Pairs pairs, All) {
   const __m512i apart = (__m512i)_mm512_cvtne2ps_pbh(pairs.second, pairs.first);
   const Words order = Words{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} * 0x10001u + 0x100000u;
   _mm512_storeu_si512(p, _mm512_permutexvar_epi16((__m512i)order, apart));
+}
+#elif defined(__aarch64__)
+GPTLITE_INLINE void store_pairs(Bf16* p, Pairs pairs, All) {
+  vst2_u16(&p->bits, uint16x4x2_t{{to_bits(p, pairs.first), to_bits(p, pairs.second)}});
 }
 #else
 // Rounds to bf16 in the upper half of each word. The lower half is undefined.

@@ -12,7 +12,7 @@ struct RandomWords {
   Words half[2];
 };
 
-#if defined(__AVX2__)
+#if defined(__AVX2__) || defined(__aarch64__)
 
 typedef uint64_t Wide __attribute__((vector_size(4 * kLanes)));  // one counter per lane, in the lower half
 
@@ -27,6 +27,12 @@ GPTLITE_INLINE RandomWords interleaved(Wide a, Wide b) {
   const __m512i upper = _mm512_setr_epi64(4, 12, 5, 13, 6, 14, 7, 15);
   return RandomWords{{(Words)_mm512_permutex2var_epi64((__m512i)a, lower, (__m512i)b),
                       (Words)_mm512_permutex2var_epi64((__m512i)a, upper, (__m512i)b)}};
+}
+#elif defined(__aarch64__)
+GPTLITE_INLINE Wide product(Wide counters, uint32_t by) { return vmull_n_u32(vmovn_u64(counters), by); }
+GPTLITE_INLINE Wide first_groups(int64_t group) { return Wide{0, 1} + static_cast<uint64_t>(group); }
+GPTLITE_INLINE RandomWords interleaved(Wide a, Wide b) {
+  return RandomWords{{(Words)vzip1q_u64(a, b), (Words)vzip2q_u64(a, b)}};
 }
 #else
 GPTLITE_INLINE Wide product(Wide counters, uint32_t by) {

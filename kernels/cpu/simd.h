@@ -1,5 +1,5 @@
 // Vectors of fp32 lanes for the instruction set that the file is compiled for: 16 lanes (AVX-512), 8 (AVX2, FMA, F16C)
-// or 4 (any other). `Vec` is a vector type of the compiler, so + - * / and unary - work on it, also with a float.
+// or 4 (NEON, and any other). `Vec` is a vector type of the compiler, so + - * / and unary - work on it, also with a float.
 //
 //   load(p, lanes), store(p, v, lanes)   access fp32, bf16 or fp16 in memory (float, Bf16, Half), with any alignment.
 //   lanes                                All{} or First{n}, the first n lanes, 0 < n < kLanes. Memory after them is not

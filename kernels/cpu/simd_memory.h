@@ -132,6 +132,64 @@ GPTLITE_INLINE void store(Half* p, Vec v, All) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), half);
 }
 
+#elif defined(__aarch64__)
+
+GPTLITE_INLINE const uint16_t* bits_of(const Bf16* p) { return &p->bits; }
+GPTLITE_INLINE const uint16_t* bits_of(const Half* p) { return &p->bits; }
+
+GPTLITE_INLINE Vec from_bits(const Bf16*, uint16x4_t bits) { return vreinterpretq_f32_u32(vshll_n_u16(bits, 16)); }
+GPTLITE_INLINE Vec from_bits(const Half*, uint16x4_t bits) { return vcvt_f32_f16(vreinterpret_f16_u16(bits)); }
+
+GPTLITE_INLINE uint16x4_t to_bits(const Half*, Vec v) { return vreinterpret_u16_f16(vcvt_f16_f32(v)); }
+GPTLITE_INLINE uint16x4_t to_bits(const Bf16*, Vec v) {
+#if defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+  return vreinterpret_u16_bf16(vcvt_bf16_f32(v));
+#else
+  const Words bits = words(v), rounded = bits + 0x7FFFu + ((bits >> 16) & 1u);
+  return vshrn_n_u32(vbslq_u32((uint32x4_t)is_nan(v), bits | 0x400000u, rounded), 16);
+#endif
+}
+
+GPTLITE_INLINE Vec load(const float* p, All) { return vld1q_f32(p); }
+GPTLITE_INLINE void store(float* p, Vec v, All) { vst1q_f32(p, v); }
+template <class T>
+GPTLITE_INLINE Vec load(const T* p, All) {
+  return from_bits(p, vld1_u16(bits_of(p)));
+}
+template <class T>
+GPTLITE_INLINE void store(T* p, Vec v, All) {
+  vst1_u16(&p->bits, to_bits(p, v));
+}
+
+// The first one to three lanes, one by one: a vector that is loaded from lanes in memory would have to wait for them.
+// As functions: a row has one of these at its end, and inlining them takes a quarter of the compilation time.
+#define GPTLITE_TAIL [[maybe_unused]] static __attribute__((noinline))
+GPTLITE_TAIL Vec load(const float* p, First first) {
+  Vec v = vld1q_lane_f32(p, Vec{}, 0);
+  if (first.count > 1) v = vld1q_lane_f32(p + 1, v, 1);
+  if (first.count > 2) v = vld1q_lane_f32(p + 2, v, 2);
+  return v;
+}
+GPTLITE_TAIL void store(float* p, Vec v, First first) {
+  vst1q_lane_f32(p, v, 0);
+  if (first.count > 1) vst1q_lane_f32(p + 1, v, 1);
+  if (first.count > 2) vst1q_lane_f32(p + 2, v, 2);
+}
+template <class T>
+GPTLITE_TAIL Vec load(const T* p, First first) {
+  uint16x4_t bits = vld1_lane_u16(bits_of(p), uint16x4_t{}, 0);
+  if (first.count > 1) bits = vld1_lane_u16(bits_of(p + 1), bits, 1);
+  if (first.count > 2) bits = vld1_lane_u16(bits_of(p + 2), bits, 2);
+  return from_bits(p, bits);
+}
+template <class T>
+GPTLITE_TAIL void store(T* p, Vec v, First first) {
+  const uint16x4_t bits = to_bits(p, v);
+  vst1_lane_u16(&p->bits, bits, 0);
+  if (first.count > 1) vst1_lane_u16(&p[1].bits, bits, 1);
+  if (first.count > 2) vst1_lane_u16(&p[2].bits, bits, 2);
+}
+
 #else
 
 GPTLITE_INLINE Vec load(const float* p, All) {
@@ -151,6 +209,7 @@ GPTLITE_INLINE void store(T* p, Vec v, All) {
 
 #endif
 
+#if !defined(__aarch64__)
 template <class T>
 GPTLITE_INLINE Vec load(const T* p, First first) {
   T lanes[kLanes] = {};
@@ -163,6 +222,7 @@ GPTLITE_INLINE void store(T* p, Vec v, First first) {
   store(lanes, v, All{});
   for (int lane = 0; lane < first.count; ++lane) p[lane] = lanes[lane];
 }
+#endif
 
 #endif
 
@@ -178,6 +238,10 @@ GPTLITE_INLINE Mask load_bools(const uint8_t* p, All) {
   return _mm_test_epi8_mask(bytes, bytes);
 #elif defined(__AVX2__)
   return (Mask)_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))) != 0;
+#elif defined(__aarch64__)
+  uint32_t bytes;
+  memcpy(&bytes, p, sizeof bytes);
+  return (Mask)vmovl_u16(vget_low_u16(vmovl_u8(vcreate_u8(bytes)))) != 0;
 #else
   return Mask{p[0], p[1], p[2], p[3]} != 0;
 #endif

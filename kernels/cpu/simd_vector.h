@@ -17,6 +17,8 @@
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #include <immintrin.h>
 #pragma GCC diagnostic pop
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #define GPTLITE_INLINE static inline __attribute__((always_inline))
@@ -90,6 +92,15 @@ GPTLITE_INLINE Vec fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
 GPTLITE_INLINE Vec sqrt(Vec v) { return _mm256_sqrt_ps(v); }
 GPTLITE_INLINE Mask mask_of(First first) { return (Mask)(Mask{0, 1, 2, 3, 4, 5, 6, 7} < first.count); }
 
+#elif defined(__aarch64__)
+
+// FMAX and FMAXNM treat NaN in other ways, so these compare and select.
+GPTLITE_INLINE Vec max(Vec a, Vec b) { return vbslq_f32(vcgtq_f32(a, b), a, b); }
+GPTLITE_INLINE Vec min(Vec a, Vec b) { return vbslq_f32(vcltq_f32(a, b), a, b); }
+GPTLITE_INLINE Vec fma(Vec a, Vec b, Vec c) { return vfmaq_f32(c, a, b); }
+GPTLITE_INLINE Vec sqrt(Vec v) { return vsqrtq_f32(v); }
+GPTLITE_INLINE Mask mask_of(First first) { return (Mask)(Mask{0, 1, 2, 3} < first.count); }
+
 #else
 
 GPTLITE_INLINE Vec max(Vec a, Vec b) { return select((Mask)(a > b), a, b); }
@@ -134,6 +145,8 @@ GPTLITE_INLINE float sum(Vec v) {
   const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
   const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
   return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+#elif defined(__aarch64__)
+  return vpadds_f32(vadd_f32(vget_low_f32(v), vget_high_f32(v)));
 #else
   return (v[0] + v[2]) + (v[1] + v[3]);
 #endif
@@ -150,6 +163,8 @@ GPTLITE_INLINE float max_lane(Vec v) {
   const __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
   const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
   return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
+#elif defined(__aarch64__)
+  return vmaxnmvq_f32(v);
 #else
   const float a = v[0] > v[2] ? v[0] : v[2], b = v[1] > v[3] ? v[1] : v[3];
   return a > b ? a : b;

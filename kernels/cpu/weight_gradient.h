@@ -1,9 +1,8 @@
 // Gradients of a linear layer in bf16: dw = dyᵀ x, and dbias, the sum of dy over rows. A task computes one block of dw.
 // It loops over panels of kDepth rows. For each panel, the operands are packed into tiles that stay in the L2 cache: dy
-// transposed, x in pairs of rows. `Dot` multiplies the tiles: Tiles (AMX) or PairDots (AVX512-BF16).
+// transposed, x in pairs of rows. `Dot` multiplies the tiles: Tiles (AMX) or PairDots (AVX512-BF16, or BF16 of ARM).
 #pragma once
 
-#include <immintrin.h>
 #include <string.h>
 
 #include <atomic>
@@ -29,48 +28,55 @@ static inline Block block_at(int64_t index, int64_t size, int64_t total) {
   return {first, count, round_up(count, 32)};
 }
 
-GPTLITE_INLINE __m512i load_row(const uint16_t* rows, int64_t stride, int64_t row, int64_t count, __mmask32 mask) {
-  return row < count ? _mm512_maskz_loadu_epi16(mask, rows + row * stride) : _mm512_setzero_si512();
+GPTLITE_INLINE Elements load_row(const uint16_t* rows, int64_t stride, int64_t row, int64_t count, Part part) {
+  return row < count ? load_elements(rows + row * stride, part) : Elements{};
 }
 
 // Packs a square of 32 rows and 32 columns of dy into two left tiles [16 columns, 32 rows]. Adds the column sums to
-// `sums` unless it is NULL. Rows from `count` on are zeros.
+// `sums` unless it is NULL. Rows from `count` on are zeros, and so are columns from `width` on.
 GPTLITE_INLINE void pack_left(uint16_t* upper, uint16_t* lower, const uint16_t* from, int64_t stride, int64_t count,
-                              __mmask32 mask, float* sums) {
-  alignas(64) float rows[32 * 16], pairs[2][16 * 16];
-  for (int row = 0; row < 32; ++row) _mm512_store_si512(rows + 16 * row, load_row(from, stride, row, count, mask));
-  if (sums != nullptr) {
-    const Bf16* const elements = reinterpret_cast<const Bf16*>(rows);
-    Vec low = load(sums, All{}), high = load(sums + 16, All{});
+                              int64_t width, float* sums) {
+  alignas(64) float rows[32 * 16], pairs[16 * 32];
+  uint16_t* const elements = reinterpret_cast<uint16_t*>(rows);
+  for (int column = 0; column < 32; column += kElements) {
+    const Part part = part_of(width - column);
     for (int row = 0; row < 32; ++row) {
-      low += load(elements + 32 * row, All{});
-      high += load(elements + 32 * row + 16, All{});
+      store_elements(elements + 32 * row + column, load_row(from + column, stride, row, count, part));
     }
-    store(sums, low, All{});
-    store(sums + 16, high, All{});
   }
-  transpose_square(pairs[0], 16, rows, 16);
-  transpose_square(pairs[1], 16, rows + 256, 16);
-  const __m512i even = numbers(0, 2), odd = numbers(1, 2);
+  for (int column = 0; sums != nullptr && column < 32; column += kLanes) {
+    Vec total = load(sums + column, All{});
+    for (int row = 0; row < 32; ++row) {
+      total += load(reinterpret_cast<const Bf16*>(elements + 32 * row + column), All{});
+    }
+    store(sums + column, total, All{});
+  }
+  transpose(pairs, 32, rows, 16, 32, 16);
 #pragma GCC unroll 16
   for (int pair = 0; pair < 16; ++pair) {
-    const __m512i a = _mm512_load_si512(pairs[0] + 16 * pair), b = _mm512_load_si512(pairs[1] + 16 * pair);
     uint16_t* const to = (pair < 8 ? upper : lower) + 64 * (pair % 8);
-    _mm512_storeu_si512(to, _mm512_permutex2var_epi16(a, even, b));
-    _mm512_storeu_si512(to + 32, _mm512_permutex2var_epi16(a, odd, b));
+    for (int row = 0; row < 32; row += kElements) {
+      const Elements a = load_elements(pairs + 32 * pair + row), b = load_elements(pairs + 32 * pair + row + kLanes);
+      store_elements(to + row, evens(a, b));
+      store_elements(to + 32 + row, odds(a, b));
+    }
   }
 }
 
 // Packs a square of 32 rows and 32 columns of x into two right tiles [16 pairs of rows, 16 columns].
 GPTLITE_INLINE void pack_right(uint16_t* left, uint16_t* right, const uint16_t* from, int64_t stride, int64_t count,
-                               __mmask32 mask, float*) {
-  const __m512i low = interleaved(0, 32), high = interleaved(16, 48);
+                               int64_t width, float*) {
+  for (int column = 0; column < 32; column += kElements) {
+    const Part part = part_of(width - column);
 #pragma GCC unroll 16
-  for (int pair = 0; pair < 16; ++pair) {
-    const __m512i a = load_row(from, stride, 2 * pair, count, mask);
-    const __m512i b = load_row(from, stride, 2 * pair + 1, count, mask);
-    _mm512_storeu_si512(left + 32 * pair, _mm512_permutex2var_epi16(a, low, b));
-    _mm512_storeu_si512(right + 32 * pair, _mm512_permutex2var_epi16(a, high, b));
+    for (int pair = 0; pair < 16; ++pair) {
+      const Elements a = load_row(from + column, stride, 2 * pair, count, part);
+      const Elements b = load_row(from + column, stride, 2 * pair + 1, count, part);
+      // The first 16 columns are those of the left tile. If a vector has all 32, its halves go to both tiles.
+      uint16_t* const to = (column < 16 ? left : right) + 32 * pair + 2 * (column % 16);
+      store_elements(to, interleaved_low(a, b));
+      store_elements(kElements == 32 ? right + 32 * pair : to + kElements, interleaved_high(a, b));
+    }
   }
 }
 
@@ -83,7 +89,7 @@ void pack(uint16_t* to, const uint16_t* from, int64_t stride, const Block& rows,
     const uint16_t* const line = from + (rows.first + row) * stride + columns.first;
     for (int64_t column = 0; column < columns.padded; column += 32) {
       uint16_t* const tile = to + column / 16 * column_tiles + row / 32 * kTile;
-      square(tile, tile + column_tiles, line + column, stride, rows.count - row, lanes(columns.count - column),
+      square(tile, tile + column_tiles, line + column, stride, rows.count - row, columns.count - column,
              sums == nullptr ? nullptr : sums + column);
     }
   }
@@ -102,7 +108,7 @@ class Coming {
 
   void draw() {
     const int64_t end = smaller(drawn_ + each_, count_);
-    for (; drawn_ < end; ++drawn_) _mm_prefetch(at_ + drawn_ / lines_ * stride_ + drawn_ % lines_ * 32, _MM_HINT_T1);
+    for (; drawn_ < end; ++drawn_) __builtin_prefetch(at_ + drawn_ / lines_ * stride_ + drawn_ % lines_ * 32, 0, 2);
   }
 
  private:
@@ -112,16 +118,14 @@ class Coming {
 
 // Store `count` sums, rounded to bf16, as bf16 or as fp32.
 static inline void store_rounded(uint16_t* to, const float* from, int64_t count) {
-  for (int64_t i = 0; i < count; i += 32) {
-    const __m512bh both = _mm512_cvtne2ps_pbh(_mm512_loadu_ps(from + i + 16), _mm512_loadu_ps(from + i));
-    _mm512_mask_storeu_epi16(to + i, lanes(count - i), (__m512i)both);
+  for (int64_t i = 0; i < count; i += kElements) {
+    store_elements(to + i, rounded(load(from + i, All{}), load(from + i + kLanes, All{})), part_of(count - i));
   }
 }
 static inline void store_rounded(float* to, const float* from, int64_t count) {
-  for (int64_t i = 0; i < count; i += 16) {
-    const __m256i half = (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(from + i));
-    _mm512_mask_storeu_ps(to + i, static_cast<__mmask16>(lanes(count - i)), from_bf16(half));
-  }
+  for_columns<1>(count, [&](int64_t i, auto, auto lanes) GPTLITE_LAMBDA {
+    store(to + i, rounded(load(from + i, lanes)), lanes);
+  });
 }
 
 template <class Out>

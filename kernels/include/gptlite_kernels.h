@@ -242,18 +242,18 @@ int gptlite_cpu_attention_backward(const GptliteHeads* dq, const GptliteHeads* d
                                    int64_t heads, int64_t queries, int64_t keys, int64_t width, float scale,
                                    int64_t window, int dtype, void* context);
 
-// Gradients of a linear layer, on CPUs with AVX512-BF16 or AMX (GPTLITE_UNSUPPORTED on others). For dy [rows, outputs]
-// and x [rows, inputs], bf16: dw [outputs, inputs] = dyᵀ x, and dbias [outputs] (or NULL) is the sum of dy over rows.
-// Results are rounded to bf16 and written as `out_dtype`, bf16 or fp32. `threads` is the number of threads of the
-// context, which does not affect the results.
+// Gradients of a linear layer, on CPUs with AVX512-BF16, AMX or ARM's BF16 (GPTLITE_UNSUPPORTED on others). For dy
+// [rows, outputs] and x [rows, inputs], bf16: dw [outputs, inputs] = dyᵀ x, and dbias [outputs] (or NULL) is the sum of
+// dy over rows. Results are rounded to bf16 and written as `out_dtype`, bf16 or fp32. `threads` is the number of threads
+// of the context, which does not affect the results.
 int gptlite_cpu_weight_gradient(void* dw, void* dbias, const void* dy, const void* x, int64_t rows, int64_t outputs,
                                 int64_t inputs, int dtype, int out_dtype, int64_t threads, void* context);
 
 // Returns the instruction sets that the CPU kernels use on this machine: "avx512 avx512_bf16 amx_bf16", "avx512", "avx2"
-// or "baseline".
+// or "baseline"; on ARM "neon neon_bf16" or "neon".
 const char* gptlite_cpu_isa(void);
-// Limits the CPU kernels to "baseline", "avx2", "avx512", "avx512_bf16" or "amx"; NULL removes the limit. Returns 0, or
-// GPTLITE_UNSUPPORTED if the CPU lacks the instruction set.
+// Limits the CPU kernels to "baseline", "avx2", "avx512", "avx512_bf16" or "amx", on ARM to "neon" (also "baseline") or
+// "neon_bf16"; NULL removes the limit. Returns 0, or GPTLITE_UNSUPPORTED if the CPU lacks the instruction set.
 int gptlite_cpu_limit_isa(const char* isa);
 
 #ifdef __cplusplus

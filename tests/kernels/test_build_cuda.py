@@ -6,13 +6,14 @@ With the small sources of test_build.py and an nvcc that writes down its calls.
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from gptlite.kernels import build, library
 from gptlite.kernels.library import LoadedLibrary, Unavailable, gpu_arch, load, prepare
-from gptlite.kernels.toolchain import BuildError, find_nvcc
+from gptlite.kernels.toolchain import BuildError, cudart, find_nvcc
 from gptlite.kernels.units import ROOT
 from kernels.test_build import CXX, command, compiles, forked, quiet, sources
 
@@ -133,6 +134,40 @@ def test_the_architecture_of_the_gpus(capabilities: list, arch: str, monkeypatch
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capabilities[index])
     assert gpu_arch() == arch
+
+
+# Where toolkits have CUDA's static runtime, by the processor of this machine: of ARM servers it is "sbsa".
+FOLDERS = [
+    ("x86_64", "lib64"),
+    ("x86_64", "lib"),
+    ("x86_64", "targets/x86_64-linux/lib"),
+    ("aarch64", "lib64"),
+    ("aarch64", "lib"),
+    ("aarch64", "targets/sbsa-linux/lib"),
+]
+
+
+@pytest.mark.parametrize(("machine", "folder"), FOLDERS)
+def test_cudas_runtime_is_that_of_this_processor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, machine: str, folder: str
+) -> None:
+    """In the toolkit that nvcc names, or where nvcc is; a toolkit for both processors has another one for the other."""
+    monkeypatch.setattr(os, "uname", lambda: SimpleNamespace(machine=machine))
+    (tmp_path / "lib64" / "libcudart_static.a").unlink()
+    foreign = tmp_path / "targets" / ("x86_64-linux" if machine == "aarch64" else "sbsa-linux") / "lib"
+    foreign.mkdir(parents=True)
+    (foreign / "libcudart_static.a").write_bytes(b"!<arch>\n")
+    with pytest.raises(BuildError, match=r"^no libcudart_static\.a in the CUDA toolkit of .*nvcc$"):
+        cudart(find_nvcc())
+    (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+    (tmp_path / folder / "libcudart_static.a").write_bytes(b"!<arch>\n")
+    assert cudart(find_nvcc()) == tmp_path / folder / "libcudart_static.a"
+    elsewhere = tmp_path / "elsewhere" / folder
+    elsewhere.mkdir(parents=True)
+    (elsewhere / "libcudart_static.a").write_bytes(b"!<arch>\n")
+    lines = f"#$ _NVVM_BRANCH_=nvvm\\n#$ TOP={tmp_path / 'elsewhere'}\\n"
+    command(tmp_path, "nvcc", f"case \"$*\" in *--dryrun*) printf '{lines}' >&2;; *) echo 'release 13.0';; esac")
+    assert cudart(find_nvcc()) == elsewhere / "libcudart_static.a"
 
 
 @pytest.mark.parametrize(

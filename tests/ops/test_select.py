@@ -79,7 +79,7 @@ def test_a_kernel_asked_for_by_name_that_cannot_run_is_refused(without_kernels, 
         select_ops(replace(OpsConfig(), **{key: kind.fused}), CPU)
 
 
-@pytest.mark.parametrize("isa", ["avx512 avx512_bf16 amx_bf16", "avx512 avx512_bf16"])
+@pytest.mark.parametrize("isa", ["avx512 avx512_bf16 amx_bf16", "avx512 avx512_bf16", "neon neon_bf16"])
 def test_linear_layers_are_fused_where_there_are_products_of_bf16(monkeypatch, isa):
     with_isa(monkeypatch, isa)
     assert select_ops(OpsConfig(), CPU).linear
@@ -108,6 +108,16 @@ def test_linear_layers_are_not_fused_without_products_of_bf16(with_kernels):
     with pytest.raises(
         ConfigError, match=r"^ops.linear=fused needs a CPU with AVX512-BF16; this CPU has no AVX.*=auto$"
     ):
+        select_ops(OpsConfig(linear=Implementation.fused), CPU)
+
+
+def test_on_arm_the_banner_names_neon_and_what_falls_back(monkeypatch):
+    with_isa(monkeypatch, "neon")
+    ops = select_ops(OpsConfig(), CPU)
+    assert ops.reasons[0] == "linear reference (this CPU has no BF16)"
+    fused, _, why = ops.reasons[1].partition(" fused ")
+    assert (set(fused.split(", ")) >= {*PLAIN, "attention", "cross_entropy"}, why) == (True, "(neon kernels)")
+    with pytest.raises(ConfigError, match=r"^ops.linear=fused needs a CPU with BF16; this CPU has no BF16; .*=auto$"):
         select_ops(OpsConfig(linear=Implementation.fused), CPU)
 
 
