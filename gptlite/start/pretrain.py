@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from gptlite.config.schema import Config
+from gptlite.config.schema import Config, require_config
 from gptlite.metrics.meter import Throughput
 from gptlite.parallelism.config import Offload
 from gptlite.parallelism.mesh import Mesh
@@ -62,6 +62,7 @@ def pretrain(
     run. Raises ConfigError for a configuration that cannot run here,
     before writing to the run folder (the server of an experiment tracker may still refuse the run later).
     """
+    require_config(config)
     grow_segments()
     began, leaving = time.monotonic() if started is None else started, ""
     own = shelf  # or memory of this process, for checkpoints in memory

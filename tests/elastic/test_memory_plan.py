@@ -21,7 +21,10 @@ SMALL = ["data=synthetic", "data.vocab_size=128", "model=gpt-lite", "model.num_l
     [
         (["memory_interval=-1"], "checkpoint.memory_interval=-1 must not be negative; 0 turns it off"),
         (["replicas=-1", "memory_interval=1"], "checkpoint.replicas=-1 must not be negative; 0 turns it off"),
-        (["replicas=1"], "but checkpoint.memory_interval=0 keeps none; set e.g. checkpoint.memory_interval=10"),
+        (
+            ["replicas=1", "memory_interval=0"],
+            "but checkpoint.memory_interval=0 keeps none; leave checkpoint.memory_interval ",
+        ),
         (["replicas=2", "memory_interval=5", "../cluster.nodes=2"], "but cluster.nodes=2; use checkpoint.replicas=1"),
     ],
 )
@@ -52,3 +55,8 @@ def test_partners_are_on_other_nodes_and_share_the_copies_evenly():
     assert [partner(nodes, rank, 2) for rank in range(6)] == [4, 5, 0, 1, 2, 3]
     uneven = ["a", "b", "a", "b", "a"]
     assert [partner(uneven, rank, 1) for rank in range(5)] == [1, 0, 3, 2, 1]
+
+
+def test_copies_alone_keep_checkpoints_every_ten_steps():
+    steps = [load([*SMALL, *more]).checkpoint.memory_steps for more in ([], ["checkpoint.replicas=1"])]
+    assert steps == [0, 10]

@@ -64,8 +64,9 @@ def late(run: Callable, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
     return start
 
 
-UNLIKE = ("time", "tokens_per_second", "samples_per_second", "step_seconds", "mfu", "memory_allocated_bytes",
-          "memory_peak_bytes", "memory_average_bytes", "memory_activations_bytes", "utilization")  # fmt: skip
+UNLIKE = ("time", "goodput", "tokens_per_second", "samples_per_second", "step_seconds", "mfu",
+          "memory_allocated_bytes", "memory_peak_bytes", "memory_average_bytes", "memory_activations_bytes",
+          "utilization")  # fmt: skip
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
