@@ -90,8 +90,14 @@ def main(arguments: Arguments) -> None:
             rows.append({"run": name, "lost_what": arguments.lost} | _row(arguments, name, folder))
             print(_line(f"{name} {number}", rows[-1]), flush=True)
         of = [row for row in rows if row["run"] == name]
-        print(_line(name, {key: median(row[key] for row in of if row[key] is not None) for key in COLUMNS}))
+        print(_line(name, {key: _median([row[key] for row in of]) for key in COLUMNS}))
     (out / "rows.json").write_text(json.dumps(rows, indent=2) + "\n")
+
+
+def _median(values: list[float | None]) -> float | None:
+    """Return the median of the values that are known; None if none is, as the pause of a lost rank."""
+    known = [value for value in values if value is not None]
+    return median(known) if known else None
 
 
 def _line(name: str, row: Row) -> str:
