@@ -21,8 +21,9 @@ def equalize_gradients(parameters: Sequence[Tensor], axis: TensorAxis, mesh: Mes
     that depends on their position, which is behind the shards of other parameters in the same bucket. With sequence
     parallelism they are equal already: slices of them have been added.
     """
-    uneven = any(is_cut(parameter) and parameter.shape[0] % axis.size for parameter in parameters)
-    if axis.sequence or mesh.size("dp_replicate") < 3 or not uneven:
+    if axis.sequence or mesh.size("dp_replicate") < 3:
+        return
+    if not any(is_cut(parameter) and parameter.shape[0] % axis.size for parameter in parameters):
         return
     gradients = [local_tensor(p.grad) for p in parameters if p.grad is not None and not is_cut(p)]
     if gradients:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import sys
 import time
 from contextlib import suppress
@@ -16,17 +15,15 @@ from types import TracebackType
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from gptlite.config.overrides import hydra_value
 from gptlite.config.saved import from_yaml, to_yaml
 from gptlite.config.schema import Config
 from gptlite.errors import ConfigError, printable
-from gptlite.invocation import launched_command
 from gptlite.launch.elastic import going_on
 from gptlite.launch.starter import Starter
 from gptlite.parallelism.collectives import broadcast_text, gather_bytes
 from gptlite.parallelism.process_group import join, leave_group
 from gptlite.satellites.elastic.attendance import Attendance
-from gptlite.satellites.elastic.degree import largest
+from gptlite.satellites.elastic.degree import largest, ranks_per_copy, too_few
 from gptlite.satellites.elastic.disk import write_to_disk
 from gptlite.satellites.elastic.exchange import hand_over
 from gptlite.satellites.elastic.roster import Member, Roster, merged
@@ -141,12 +138,10 @@ class Meeting:
             join(self.config.parallelism.timeout_seconds, place=(store, node.rank, count))
 
     def _say_too_few(self) -> None:
-        layout, seconds = self.config.parallelism, self.config.parallelism.timeout_seconds
+        ranks, seconds = self._node.world_size, self.config.parallelism.timeout_seconds
         if self._node.rank == 0:
-            inner = layout.tensor * layout.pipeline * layout.context
             line = (
-                f"too few ranks ({self._node.world_size}) for parallelism.tensor x pipeline x context = {inner}; "
-                f"waiting up to parallelism.timeout_seconds={seconds:g} for more nodes; later, go on with "
-                f"{launched_command()} {shlex.join([f'run.dir={hydra_value(self.config.run.dir)}'])}"
+                f"too few ranks ({ranks}) for parallelism.tensor x pipeline x context = {ranks_per_copy(self.config)}; "
+                f"waiting up to parallelism.timeout_seconds={seconds:g} for more nodes; {too_few(self.config, ranks)}"
             )
             print(printable(line), file=sys.stderr, flush=True)

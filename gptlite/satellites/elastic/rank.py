@@ -39,7 +39,7 @@ from gptlite.trainer.signals import StopSignal
 
 @dataclass(frozen=True)
 class RankTask:
-    """What a worker has sent: the variables of its launcher, and with our launcher the arguments of a worker.
+    """Message of a worker: the variables of its launcher, and with our launcher the arguments of a worker.
 
     `words` are its command line. `ended` says when and how an earlier process of this rank has ended, None if it has
     not.
@@ -53,7 +53,7 @@ class RankTask:
 
 @dataclass(frozen=True)
 class RankRun:
-    """What gptlite/start/elastic.py gives a rank: how to train in a world, and to predict its memory before."""
+    """Functions of gptlite/start/elastic.py for a rank: training in a world, and prediction of its memory."""
 
     train: Callable[..., int]
     predict: Callable[[Config, Path | None, int], str]

@@ -52,7 +52,7 @@ class Roster:
 
 @dataclass(frozen=True)
 class Member:
-    """What a rank tells the others when they meet: its node, the roster it knows, its last step, and why it has ended.
+    """Message of a rank to the others at a meeting: its node, the roster it knows, its last step, and why it has ended.
 
     `lost` is the time, in seconds since 1970, at which it has noticed the end of the last world; None if that ended in
     order. `gone` says how an earlier process of this rank has ended.
