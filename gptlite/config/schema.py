@@ -6,10 +6,11 @@ This package does not import torch, so that `gptlite train --cfg job` and `--hel
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hydra.core.config_store import ConfigStore
+from hydra.core.config_store import ConfigNode, ConfigStore
 from omegaconf import OmegaConf
 
 import gptlite
@@ -120,15 +121,14 @@ def register() -> None:
     import_included()  # their schemas too
     OmegaConf.register_new_resolver("gptlite.model_name", lambda *, _root_: model_name(_root_.model), replace=True)
     store = ConfigStore.instance()
-    if not _is_stored(store.repo, "config_schema", Config):
-        store.store(name="config_schema", node=Config)
+    _offer(store.repo, "config_schema", Config)
     for group, schemas in SCHEMAS.items():
-        for name, node in schemas.items():
-            if not _is_stored(store.repo.get(group, {}), name, node):
-                store.store(group=group, name=name, node=node)
+        for name, schema in schemas.items():
+            _offer(store.repo.setdefault(group, {}), name, schema)
     for name in prepared_folders():
         node = {"defaults": ["tokens_schema", "_self_"], "path": f"{PREPARED}/{name}"}
-        store.store(group="data", name=name, node=node | {"sequence_length": "${model.sequence_length}"})
+        node["sequence_length"] = "${model.sequence_length}"
+        store.store(group="data", name=name, node=node)
 
 
 def model_name(model: Any) -> str:
@@ -138,10 +138,23 @@ def model_name(model: Any) -> str:
     return getattr(model, "name", None) or registered
 
 
-def _is_stored(group: dict[str, Any], name: str, node: type) -> bool:
-    """Return True if Hydra has this schema: converting all of them again takes a fifth of a composition."""
-    entry = group.get(f"{name}.yaml")
-    return entry is not None and OmegaConf.get_type(entry.node) is node
+class _Schema(ConfigNode):
+    """Entry of Hydra's store that is converted at its first use: a composition uses a dozen of about fifty."""
+
+    def __init__(self, name: str, schema: type) -> None:
+        self.name, self.schema = name, schema
+        self.group = self.package = self.provider = None
+
+    @cached_property
+    def node(self) -> Any:  # type: ignore[override]
+        """The schema as Hydra's store keeps it."""
+        return OmegaConf.structured(self.schema)
+
+
+def _offer(group: dict[str, Any], name: str, schema: type) -> None:
+    """Add a schema to a group of Hydra's store, unless it is there."""
+    if getattr(group.get(f"{name}.yaml"), "schema", None) is not schema:
+        group[f"{name}.yaml"] = _Schema(f"{name}.yaml", schema)
 
 
 def prepared_folders() -> list[str]:
