@@ -27,7 +27,8 @@ def work(arguments: list[str]) -> NoReturn:
 
 
 def keep(arguments: list[str]) -> None:
-    """Keep the ranks of this node. The arguments are a folder and the launcher; standard input is the configuration."""
+    """Keep the ranks of this node. The arguments are a folder, a descriptor with a lock and the launcher; standard
+    input is the configuration."""
     from gptlite.invocation import prepare_process
     from gptlite.launch.process import keep_freed_memory
 
@@ -41,8 +42,8 @@ def keep(arguments: list[str]) -> None:
 
     config = from_yaml(text, imports=True)
     threads = prepared(config)
-    folder, launcher = Path(arguments[0]), int(arguments[1])
-    Keeper(folder, launcher, config.checkpoint.replicas, partial(serve, text, threads)).run()
+    folder, lock, launcher = Path(arguments[0]), int(arguments[1]), int(arguments[2])
+    Keeper(folder, launcher, config.checkpoint.replicas, partial(serve, text, threads)).run(lock)
     os._exit(0)  # at once: torch takes seconds to unload
 
 

@@ -29,7 +29,7 @@ class Nodes:
 
     def __init__(self, folder: Path, *overrides: str, ranks: int = 1) -> None:
         self.folder, self.run, self._ranks = folder, folder / "run", ranks
-        self._overrides = [*TINY, "parallelism.elastic=true", f"run.dir={self.run}", *overrides]
+        self.overrides = [*TINY, "parallelism.elastic=true", f"run.dir={self.run}", *overrides]
         self._store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
         self.agents: dict[int, subprocess.Popen] = {}
         self.seen: set[int] = set()
@@ -45,7 +45,7 @@ class Nodes:
         ]
         with (self.folder / f"log-{number}").open("ab") as log:
             self.agents[number] = subprocess.Popen(
-                [sys.executable, *words, TRAIN, *self._overrides],
+                [sys.executable, *words, TRAIN, *self.overrides],
                 stdout=log,
                 stderr=log,
                 stdin=subprocess.DEVNULL,
@@ -60,10 +60,13 @@ class Nodes:
     def workers(self, number: int) -> list[int]:
         return children(self.agents[number].pid)
 
-    def keeper(self, number: int) -> int | None:
+    def keepers(self, number: int) -> list[int]:
         end = f"\0{self.agents[number].pid}\0".encode()
         forks = [pid for pid, words in commands() if b"import keep; keep" in words and words.endswith(end)]
-        return next((pid for pid in forks if parent(pid) not in forks), None)  # ranks have its command line
+        return [pid for pid in forks if parent(pid) not in forks]  # ranks have its command line
+
+    def keeper(self, number: int) -> int | None:
+        return next(iter(self.keepers(number)), None)
 
     def ranks(self, number: int) -> list[int]:
         keeper = self.keeper(number)

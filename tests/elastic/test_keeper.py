@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -81,6 +82,28 @@ def test_a_killed_node_is_lost_and_one_that_comes_later_is_back(nodes: Nodes) ->
     losses = nodes.losses()
     for step, loss in whole(nodes, max(losses)).items():
         assert losses[step] == pytest.approx(loss, rel=1e-5), step
+
+
+def test_ranks_wait_for_a_keeper_that_is_slow_to_start_and_there_is_one(nodes: Nodes) -> None:
+    """Longer than a collective may take, and even if the worker that has started it is gone meanwhile."""
+    nodes.overrides.append("parallelism.timeout_seconds=3")
+    nodes.start(0)
+    nodes.training(1)
+
+    def join() -> None:
+        nodes.start(1)
+        nodes.wait(lambda: nodes.keeper(1) is not None)
+        keeper = nodes.keeper(1)
+        assert keeper is not None
+        os.kill(keeper, signal.SIGSTOP)
+        os.kill(nodes.workers(1)[0], signal.SIGKILL)  # its agent starts another one
+        time.sleep(12)
+        assert nodes.keepers(1) == [keeper]
+        os.kill(keeper, signal.SIGCONT)
+
+    assert nodes.restarted(join)["world"] == 2
+    assert len(nodes.restarts()) == 1
+    nodes.stop()
 
 
 def test_a_frozen_first_node_is_lost_and_changes_nothing_when_it_runs_again(nodes: Nodes) -> None:

@@ -47,7 +47,7 @@ def serve(control, shelf, pulse):
             time.sleep(1000)
         else:
             control.sendall(what.encode() + b"\\n")
-keeper.Keeper(Path(sys.argv[1]), int(sys.argv[2]), 0, serve).run()
+keeper.Keeper(Path(sys.argv[1]), int(sys.argv[3]), 0, serve).run(int(sys.argv[2]))
 """
 
 
@@ -77,8 +77,10 @@ class Kept:
         self.folder = folder / "keeper"
         self.folder.mkdir(mode=0o700)
         self.launcher = subprocess.Popen(["sleep", "1000"])
+        lock = os.open(self.folder, os.O_RDONLY)
         self.process = subprocess.Popen(
-            [sys.executable, *words, str(self.folder), str(self.launcher.pid)],
+            [sys.executable, *words, str(self.folder), str(lock), str(self.launcher.pid)],
+            pass_fds=[lock],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -86,6 +88,7 @@ class Kept:
             start_new_session=True,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
+        os.close(lock)
         assert self.process.stdin is not None
         with self.process.stdin as pipe:
             pipe.write(text)

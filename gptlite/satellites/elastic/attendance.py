@@ -33,7 +33,7 @@ APPENDED = "train.log", "metrics.jsonl", "data_order.jsonl", RESTARTS  # files o
 
 
 class Attendance:
-    """State of a rank's process in one world after another: `meet`, `watch`, `note`, and `left` at the end of each.
+    """State of a rank's process in one world after another: `enter`, `meet`, `watch`, `note`, and `left` at the end.
 
     `gone` says how an earlier process of this rank has ended, "" if it has not.
     """
@@ -47,7 +47,8 @@ class Attendance:
         self._timer: threading.Timer | None = None
         self._roster, self._change = Roster(), WorldChange([], [], [], 0, "", None)
         self._first_step: Callable[[], None] = lambda: None
-        self.came = 0.0  # time at which the keeper has sent this rank into its world
+        self._inside = False
+        self._came = 0.0  # time at which the keeper has sent this rank into its world
 
     @property
     def restarted(self) -> bool:
@@ -59,24 +60,29 @@ class Attendance:
         """Last step of the world before; None in the first world."""
         return self._change.step if self.restarted else None
 
+    def enter(self) -> None:
+        """Note that this rank is in a world from now on, so that it can be made to leave."""
+        with self._lock:
+            self._inside, self._came = True, time.time()
+
     def leave(self, why: str, silent: float = 0.0) -> None:
         """Make this rank leave its world, called from another thread: whatever waits for other ranks raises. `silent`
-        are the seconds since the loss of others."""
+        are the seconds since the loss of others. Has no effect between two worlds."""
         with self._lock:
-            if self._timer is not None:
+            if not self._inside or self._timer is not None:
                 return
             self._timer = threading.Timer(UNWIND_SECONDS, os._exit, [1])  # blocked elsewhere: the keeper forks anew
             self._timer.daemon = True
             self._timer.start()
-        self.note_loss(why, time.time() - silent)
-        cut_connections()
+            self.note_loss(why, time.time() - silent)
+            cut_connections()
 
     def left(self) -> None:
         """Stop the timer of `leave`: this rank has left its world."""
         with self._lock:
             if self._timer is not None:
                 self._timer.cancel()
-            self._timer, self._first_step = None, lambda: None
+            self._inside, self._timer, self._first_step = False, None, lambda: None
 
     def note_loss(self, why: str, when: float | None = None) -> None:
         """Note the time of a loss in seconds since 1970, by default now, and the reason, if this is the first."""
@@ -135,7 +141,7 @@ class Attendance:
             **degrees,
             "cause": change.cause,
         }
-        times = [change.loss or change.ended, self.came, self._met, time.time()]
+        times = [change.loss or change.ended, self._came, self._met, time.time()]
 
         def write() -> None:
             ends = [*times[1:], time.time()]

@@ -59,14 +59,15 @@ class Keeper:
         self._end = os.pidfd_open(launcher)  # raises ProcessLookupError if the launcher has ended
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
 
-    def run(self) -> None:
-        """Serve workers until the launcher has ended."""
+    def run(self, lock: int) -> None:
+        """Serve workers until the launcher has ended. Closes the descriptor `lock` once they can connect."""
         path = self._folder / SOCKET
         place = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY)
         self._listener.bind(f"/proc/self/fd/{place}/{SOCKET}.new")
         os.close(place)
         self._listener.listen(128)
         os.rename(f"{path}.new", path)  # a worker that sees it can connect
+        os.close(lock)
         self._selector.register(self._end, selectors.EVENT_READ)
         self._selector.register(self._listener, selectors.EVENT_READ)
         try:

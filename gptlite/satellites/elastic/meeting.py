@@ -26,6 +26,7 @@ from gptlite.satellites.elastic.attendance import Attendance
 from gptlite.satellites.elastic.degree import largest, ranks_per_copy, too_few
 from gptlite.satellites.elastic.disk import write_to_disk
 from gptlite.satellites.elastic.exchange import hand_over
+from gptlite.satellites.elastic.proxy import START_SECONDS
 from gptlite.satellites.elastic.roster import Member, Roster, merged
 from gptlite.satellites.elastic.shelf import Shelf
 
@@ -55,17 +56,20 @@ class Meeting:
                 "TORCH_DISABLE_SHARE_RDZV_TCP_STORE is not set, so torchrun's agents would not find a new first node "
                 "after a loss; export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on all nodes"
             )
-        timeout = timedelta(seconds=seconds)
         self._store = TCPStore(
             node.master_address,
             node.master_port,
             node.world_size,
             is_master=node.rank == 0 and not agents,
-            timeout=timeout,
+            timeout=timedelta(seconds=max(seconds, START_SECONDS)),
             wait_for_workers=False,
         )
         # The store of a launcher on one node outlives its worlds, which are counted there.
         world = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/" if agents else ""
+        if self._store.add(f"{world}come", 1) == node.world_size:
+            self._store.set(f"{world}here", "")
+        self._store.wait([f"{world}here"])  # for the imports of a node that joins, whatever a collective may take
+        self._store.set_timeout(timedelta(seconds=seconds))
         place = PrefixStore(f"{world}all", self._store), node.rank, node.world_size
         if node.world_size > 1:
             join(seconds, place=place)

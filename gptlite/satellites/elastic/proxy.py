@@ -72,8 +72,10 @@ def go_on(arguments: Sequence[str] = ()) -> None:
 def with_keeper(command: Sequence[str], text: Callable[[], str], arguments: Sequence[str] = ()) -> NoReturn:
     """Start this node's keeper, unless another worker has done so, and stand for one of its ranks.
 
-    `command` are the arguments of Python that start a keeper, to which its folder and its launcher are appended; it
-    reads `text()` from its standard input. Raises ConfigError.
+    `command` are the arguments of Python that start a keeper, to which its folder, a file descriptor and its launcher
+    are appended; it reads `text()` from its standard input. It holds the descriptor's lock until workers can connect,
+    so that a worker that is started while it imports torch, because this one has been ended, waits for it.
+    Raises ConfigError.
     """
     folder = keeper_folder()
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -81,14 +83,14 @@ def with_keeper(command: Sequence[str], text: Callable[[], str], arguments: Sequ
         with (folder / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # the first worker to come starts the keeper
             if (connection := keeper_socket(folder)) is None:
-                connection = _start(folder, command, text())
+                connection = _start(folder, command, text(), lock.fileno())
     stand_for(connection, arguments)
 
 
-def _start(folder: Path, command: Sequence[str], text: str) -> socket.socket:
-    words = [sys.executable, *command, str(folder), str(os.getppid())]
+def _start(folder: Path, command: Sequence[str], text: str, lock: int) -> socket.socket:
+    words = [sys.executable, *command, str(folder), str(lock), str(os.getppid())]
     # A session of its own: Ctrl-C reaches the workers, which pass it on.
-    process = subprocess.Popen(words, stdin=subprocess.PIPE, start_new_session=True, text=True)
+    process = subprocess.Popen(words, stdin=subprocess.PIPE, start_new_session=True, text=True, pass_fds=[lock])
     assert process.stdin is not None
     with process.stdin as pipe:
         pipe.write(text)

@@ -64,7 +64,6 @@ class Control:
 
     def __init__(self, connection: socket.socket, attendance: Attendance) -> None:
         self._connection, self._attendance = connection, attendance
-        self.busy = False  # a task is under way
         self._tasks: queue.SimpleQueue[tuple[RankTask, list[int]]] = queue.SimpleQueue()
         threading.Thread(target=self._read, daemon=True, name="keeper's tasks").start()
 
@@ -86,8 +85,7 @@ class Control:
             *lines, rest = rest.split(b"\n")
             for message in map(json.loads, lines):
                 if message == "leave":
-                    if self.busy:
-                        self._attendance.leave("a worker has ended")
+                    self._attendance.leave("a worker has ended")
                 else:
                     self._tasks.put((RankTask(**message), descriptors))
                     descriptors = []
@@ -116,12 +114,11 @@ def serve(control: socket.socket, shelf: Shelf, pulse: int, run: RankRun, text: 
                 del os.environ[name]
             os.environ.update(task.variables)
             sys.orig_argv = task.words  # for printed commands
-            link.busy, attendance.came = True, time.time()
+            attendance.enter()
             code = Start(task, shelf, attendance, run).run(text)
             for number in SIGNALS:
                 signal.signal(number, signal.SIG_IGN)
             unwind()
-            link.busy = False
             attendance.left()
         send_output([os.open(os.devnull, os.O_RDWR)] * 2)
         link.done(code)

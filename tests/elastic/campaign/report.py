@@ -19,7 +19,7 @@ WORDS = {
     "restore": "during a restore",
     "rejoin": "during a rejoin",
 }
-HEAD = "count | right | detected, s | mean, s | worst, s | repeated steps | from memory | back, s |"
+HEAD = "count | right | spare | detected, s | mean, s | worst, s | repeated steps | from memory | back, s |"
 
 
 def read(path: Path) -> list[Row]:
@@ -29,12 +29,12 @@ def read(path: Path) -> list[Row]:
 
 def table(losses: list[Row], runs: list[Row]) -> str:
     """Return the table for docs/benchmarks_systems.md, by kind and by layout, and a line on the runs."""
-    lines = [f"| loss | {HEAD}", "|---" * 9 + "|"]
+    lines = [f"| loss | {HEAD}", "|---" * 10 + "|"]
     for kind in KINDS:
         if rows := [row for row in losses if row["kind"] == kind]:
             lines.append(_line(WORDS[kind], rows))
     lines.append(_line("all", losses))
-    lines += ["", f"| layout | {HEAD}", "|---" * 9 + "|"]
+    lines += ["", f"| layout | {HEAD}", "|---" * 10 + "|"]
     for name in sorted({row["layout"] for row in losses}):
         lines.append(_line(name, [row for row in losses if row["layout"] == name]))
     right = sum(row["ok"] for row in runs)
@@ -53,6 +53,7 @@ def _line(name: str, rows: list[Row]) -> str:
         name,
         str(len(rows)),
         str(sum(row["ok"] for row in rows)),
+        str(sum(row.get("from") == "nothing" for row in rows)),
         f"{median(numbers['detected']):.1f}" if numbers["detected"] else "-",
         f"{mean(numbers['seconds']):.1f}" if numbers["seconds"] else "-",
         f"{max(numbers['seconds']):.1f}" if numbers["seconds"] else "-",

@@ -19,6 +19,7 @@ from .nodes import ROOT, Network, Node, network, settled
 
 LIMIT = 60  # seconds without a step, after which the run hangs
 FIRST = 600  # the same before the first step: all nodes import torch on the same few cores
+UNNOTICED = 15  # seconds for which the loss of a spare node, which no rank notices, lasts; agents drop it after 3
 TAIL = 150  # steps at the end without a loss
 NOTICED = re.compile(r"[WEI](\d{4} \d\d:\d\d:\d\d\.\d+) .*(will restart worker group|failed \(exitcode|lost)")
 
@@ -130,8 +131,13 @@ class Trial:
             self.look()
             start, at = self.starts, time.time()
             self._take(loss, 1)
-        self.wait(lambda: bool(self.trained(start)), "the next step")
-        self._judge_restart(row, start, at)
+        rank = "rank" in loss.ways[: 1 + (loss.kind in ("two", "restore"))]  # its agent restarts the world
+        self.wait(lambda: bool(self.trained(start)) or (not rank and self._stepped(at + 1)), "the next step")
+        if self.trained(start):
+            self._judge_restart(row, start, at)
+        else:
+            row |= {"repeated": 0, "from": "nothing"}  # only a spare node is lost
+            self.wait(lambda: self._stepped(at + UNNOTICED), "steps without a spare node")
         with contextlib.suppress(Over):  # the last step came before a node was back: judged by what there is
             self._come_back(loss, row, start, at)
         most = max(row["step"] for row in self.rows[:before])
@@ -139,6 +145,10 @@ class Trial:
         reasons += doubled(self.rows[before - 1 :])
         reasons += [row["left"]] if row.get("left") else []
         row |= {"ok": not reasons, "reason": "; ".join(reasons[:3]), "restarts": self.restarts - restarts}
+
+    def _stepped(self, at: float) -> bool:
+        """Return True if there is a step after a time. Where a rank that trains has lost a peer, there is no step."""
+        return bool(self.rows) and self.rows[-1]["at"] > at
 
     def _come_back(self, loss: Loss, row: Row, start: int, at: float) -> None:
         """Bring lost nodes back, and wait until all train. Writes the longest pause into `row`."""
@@ -150,7 +160,13 @@ class Trial:
                 self.look()
                 start, at = self.starts, time.time()
                 self._take(loss, 1)
-            self.wait(lambda: self.world >= self.full and bool(self.trained(start)), "the return of a node")
+            spare, until = row["from"] == "nothing", time.time() + UNNOTICED
+            self.wait(
+                lambda: (self.world >= self.full and bool(self.trained(start))) or (spare and self._stepped(until)),
+                "the return of a node",
+            )
+            if not self.trained(start):
+                return
             first = self.trained(start)[0]
             row["back"] = round(first["at"] - max(r["at"] for r in self.rows if r["start"] < first["start"]), 2)
             if loss.kind == "rejoin":
@@ -203,7 +219,8 @@ class Trial:
             node.send(signal.SIGSTOP)
 
     def _away(self, loss: Loss) -> list[tuple[Node, str]]:
-        pairs = [(self.net.nodes[number], way) for number, way in zip(loss.nodes, loss.ways, strict=False)]
+        count = 1 if loss.kind == "rejoin" else 2  # the second one, perhaps of the same node, is yet to come
+        pairs = [(self.net.nodes[number], way) for number, way in zip(loss.nodes[:count], loss.ways, strict=False)]
         return [(node, way) for node, way in pairs if node.number in self.away]
 
     def _return(self, lost: list[tuple[Node, str]], row: Row) -> None:
