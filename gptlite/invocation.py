@@ -86,23 +86,31 @@ def launched_command() -> str:
 
 
 def _torchrun() -> list[str]:
-    """Return the words of the parent process before this rank's own, [] unless the parent is a launcher like torchrun.
+    """Return the words of the launcher before this rank's own, [] unless it is a launcher like torchrun.
 
-    Such a launcher ends its command line with that of its ranks, unlike train.py, which starts a module of gptlite.
+    Such a launcher ends its command line with that of its ranks, unlike train.py, which starts a module of gptlite. A
+    rank of an elastic run is forked, so it has its parent's command line, of which the launcher is the last word.
     """
     own = list(sys.orig_argv[1:])
     while own and own[0].startswith("-") and own[0] != "-m":  # options of Python, such as -u
         del own[0]
-    try:
-        theirs = [os.fsdecode(each) for each in Path(f"/proc/{os.getppid()}/cmdline").read_bytes().split(b"\0")[:-1]]
-    except OSError:
-        return []
+    theirs = _words_of(os.getppid())
+    if theirs and theirs == _words_of(os.getpid()):
+        theirs = _words_of(theirs[-1])
     if not own or not {"RANK", "WORLD_SIZE"} <= os.environ.keys() or theirs[-len(own) :] != own:
         return []
     before = theirs[: -len(own)]
     if len(before) > 1 and (found := shutil.which(name := Path(before[1]).name)) and Path(found).samefile(before[1]):
         return [name, *before[2:]]  # a script, e.g. torchrun, that Python runs
     return [python(), *before[1:]] if before[:1] == [sys.executable] else before
+
+
+def _words_of(process: int | str) -> list[str]:
+    """Return the command line of a process; [] if there is none."""
+    try:
+        return [os.fsdecode(each) for each in Path(f"/proc/{process}/cmdline").read_bytes().split(b"\0")[:-1]]
+    except OSError:
+        return []
 
 
 def arguments(name: str) -> list[str]:

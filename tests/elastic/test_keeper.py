@@ -53,6 +53,8 @@ def test_a_killed_rank_and_a_killed_worker_leave_the_others_in_their_processes(n
     assert (nodes.ranks(0), nodes.ranks(1)) == ([zero], [new])
     nodes.steps(3)
     nodes.stop()
+    resume = (nodes.run / "train.log").read_text().rpartition("resume:")[2]
+    assert "-m torch.distributed.run --nnodes=2 " in resume
     losses = nodes.losses()
     assert sorted(losses) == list(range(1, max(losses) + 1))
     for step, loss in whole(nodes, max(losses)).items():
