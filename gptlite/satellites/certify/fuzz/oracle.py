@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+from gptlite.config.schema import Config
 from gptlite.satellites.certify.fuzz.axes import Draw, model_overrides, overrides, replaced, world
 from gptlite.satellites.certify.fuzz.legal import composed
 from gptlite.satellites.certify.fuzz.ranks import RankError, RankPool
@@ -49,7 +50,7 @@ class Oracle:
     def judge(self, draw: Draw, quick: bool = False) -> Judgement:
         """Return the outcome of training a legal draw. With `quick`, it hangs after a quarter of the time."""
         timeout = self.timeout / 4 if quick else self.timeout
-        config = composed(overrides(draw))
+        config = self.layout(draw)
         try:
             reference = self._reference(draw)
             same, message, errors = self.ranks.run(world(draw), self.compared, config, reference, timeout=timeout)[0]
@@ -59,6 +60,10 @@ class Oracle:
             late = re.search(r"ConfigError", error.error) is not None
             return Judgement("late" if late else "crash", error.error)
         return Judgement("ok" if same else "parity", message, errors)
+
+    def layout(self, draw: Draw) -> Config:
+        """Return the configuration of a draw."""
+        return composed(overrides(draw))
 
     def judge_resumed(self, draw: Draw) -> Judgement:
         """Return the outcome of resuming: what a legal draw saves after a step is resumed by one process, and what one
