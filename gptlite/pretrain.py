@@ -41,29 +41,28 @@ def pretrain(
     require_config(config)
     started = time.monotonic() if started is None else started
     mesh = build_mesh(config.parallelism)
-    watch = attached.watch(mesh, config.parallelism.timeout_seconds)
-    folder = RunFolder(config, mesh)
-    with working("building the model and opening the data", folder.log if mesh.is_main else lambda _: None):
-        run = build_run(config, mesh, folder.log)
-    folder.config = config = run.config  # now with the vocabulary size and the number of steps
-    state = run.state
-    if not attached.recall(run, folder):
-        folder.restore(state)
-    if folder.complete(state):
-        state.loader.close()
-        watch.close()
-        return Result.read(folder.path, 0)
-    folder.check_space(state, run.data.tokenizer)  # after restoring, before anything is written
+    with closing(attached.watch(mesh, config.parallelism.timeout_seconds)) as watch:
+        folder = RunFolder(config, mesh)
+        with working("building the model and opening the data", folder.log if mesh.is_main else lambda _: None):
+            run = build_run(config, mesh, folder.log)
+        folder.config = config = run.config  # now with the vocabulary size and the number of steps
+        state = run.state
+        with closing(state.loader):
+            if not attached.recall(run, folder):
+                folder.restore(state)
+            if folder.complete(state):
+                return Result.read(folder.path, 0)
+            folder.check_space(state, run.data.tokenizer)  # after restoring, before anything is written
 
-    with folder.opened(config, run.data.tokenizer), closing(state.loader), closing(watch):
-        if opened is not None:
-            opened(folder.path)
-        reporter = announce(run, folder, attached)
-        settings = Settings(config.trainer, config.optimizer, config.checkpoint)
-        with (
-            conclude(config, folder, state, reporter, started, watch) as conclusion,
-            stop_signal or nullcontext(StopSignal()) as stop,
-        ):
-            around = Surroundings(reporter, folder, stop, watch, started, attached.execute(run, folder.log))
-            conclusion.outcome = Trainer(state, run.passes, settings, around).run()
-        return Result.of(folder.path, conclusion.exit_code, conclusion.result)
+            with folder.opened(config, run.data.tokenizer), closing(watch):  # before the last save is awaited
+                if opened is not None:
+                    opened(folder.path)
+                reporter = announce(run, folder, attached)
+                settings = Settings(config.trainer, config.optimizer, config.checkpoint)
+                with (
+                    conclude(config, folder, state, reporter, started, watch) as conclusion,
+                    stop_signal or nullcontext(StopSignal()) as stop,
+                ):
+                    around = Surroundings(reporter, folder, stop, watch, started, attached.execute(run, folder.log))
+                    conclusion.outcome = Trainer(state, run.passes, settings, around).run()
+                return Result.of(folder.path, conclusion.exit_code, conclusion.result)

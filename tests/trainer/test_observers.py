@@ -4,6 +4,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from gptlite.config import load
 from gptlite.metrics.meter import Throughput
 from gptlite.pretrain import pretrain
 from gptlite.trainer.attached import Attached
-from gptlite.trainer.observers import Observer
+from gptlite.trainer.observers import Observer, Unwatched
 from gptlite.trainer.report import Reporter
 from gptlite.trainer.state import TrainState
 from gptlite.trainer.step import StepResult
@@ -164,3 +165,28 @@ def test_nothing_that_observes_a_run_changes_it(tiny: list[str], run: Callable, 
     }
     assert meta(tmp_path / "bare", 8) == meta(tmp_path / "observed", 8)
     assert differing(tmp_path / "bare", tmp_path / "observed", 8) == []
+
+
+@pytest.mark.parametrize("fails_in", ["build", "restore", "observers", "training"])
+def test_the_watch_is_closed_wherever_a_run_fails(
+    tmp_path: Path, tiny: list[str], monkeypatch: pytest.MonkeyPatch, fails_in: str
+):
+    """A process may have other runs after it, which the watch of this one would end."""
+    closed = []
+
+    class Closed(Unwatched):
+        def close(self) -> None:
+            closed.append(True)
+
+    def fail(*_: object) -> Any:
+        raise RuntimeError(fails_in)
+
+    attached = Attached(watch=lambda mesh, limit: Closed())
+    hook = {"restore": "recall", "observers": "observers", "training": "execute"}.get(fails_in)
+    attached = replace(attached, **({hook: fail} if hook else {}))
+    config = load([*tiny, f"run.dir={tmp_path / 'run'}", "trainer.max_steps=3"])
+    if fails_in == "build":
+        monkeypatch.setattr(sys.modules["gptlite.pretrain"], "build_run", fail)
+    with pytest.raises(RuntimeError, match=fails_in):
+        pretrain(config, attached=attached)
+    assert closed
