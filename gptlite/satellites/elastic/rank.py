@@ -176,7 +176,7 @@ class Start:
         finally:
             if log:
                 os.close(log.terminal)
-                if log.path.parent == self._log_path(0).parent:
+                if self._is_temporary(log):
                     log.path.unlink(missing_ok=True)  # of a world that has not opened the run folder
         return 0 if self._folder is not None and code > 128 else code
 
@@ -221,7 +221,10 @@ class Start:
             traceback.print_exception(error)
         if not log or not follows:
             words = f"error: {reason}{limited}" if reason else f"rank {node.rank} has lost the others"
-            print(printable(words if reason or follows else one_line(error)), file=sys.stderr, flush=True)
+            words = words if reason or follows else one_line(error)
+            print(printable(words), file=sys.stderr, flush=True)
+            if log and self._folder is None and self._is_temporary(log):  # which is removed
+                log.tell(f"rank {node.rank}: {words}")
         traceback.clear_frames(error.__traceback__)  # they hold the model
         return 1
 
@@ -229,6 +232,9 @@ class Start:
         """Write the result that our launcher reads."""
         if self._folder is not None:
             write_whole(self._folder / f"result-{node.rank}.json", json.dumps(result))
+
+    def _is_temporary(self, log: RankLog) -> bool:
+        return log.path.parent == self._log_path(0).parent
 
     def _log_path(self, rank: int) -> Path:
         folder = self._folder or Path(os.environ.get("TMPDIR", "/tmp"))
