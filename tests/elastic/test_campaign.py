@@ -164,7 +164,7 @@ def test_the_table_counts_and_names_what_is_wrong(tmp_path):
     losses[0] |= {"ok": False, "reason": "step 3: samples lost"}
     runs = [{"layout": "data", "run": 0, "ok": True, "reason": "", "wall": 60.0}]
     text = table(losses, runs)
-    assert "| kill -9 of a rank | 2 | 1 | 0.5 | 6.5 | 11.0 |" in text
+    assert "| kill -9 of a rank | 2 | 1 | 0 | 0.5 | 6.5 | 11.0 |" in text
     assert "| all | 18 | 17 |" in text
     assert "step 3: samples lost" in text
     plot(losses, tmp_path / "losses.png")
