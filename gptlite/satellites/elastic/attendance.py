@@ -172,9 +172,14 @@ class Attending:
 
     def __init__(self, watch: Watch, attendance: Attendance, silence: Silence | None) -> None:
         self._watch, self._attendance, self._silence = watch, attendance, silence
-        self.verdict, self.communication = watch.verdict, watch.communication
+        self.communication = watch.communication
         self.ending: Callable[[Exception], None] = lambda error: None
         watch.ending = lambda error: self.ending(error)
+
+    def verdict(self) -> None:
+        """Close the connections to the other ranks, since this one is about to leave its world by an exception: those
+        that wait for it, and its own thread that saves, would do so until the watch ends them."""
+        cut_connections()
 
     def close(self) -> None:
         """Stop watching."""
