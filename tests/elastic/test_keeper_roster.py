@@ -104,6 +104,9 @@ class Store:
     def check(self, keys: list[str]) -> bool:
         return self._store.check(keys)
 
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        return self._store.compare_set(key, expected, desired)
+
 
 @pytest.fixture
 def fast(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,6 +130,20 @@ def test_the_next_rank_is_missed_once_it_is_silent(fast: None) -> None:
     other.close()
     assert until(said)[0].startswith("no heartbeat of rank 1 for ")
     one.close()
+
+
+def test_a_rank_that_leaves_tells_all_others_why(fast: None) -> None:
+    """Also those that do not watch it: rank 1 watches rank 2."""
+    store, said = Store(), []
+    ranks = [Silence(store, rank, 3, lambda why, _, rank=rank: said.append((rank, why))) for rank in range(3)]
+    time.sleep(0.3)
+    assert said == []
+    ranks[0].tell("a worker has ended")
+    until(said, 5.0)
+    time.sleep(0.3)
+    assert sorted(said) == [(rank, "a worker has ended") for rank in range(3)]
+    for rank in ranks:
+        rank.close()
 
 
 def test_a_store_that_does_not_answer_is_missed(fast: None) -> None:

@@ -48,6 +48,7 @@ class Attendance:
         self._roster, self._change = Roster(), WorldChange([], [], [], 0, "", None)
         self._first_step: Callable[[], None] = lambda: None
         self._inside = False
+        self._silence: Silence | None = None
         self._came = 0.0  # time at which the keeper has sent this rank into its world
 
     @property
@@ -75,14 +76,22 @@ class Attendance:
             self._timer.daemon = True
             self._timer.start()
             self.note_loss(why, time.time() - silent)
-            cut_connections()
+        self.depart(why)
+
+    def depart(self, why: str) -> None:
+        """Tell the other ranks that this one leaves its world, and close the connections to them."""
+        if (silence := self._silence) is not None:
+            silence.tell(why)
+        with self._lock:
+            if self._inside:
+                cut_connections()
 
     def left(self) -> None:
         """Stop the timer of `leave`: this rank has left its world."""
         with self._lock:
             if self._timer is not None:
                 self._timer.cancel()
-            self._inside, self._timer, self._first_step = False, None, lambda: None
+            self._inside, self._timer, self._first_step, self._silence = False, None, lambda: None, None
 
     def note_loss(self, why: str, when: float | None = None) -> None:
         """Note the time of a loss in seconds since 1970, by default now, and the reason, if this is the first."""
@@ -116,10 +125,9 @@ class Attendance:
 
     def watch(self, watch: Watch, mesh: Mesh) -> Watch:
         """Return the run's watch over the ranks, with one over their silence."""
-        silence = None
         if mesh.world_size > 1:
-            silence = Silence(default_store(), mesh.rank, mesh.world_size, self.leave)
-        return Attending(watch, self, silence)
+            self._silence = Silence(default_store(), mesh.rank, mesh.world_size, self.leave)
+        return Attending(watch, self, self._silence)
 
     def note(self, run: Run, folder: RunFolder) -> None:
         """Note the degrees of this world, and log what has changed. Called on all ranks once the run is restored."""
@@ -177,9 +185,9 @@ class Attending:
         watch.ending = lambda error: self.ending(error)
 
     def verdict(self) -> None:
-        """Close the connections to the other ranks, since this one is about to leave its world by an exception: those
-        that wait for it, and its own thread that saves, would do so until the watch ends them."""
-        cut_connections()
+        """Depart, since this rank is about to leave its world by an exception: ranks that wait for it, and its own
+        thread that saves, would do so until the watch ends them."""
+        self._attendance.depart("")
 
     def close(self) -> None:
         """Stop watching."""

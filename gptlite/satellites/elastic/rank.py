@@ -33,7 +33,6 @@ from gptlite.satellites.elastic.meeting import Meeting
 from gptlite.satellites.elastic.proxy import SIGNALS, VARIABLES
 from gptlite.satellites.elastic.roster import Pulse
 from gptlite.satellites.elastic.shelf import Shelf
-from gptlite.satellites.elastic.silence import cut_connections
 from gptlite.torch_private.distributed import abandon_groups, forget_meshes
 from gptlite.trainer.signals import StopSignal
 
@@ -209,8 +208,8 @@ class Start:
             return code
 
     def _failed(self, error: BaseException, node: Starter, log: RankLog | None, config: Config | None) -> int:
-        """Report an exception, and return the exit code 1. The connections to the other ranks are closed first."""
-        cut_connections()
+        """Report an exception, and return the exit code 1. First of all, this rank departs from the others."""
+        self._attendance.depart("")
         reason = out_of_memory(error) if isinstance(error, Exception) else None
         lift()  # the report needs memory
         limited = limit_words(config.trainer.host_memory_limit if config else None)

@@ -15,7 +15,9 @@ import torch.distributed as dist
 
 LOST_SECONDS = 10.0  # silence after which a rank is lost, however long its collectives may take
 PERIOD = 2.0
-LOOK_SECONDS = 0.25
+LOOK_SECONDS = 0.25  # also for the note of a rank that leaves
+TELL_SECONDS = 0.5  # for this note; a store that does not answer is missed by all others themselves
+LEFT = "left"  # key of the note
 EXIT_FROZEN = 1
 
 
@@ -24,7 +26,9 @@ class Silence:
 
     Both are in threads of their own, so a rank that is slow, or waits, is not silent. Each rank watches the next, so
     the store has little work. `lost(why, seconds)` is called from a thread if the next rank, or the store, is silent
-    for LOST_SECONDS. A rank that has been frozen ends at once when it runs again: the others have gone on without it.
+    for LOST_SECONDS, or if any rank has told that it leaves: a rank that waits for a third one, which is silent, has no
+    connection that closes. A rank that has been frozen ends at once when it runs again: the others have gone on without
+    it.
     """
 
     def __init__(self, store: Any, rank: int, world: int, lost: Callable[[str, float], None]) -> None:
@@ -46,17 +50,35 @@ class Silence:
             if thread is not threading.current_thread():
                 thread.join(1.0)
 
+    def tell(self, why: str) -> None:
+        """Tell the other ranks that this one leaves."""
+        note = threading.Thread(target=self._tell, args=(why,), daemon=True)
+        note.start()
+        note.join(TELL_SECONDS)
+
+    def _tell(self, why: str) -> None:
+        with suppress(dist.DistError):
+            self._store.compare_set(LEFT, "", why)  # the first rank knows best
+
     def _beat(self) -> None:
-        count, last = 0, b""
-        while not self._closed.is_set():
+        count, last, due = 0, b"", 0.0
+        while not self._closed.wait(LOOK_SECONDS if count else 0.0):
             with suppress(dist.DistError):  # the store is gone: so are the connections, or they are soon
+                if self._store.check([LEFT]):
+                    return self._end(self._store.get(LEFT).decode(), 0.0)
+                if (now := time.monotonic()) < due:
+                    continue
+                due = now + PERIOD
                 self._store.set(self._own, str(count := count + 1))
                 beat = self._store.get(self._next) if self._store.check([self._next]) else b""
                 now = time.monotonic()
                 self._answered = now
                 if beat != last or not beat:  # none yet: the rank starts, and its connections tell if it ends
                     self._heard, last = now, beat
-            self._closed.wait(PERIOD)
+
+    def _end(self, why: str, silent: float) -> None:
+        if not self._closed.is_set():
+            self._lost(why, silent)
 
     def _judge(self) -> None:
         looked, worked = time.monotonic(), time.process_time()
@@ -66,9 +88,9 @@ class Silence:
                 os._exit(EXIT_FROZEN)
             looked, worked = now, work
             if (silent := now - self._answered) > LOST_SECONDS:
-                return self._lost(f"no answer of the store for {silent:.0f} s", silent)
+                return self._end(f"no answer of the store for {silent:.0f} s", silent)
             if (silent := now - self._heard) > LOST_SECONDS:
-                return self._lost(f"no heartbeat of rank {self._name} for {silent:.0f} s", silent)
+                return self._end(f"no heartbeat of rank {self._name} for {silent:.0f} s", silent)
 
 
 def cut_connections() -> None:
