@@ -32,6 +32,8 @@ def abandon_groups() -> None:
     """Leave all process groups without waiting for the other ranks, which may have ended."""
     if dist.is_initialized():
         dist.distributed_c10d._abort_process_group()
+    # A join that has failed is counted, too, and the count is in the keys by which ranks find each other.
+    dist.distributed_c10d._world.group_count = 0
 
 
 def default_store() -> Any:

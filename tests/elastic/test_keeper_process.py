@@ -20,6 +20,8 @@ from gptlite.satellites.elastic.proxy import SOCKET, keeper_socket
 from gptlite.start.load import load
 from gptlite.start.rank import ELASTIC, KEEPER
 
+ROOT = Path(__file__).parents[2]
+
 # A keeper that gives ranks time to leave their world on a busy machine.
 PATIENT = f"""{ELASTIC}keep
 from gptlite.satellites.elastic import attendance, keeper
@@ -255,3 +257,21 @@ def test_ranks_beyond_the_largest_layout_wait_for_the_end_of_the_run(tmp_path: P
         assert json.loads((run.run / "result.json").read_text())["world_size"] == 2
     finally:
         kept.end()
+
+
+def test_a_process_whose_join_has_failed_joins_the_next_world() -> None:
+    """torch counts the group that has failed, and ranks with different counts would wait for each other."""
+    code = """
+import torch.distributed as dist
+from datetime import timedelta
+from torch.distributed import HashStore
+from gptlite.torch_private.distributed import abandon_groups
+try:
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=2, timeout=timedelta(seconds=0.3))
+except dist.DistError:
+    abandon_groups()
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    print(dist.group.WORLD.group_name)
+"""
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert result.stdout == "0\n", result.stderr
