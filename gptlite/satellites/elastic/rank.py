@@ -221,11 +221,11 @@ class Start:
         if log or not follows:
             traceback.print_exception(error)
         if not log or not follows:
-            words = f"error: {reason}{limited}" if reason else f"rank {node.rank} has lost the others"
-            words = words if reason or follows else one_line(error)
-            print(printable(words), file=sys.stderr, flush=True)
+            lost = f"rank {node.rank} has lost the others"
+            line = f"error: {reason}{limited}" if reason else lost if follows else one_line(error)
+            print(printable(line), file=sys.stderr, flush=True)
             if log and self._folder is None and self._is_temporary(log):  # which is removed
-                log.tell(f"rank {node.rank}: {words}")
+                log.tell(f"rank {node.rank}: {line}")
         traceback.clear_frames(error.__traceback__)  # they hold the model
         return 1
 
