@@ -80,7 +80,8 @@ class Attendance:
 
     def depart(self, why: str) -> None:
         """Tell the other ranks that this one leaves its world, and close the connections to them."""
-        if (silence := self._silence) is not None:
+        silence, self._silence = self._silence, None  # once: a store that does not answer takes half a second
+        if silence is not None:
             silence.tell(why)
         with self._lock:
             if self._inside:
